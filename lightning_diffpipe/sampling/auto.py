@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.placement import is_placeholder
@@ -104,33 +105,25 @@ class Chooser:
             last = self._refused[-1][1]
             self._refused.clear()
             raise last from None
-        return self._decided(choice)
-
-    def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
-        """Takes something out of the choice: a method that the model cannot be sampled with, or else its mesh.
-
-        Args:
-            options: What was chosen.
-            error: Why it does not work.
-        """
-        mixes = isinstance(error, GraphError)
-        axes = None if mixes or options.mesh is None else asdict(options.mesh)
-        # Functions after it hold a worker and latents.
-        refusal = error.with_traceback(None)
-        self._refused.append((Refusal(options.method, _short(error), axes), refusal))
-
-    def _decided(self, choice: SamplingChoice) -> MethodOptions:
         options = self._options
         automatic = options.warmup_steps == "auto" and choice.warmup_steps is not None
         return replace(
             options,
             method=choice.method,
-            mesh=mesh_of(choice),
+            mesh=SamplingMesh(**choice.axes),
             num_patches=choice.num_patches,
             warmup_steps="auto" if automatic else choice.warmup_steps,
             reason=choice.reason,
             further={**options_of(choice), **options.further},
         )
+
+    def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
+        """Takes something out of the choice: a method that the model cannot be sampled with, or else its mesh."""
+        mixes = isinstance(error, GraphError)
+        axes = None if mixes or options.mesh is None else asdict(options.mesh)
+        # Functions after it hold a worker and latents.
+        refusal = error.with_traceback(None)
+        self._refused.append((Refusal(options.method, _short(error), axes), refusal))
 
 
 def wish_of(options: MethodOptions) -> SamplingWish:
@@ -168,11 +161,6 @@ def free_memory(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def mesh_of(choice: SamplingChoice) -> SamplingMesh:
-    """The mesh of a choice."""
-    return SamplingMesh(**choice.axes)
-
-
 def options_of(choice: SamplingChoice) -> dict[str, Any]:
     """Options of the method's own."""
     name = {"sequence": "mode", "pipefusion": "sequence_mode"}.get(choice.method)
@@ -180,31 +168,19 @@ def options_of(choice: SamplingChoice) -> dict[str, Any]:
 
 
 @torch.inference_mode()
+@needing_memory(
+    "for the step that method=auto measures on one rank",
+    "name a method and its mesh instead, such as method=pipefusion with parallel=, or draw fewer or smaller "
+    "pictures at a time",
+)
 def profile_request(
     request: Request, num_samples: int, branches: int, layout: Layout | None = None
 ) -> DenoiserProfile:
-    """Times one denoising step of a request and counts what the methods would have to send.
-
-    Args:
-        request: Nothing in it is changed.
-        num_samples: Pictures it draws.
-        branches: Branches of guidance that can be divided.
-        layout: Of the model, if it is known.
+    """Times one step of a request, which is not changed, and counts what the methods would have to send.
 
     Raises:
         ConfigurationError: This rank alone has too little memory for a step.
     """
-    with needing_memory(
-        "for the step that method=auto measures on one rank",
-        "name a method and its mesh instead, such as method=pipefusion with parallel=, or draw fewer or smaller "
-        "pictures at a time",
-    ):
-        return _profile(request, num_samples, branches, layout)
-
-
-def _profile(
-    request: Request, num_samples: int, branches: int, layout: Layout | None
-) -> DenoiserProfile:
     latents, timestep = request.latents, request.timesteps[0]
     with _Counted(request.model) as counted:
         activation_bytes = _peak_bytes(lambda: request.denoise(latents, timestep), latents.device)
@@ -240,7 +216,7 @@ def _profile(
         halo_bytes=counted.halo_bytes,
         num_norms=counted.num_norms,
         num_halos=counted.num_halos,
-        num_calls=1 if layout is None else _num_calls(layout),
+        num_calls=1 if layout is None else max(Counter(b.name for b in layout.blocks).values()),
         warmup_microbatches=microbatches,
         num_heads=_fewest(layout, "heads"),
         num_key_heads=_fewest(layout, "key_heads"),
@@ -250,11 +226,6 @@ def _profile(
         shares_tokens=layout is not None and divides_text(layout),
         refusal=refusal,
     )
-
-
-def _num_calls(layout: Layout) -> int:
-    """Calls of the model in one step, counted by its blocks."""
-    return max(Counter(block.name for block in layout.blocks).values())
 
 
 def _fewest(layout: Layout | None, what: str) -> int:
@@ -332,54 +303,36 @@ def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    times = []
+    clock, times = clock_for(device), []
     for _ in range(_REPEATS):
-        _wait(device)
+        clock.settle()
         start_s = time.perf_counter()
         function()
-        _wait(device)
+        clock.settle()
         times.append(time.perf_counter() - start_s)
     return statistics.median(times)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@dataclass
-class _Counts:
-    key_value_bytes: int = 0
-    sequence_bytes: int = 0
-    num_attention: int = 0
-    halo_bytes: int = 0
-    num_norms: int = 0
-    num_halos: int = 0
-
-
-class _Counted(TorchFunctionMode, _Counts):
-    """Counts what looks beyond a row while a model runs.
-
-    Args:
-        model: What it is given, every band has whole.
-    """
+class _Counted(TorchFunctionMode):
+    """Counts what looks beyond a row while a model runs; what the model is given, every band has whole."""
 
     def __init__(self, model: nn.Module) -> None:
-        TorchFunctionMode.__init__(self)
-        _Counts.__init__(self)
+        super().__init__()
         self._model, self._given = model, ()
+        self.key_value_bytes = self.sequence_bytes = self.halo_bytes = 0
+        self.num_attention = self.num_norms = self.num_halos = 0
 
     def __enter__(self) -> _Counted:
-        self._hook = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
+        def note(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._given = (*args, *kwargs.values())
+
+        self._hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._hook.remove()
-
-    def _note(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._given = (*args, *kwargs.values())
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -403,17 +356,8 @@ class _Counted(TorchFunctionMode, _Counts):
         self.key_value_bytes += (key.numel() + value.numel()) * size
         self.sequence_bytes += (2 * query.numel() + key.numel() + value.numel()) * size
 
-    def _convolution(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> None:
-        border, rows = weight.shape[-2] // 2, windows_of(weight, stride, padding, dilation)[0]
+    def _convolution(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        border, (rows, _) = weight.shape[-2] // 2, windows_of(weight, *args, **kwargs)
         if input.dim() != 4 or not border or rows.is_patch:
             return
         if not any(input is x for x in self._given):

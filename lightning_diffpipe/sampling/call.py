@@ -112,12 +112,7 @@ class Call:
         return self.phases[0].denoisers[0]
 
     def phase(self, index: int, latents: Tensor) -> Call:
-        """The same request for the steps of one phase only.
-
-        Args:
-            index: Which.
-            latents: Before them, of the samples that this rank draws.
-        """
+        """The same request for the steps of one phase only, from this rank's latents before them."""
         phase, whole = self.phases[index], self.whole
         if index:
             whole = self.whole.to(latents.dtype, copy=True)
@@ -152,11 +147,7 @@ class Call:
         return rows // len(self.whole)
 
     def refuse_steps(self, method: str) -> None:
-        """Raises ConfigurationError unless every step calls the denoiser alike, which most methods need.
-
-        Args:
-            method: For the message.
-        """
+        """Raises ConfigurationError unless every step calls the denoiser alike, which most methods need."""
         name = type(self.pipeline.pipeline).__name__
         shapes = [tuple(phase.shape[1:]) for phase in self.phases]
         if (
@@ -182,11 +173,7 @@ class Call:
                 )
 
     def refuse_rows(self, warmup_steps: int | str) -> None:
-        """Raises ConfigurationError if the loop's own code would need rows that no rank has under PipeFusion.
-
-        Args:
-            warmup_steps: Synchronous steps at the start.
-        """
+        """Raises ConfigurationError if the loop's own code would need rows that no rank has under PipeFusion."""
         name = type(self.pipeline.pipeline).__name__
         if "latents" in self.mixes:
             raise ConfigurationError(
@@ -201,12 +188,7 @@ class Call:
             )
 
     def request(self, model: nn.Module, exchange: Exchange | None = None) -> Request:
-        """Binds the call to a denoiser.
-
-        Args:
-            model: The denoiser, or this rank's part of it.
-            exchange: For one branch of guidance: makes both predictions, in order, of this one.
-        """
+        """Binds the call to a denoiser, or to this rank's part of it; branches of guidance are exchanged."""
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls:
             model = Controlled(model, controls)
@@ -306,11 +288,7 @@ class Call:
         return denoise
 
     def _arguments_at(self, timestep: Tensor) -> list[dict[str, Any]]:
-        """Arguments of the denoiser's calls in the first or the last step; of NaN, NaN where these two differ.
-
-        Args:
-            timestep: That of one of them, or NaN.
-        """
+        """Arguments of the denoiser's calls in the first or the last step; at NaN, NaN where these two differ."""
         first, last = self.steps
         if not timestep.isnan():
             is_last = len(self.timesteps) > 1 and bool(timestep == self.timesteps[-1])
@@ -423,11 +401,7 @@ class Call:
 
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:
-        """A context in which default generators go on from where those of rank 0 were.
-
-        Args:
-            rank: This one; on all but rank 0 default generators are as they were after the context.
-        """
+        """A context in which default generators go on from where those of rank 0 were; they go back on others."""
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
 

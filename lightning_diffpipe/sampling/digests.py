@@ -101,13 +101,7 @@ class Identity:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
-        """Of a model that is open.
-
-        Args:
-            options: Arguments of the Predictor.
-            denoiser: The module, perhaps a skeleton.
-            weights: Of the skeleton; None if the denoiser has them.
-        """
+        """Of a model that is open."""
         config = as_texts(
             {k: v for k, v in getattr(denoiser, "config", {}).items() if not k.startswith("_")}
         )
@@ -130,10 +124,6 @@ class Identity:
 @raised_by_all()
 def refuse_other_models(world: World, mine: Identity) -> None:
     """Compares what all ranks have; collective.
-
-    Args:
-        world: All ranks.
-        mine: Of this rank.
 
     Raises:
         ConfigurationError: Ranks have other arguments, another config or other weights; on all ranks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,7 +81,9 @@ def dry_run_of(call: PipelineCall) -> DryRun:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
         Exception: What the pipeline's own checks raise.
     """
-    quiet = replace(call, arguments=_without_callbacks(call.arguments))
+    # Callbacks are for true latents.
+    arguments = {n: each for n, each in call.arguments.items() if not n.startswith("callback")}
+    quiet = replace(call, arguments=arguments)
     found = _one_run(quiet, None)
     if not found.phases:
         raise ConfigurationError(
@@ -106,12 +108,7 @@ def dry_run_of(call: PipelineCall) -> DryRun:
 
 
 def _one_run(call: PipelineCall, num_steps: int | None) -> DryRun:
-    """One run with a denoiser that predicts zeros.
-
-    Args:
-        call: Without callbacks.
-        num_steps: Of the loop, after which to end; None if the run is to be recorded.
-    """
+    """One run with a denoiser that predicts zeros; recorded unless it ends after a number of steps."""
     found = DryRun()
     waiting: dict[str, list[dict[str, Any]]] = {}
     begun = False
@@ -149,21 +146,12 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> DryRun:
         values = dict(arguments, **{list(arguments)[1]: prediction.nan_to_num()})
         return plain(**values)
 
-    devices = [call.device] if call.device.type == "cuda" else []
-    record = found.record if num_steps is None else None
-    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
-        call.run(on_denoise, on_step, record, lambda: begun)
+    _run(call, on_denoise, on_step, found.record if num_steps is None else None, lambda: begun)
     return found
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
-    """Whether the loop's own code brings rows together, found by NaN in half of them.
-
-    Args:
-        call: With its record.
-        num_steps: To look at.
-        what: Rows of the `"latents"` between two steps, or of `"predictions"`.
-    """
+    """Whether the loop's own code brings rows of latents or predictions together, found by NaN in half of them."""
     found, left = False, num_steps
     before = torch.empty(0)  # the latents as they were handed back
 
@@ -190,14 +178,15 @@ def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
         before = step[3].nan_to_num()
         return step.answer(_half_marked(before) if what == "latents" else before)
 
-    quiet = replace(call, arguments=_without_callbacks(call.arguments))
-    with (
-        torch.random.fork_rng([call.device] if call.device.type == "cuda" else []),
-        torch.no_grad(),
-        contextlib.suppress(LoopEnds),
-    ):
-        quiet.run(on_denoise, on_step)
+    _run(call, on_denoise, on_step)
     return found
+
+
+def _run(call: PipelineCall, *given: Any) -> None:
+    """Runs a call up to the end of its loop, with generators as they were after it; see `PipelineCall.run`."""
+    devices = [call.device] if call.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
+        call.run(*given)
 
 
 def _half_marked(x: Tensor) -> Tensor:
@@ -206,11 +195,6 @@ def _half_marked(x: Tensor) -> Tensor:
     x = x.clone()
     x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
     return x
-
-
-def _without_callbacks(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Callbacks are for true latents."""
-    return {name: value for name, value in arguments.items() if not name.startswith("callback")}
 
 
 def _refuse_predicted_variance(scheduler: Any, prediction: Tensor, sample: Tensor) -> None:

@@ -116,12 +116,7 @@ class Freshness:
         return groups
 
     def table(self, rows: Attribute = "step", columns: Attribute = "reader") -> str:
-        """Mean fresh shares as text, a dash where nothing was read.
-
-        Args:
-            rows: What each line is about.
-            columns: What each column is about; their mean stands last.
-        """
+        """Mean fresh shares as text, a dash where nothing was read; the mean of each row stands last."""
         groups, heads = self.by(rows), list(self.by(columns))
         width = max([6, len(rows), *(len(str(name)) for name in groups)])
         widths = [max(7, len(str(head)) + 2) for head in (*heads, "mean")]

@@ -203,13 +203,7 @@ class PipelineCall:
     def here(
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
-        """The same on another rank.
-
-        Args:
-            parts: Those that this rank has.
-            device: Where it computes.
-            functions: Among the arguments, which do not travel.
-        """
+        """The same on another rank, with its parts, and with functions among the arguments, which do not travel."""
         assert self.record is not None
         arguments = {n: moved(v, device) for n, v in restored(self.arguments, device).items()}
         twin = copy.copy(self.pipeline)
@@ -288,12 +282,23 @@ def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
 
 def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with the states of their generators in place of these."""
-    return {name: _Generator.of(value) for name, value in arguments.items()}
+
+    def taken(generator: torch.Generator) -> _Generator:
+        return _Generator(generator.get_state(), str(generator.device))
+
+    return pytree.tree_map_only(torch.Generator, taken, dict(arguments))
 
 
 def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Arguments with generators of their own, in the states that were taken; of `device` if of its type."""
-    return {name: _Generator.restored(value, device) for name, value in arguments.items()}
+
+    def made(taken: _Generator) -> torch.Generator:
+        own = torch.device(taken.device)
+        generator = torch.Generator(device if device and device.type == own.type else own)
+        generator.set_state(taken.state)
+        return generator
+
+    return pytree.tree_map_only(_Generator, made, dict(arguments))
 
 
 @dataclass(frozen=True)
@@ -302,25 +307,6 @@ class _Generator:
 
     state: Tensor
     device: str
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(cls.of(v) for v in value)
-        if not isinstance(value, torch.Generator):
-            return value
-        return cls(value.get_state(), str(value.device))
-
-    @classmethod
-    def restored(cls, value: Any, device: torch.device | None) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(cls.restored(v, device) for v in value)
-        if not isinstance(value, cls):
-            return value
-        own = torch.device(value.device)
-        generator = torch.Generator(device if device and device.type == own.type else own)
-        generator.set_state(value.state)
-        return generator
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:
@@ -364,13 +350,7 @@ def predicted_zeros(
 
 @dataclass(eq=False)
 class _Denoise:
-    """The loop is paused in a call of a denoiser.
-
-    Attributes:
-        name: Which.
-        arguments: By name.
-        answer: What it is answered, as far as it is known.
-    """
+    """The loop is paused in a call of a denoiser."""
 
     name: str
     arguments: dict[str, Any]
@@ -424,10 +404,6 @@ class PipelineLoop:
         channels: Channels of a prediction that the loop looks at; None means all.
         mixes: The loop brings rows of predictions together.
         head: A context for what comes before the first call of the denoiser.
-
-    Attributes:
-        is_divided: Another rank computes the other branch of guidance.
-        mixes: The same.
     """
 
     def __init__(
@@ -474,22 +450,9 @@ class PipelineLoop:
     # --- what its owner does ------------------------------------------------------------------------
 
     def predict(
-        self,
-        latents: Tensor | None = None,
-        again: bool = False,
-        complete: Complete | None = None,
+        self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
     ) -> Tensor:
-        """Goes on to the next step of the scheduler.
-
-        Args:
-            latents: After the step before, where another has stepped; None where `step` has, and at the start.
-            again: Compute the predictions of this step anew, those before being incomplete.
-            complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
-                and patches, as far as the loop has to see them.
-
-        Returns:
-            The prediction; where another rank computes the other branch of guidance, that of this one.
-        """
+        """See `Loop`."""
         self._complete = complete
         if again:
             for number, event in enumerate(self._asked):
@@ -508,14 +471,7 @@ class PipelineLoop:
     def change(
         self, denoiser: str, compute: Compute, latents: Tensor, channels: int | None
     ) -> None:
-        """Goes on with another denoiser, as if it began now.
-
-        Args:
-            denoiser: Its name.
-            compute: Answers its calls.
-            latents: After the last step, of this loop's rows.
-            channels: Of a prediction, as in `PipelineLoop`.
-        """
+        """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
         self._denoiser, self._compute, self._channels = denoiser, compute, channels
         if self._stepped is None:  # others have stepped
@@ -524,7 +480,7 @@ class PipelineLoop:
             self._stepped = event.answer(self._embedded(latents))
 
     def skip(self, latents: Tensor | None) -> None:
-        """Takes a step along that another loop computes; see `predict`."""
+        """See `Loop`."""
         self._leave_step(latents)
 
     def _answered(self, event: _Denoise) -> Any:
@@ -562,13 +518,7 @@ class PipelineLoop:
     def guided(
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
     ) -> Tensor:
-        """The prediction after guidance.
-
-        Args:
-            prediction: What `predict` returned.
-            take: Of it, what counts; only that is sent to the rank that computes the other branch.
-            put: Puts something of that shape back into a prediction.
-        """
+        """See `Loop`."""
         if self._branch is None:
             return prediction
         assert isinstance(self._event, _Denoise)
@@ -591,20 +541,16 @@ class PipelineLoop:
 
     @property
     def sample(self) -> Tensor:
-        """The latents that the scheduler is given in this step."""
+        """See `Loop`."""
         return self._cut(self._at_step()[3])
 
     def step(self, prediction: Tensor) -> Tensor:
-        """Takes the step with the pipeline's own scheduler; returns the latents after it."""
+        """See `Loop`."""
         self._stepped = self._at_step().stepped(self._embedded(prediction))
-        latents: Tensor = self._stepped[0]
-        return self._cut(latents)
+        return self._cut(self._stepped[0])
 
     def finish(self, latents: Tensor) -> Any:
         """Runs what follows the last step; returns what the pipeline returns.
-
-        Args:
-            latents: The final ones, of all ranks.
 
         Raises:
             SamplingError: It has further steps.
@@ -667,19 +613,15 @@ class PipelineLoop:
     def _embedded(self, x: Tensor) -> Tensor:
         if self._rows is None:
             return x
-        shape = self._call_rows, *x.shape[1:]
-        whole = x.new_full(shape, _NAN)
+        if isinstance(self._event, Step):
+            num_rows = len(self._event[3])
+        else:
+            assert isinstance(self._event, _Denoise)
+            num_rows = len(self._event.arguments[latents_name(self._event.arguments)])
+            num_rows //= 1 if self._by_calls else 2
+        whole = x.new_full((num_rows, *x.shape[1:]), _NAN)
         whole[self._rows] = x
         return whole
-
-    @property
-    def _call_rows(self) -> int:
-        """Rows of all latents."""
-        if isinstance(self._event, Step):
-            return len(self._event[3])
-        assert isinstance(self._event, _Denoise)
-        rows = len(self._event.arguments[latents_name(self._event.arguments)])
-        return rows if self._by_calls else rows // 2
 
 
 def _filled(denoiser: nn.Module, arguments: Mapping[str, Any]) -> Prediction:

@@ -168,11 +168,6 @@ def read_loras(
 ) -> list[StoredLora]:
     """Reads all files.
 
-    Args:
-        loras: Scale of each file.
-        cls: The pipeline's class.
-        parts: Names of the pipeline's parts.
-
     Raises:
         ConfigurationError: See `StoredLora`.
         CheckpointError: See `StoredLora`, or a file changes parts that the pipeline does not have.
@@ -222,13 +217,7 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> No
 
 
 class AdaptedWeights:
-    """Stored weights of a part, with LoRA files added as they are read.
-
-    Args:
-        weights: As stored.
-        part: Name of the part.
-        loras: What is added.
-    """
+    """Stored weights of a part, with LoRA files added as they are read."""
 
     def __init__(self, weights: Weights, part: str, loras: Collection[StoredLora]) -> None:
         self._weights, self._part, self._loras = weights, part, loras

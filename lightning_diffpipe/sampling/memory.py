@@ -20,10 +20,6 @@ REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 def needing_memory(where: str, remedy: str) -> Iterator[None]:
     """Turns running out of memory into an error that ranks tell each other; not a fault of the model.
 
-    Args:
-        where: What needed it.
-        remedy: What to do about it.
-
     Raises:
         ConfigurationError: Memory did not suffice.
     """
@@ -50,13 +46,6 @@ def failing(
     remedy_of_memory: str = REMEDY_OF_MEMORY,
 ) -> Iterator[None]:
     """Gives a reason for errors of a model that runs on the whole, but not in parts.
-
-    Args:
-        where: How it is run.
-        remedy: What to do about it.
-        cause: What is most likely.
-        kind: Class of the error.
-        remedy_of_memory: What to do where memory does not suffice.
 
     Raises:
         GraphError: The model failed; of that kind.

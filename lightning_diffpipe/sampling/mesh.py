@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 import torch
@@ -56,19 +56,16 @@ class SamplingMesh:
     @property
     def num_ranks(self) -> int:
         """Ranks it needs."""
-        return math.prod(self._sizes().values())
-
-    def _sizes(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return math.prod(asdict(self).values())
 
     def __str__(self) -> str:
-        used = [f"{name}={size}" for name, size in self._sizes().items() if size > 1]
+        used = [f"{name}={size}" for name, size in asdict(self).items() if size > 1]
         return " x ".join(used) or "one rank"
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is on each axis."""
         found = {}
-        for name, size in reversed(self._sizes().items()):
+        for name, size in reversed(asdict(self).items()):
             rank, found[name] = divmod(rank, size)
         return dict(reversed(found.items()))
 
@@ -85,21 +82,17 @@ class SamplingMesh:
 def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[SamplingMesh]:
     """All meshes over these axes that have exactly `num_ranks` ranks."""
     sizes = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-    for data in sizes if "data" in methods_axes else [1]:
-        for guidance in (1, 2) if "guidance" in methods_axes else [1]:
-            for parallel in sizes if "parallel" in methods_axes else [1]:
-                for sequence in sizes if "sequence" in methods_axes else [1]:
-                    mesh = SamplingMesh(data, guidance, parallel, sequence)
-                    if mesh.num_ranks == num_ranks:
-                        yield mesh
+    choices = {axis: sizes if axis in methods_axes else [1] for axis in get_args(Axis)}
+    if "guidance" in methods_axes:
+        choices["guidance"] = [1, 2]
+    meshes = itertools.starmap(SamplingMesh, itertools.product(*choices.values()))
+    return (mesh for mesh in meshes if mesh.num_ranks == num_ranks)
 
 
 AXES: dict[str, tuple[Axis, ...]] = {
     "single": ("data", "guidance"),
     "pipefusion": ("data", "guidance", "parallel", "sequence"),
-    "distrifusion": ("data", "guidance", "parallel"),
-    "naive": ("data", "guidance", "parallel"),
-    "synchronous": ("data", "guidance", "parallel"),
+    **dict.fromkeys(("distrifusion", "naive", "synchronous"), ("data", "guidance", "parallel")),
     "sequence": ("data", "guidance", "sequence"),
 }
 """Axes along which each method can use ranks."""
@@ -107,23 +100,8 @@ AXES: dict[str, tuple[Axis, ...]] = {
 _LEFT_OVER: dict[str, Axis] = {"single": "data", "sequence": "sequence"}
 
 
-def fit_mesh(
-    num_ranks: int,
-    method: str,
-    data: int | None = None,
-    guidance: int | None = None,
-    parallel: int | None = None,
-    sequence: int | None = None,
-) -> SamplingMesh:
+def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
     """Completes a wish to a mesh of all ranks; an axis that is not given is 1, or takes what is left.
-
-    Args:
-        num_ranks: Ranks there are.
-        method: Says which axes exist, and which one takes what is left.
-        data: Ranks among which the prompts are divided.
-        guidance: 2 to compute the branches of guidance on two halves.
-        parallel: Stages, or bands.
-        sequence: Ranks among which tokens are divided.
 
     Raises:
         ConfigurationError: No mesh of all ranks is like that; the message lists those that are.
@@ -132,8 +110,8 @@ def fit_mesh(
         >>> print(fit_mesh(8, "pipefusion", guidance=2))
         guidance=2 x parallel=4
     """
-    wish = {"data": data, "guidance": guidance, "parallel": parallel, "sequence": sequence}
     given = {name: size for name, size in wish.items() if size is not None}
+    asked = ", ".join(f"{name}={size}" for name, size in given.items())
     rest: Axis = _LEFT_OVER.get(method, "parallel")
     used = math.prod(given.values())
     if rest not in given and used > 0 and num_ranks % used == 0:
@@ -141,7 +119,6 @@ def fit_mesh(
     meshes = list(fitting_meshes(num_ranks, AXES[method]))
     mesh = SamplingMesh(**given)
     if mesh not in meshes:
-        asked = ", ".join(f"{name}={size}" for name, size in wish.items() if size is not None)
         raise ConfigurationError(
             f"method={method} cannot use {num_ranks} ranks as {asked or 'asked'}; these fit: "
             + "; ".join(map(str, meshes))
@@ -149,13 +126,7 @@ def fit_mesh(
     return mesh
 
 
-def refuse_axes(
-    num_ranks: int,
-    data: int | None = None,
-    guidance: int | None = None,
-    parallel: int | None = None,
-    sequence: int | None = None,
-) -> None:
+def refuse_axes(num_ranks: int, **wish: int | None) -> None:
     """Raises ConfigurationError if no mesh of all ranks has these sizes, whatever the method is.
 
     Example:
@@ -164,7 +135,6 @@ def refuse_axes(
         Traceback (most recent call last):
         lightning_diffpipe.errors.ConfigurationError: 3 ranks cannot be divided as guidance=2; ...
     """
-    wish = {"data": data, "guidance": guidance, "parallel": parallel, "sequence": sequence}
     given = {name: size for name, size in wish.items() if size is not None}
     every = fitting_meshes(num_ranks, get_args(Axis))
     if not any(given.items() <= asdict(mesh).items() for mesh in every):
@@ -184,14 +154,6 @@ class MeshLinks:
         links: Along the parallel axis: to the same share of other stages, or to other bands.
         sequence_links: Along the sequence axis: to the ranks that share this one's tokens.
         branches: Along the guidance axis.
-
-    Args:
-        mesh: The same on all ranks.
-        rank: World rank.
-        device: Where this rank computes.
-        backend: Of the messages between denoisers, `"gloo"` or `"nccl"`.
-        timeout_s: Longest wait for a message.
-        heartbeat: Of all ranks.
     """
 
     def __init__(

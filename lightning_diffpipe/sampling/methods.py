@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
-from lightning_diffpipe.sampling.mesh import MeshLinks, SamplingMesh, fit_mesh, refuse_axes
+from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import refuse_mode
@@ -96,7 +96,7 @@ class MethodOptions:
             )
         if self.warmup_steps not in (None, "auto"):
             require_number("warmup_steps", self.warmup_steps, 0, whole=True)
-        for name in ("num_patches", "data", "guidance", "parallel", "sequence"):
+        for name in ("num_patches", *get_args(Axis)):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), 1, whole=True)
         if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
@@ -146,32 +146,25 @@ def options_taken(method: str) -> set[str]:
 def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     """Decides about the mesh, and refuses what cannot work whatever the model is, so before one is loaded.
 
-    Args:
-        options: As wished.
-        num_ranks: Ranks there are.
-
     Returns:
         The options with a mesh; with `method="auto"`, which is decided with the first request, as they are.
 
     Raises:
         ConfigurationError: There is no such method, mesh or option.
     """
-    method, axes = (
-        options.method,
-        (options.data, options.guidance, options.parallel, options.sequence),
-    )
+    method, wish = options.method, {axis: getattr(options, axis) for axis in get_args(Axis)}
     if method not in (*METHODS, "auto"):
         raise ConfigurationError(f"method={method!r}; choose {', '.join(METHODS)} or auto")
     takers = [options_taken(name) for name in (CHOOSABLE if method == "auto" else (method,))]
     if not any(set(options.further) <= taken for taken in takers):
         raise _unknown(options, set().union(*takers))
     if method == "auto":
-        refuse_axes(num_ranks, *axes)
+        refuse_axes(num_ranks, **wish)
         for name in ("mode", "sequence_mode"):
             if name in options.further:
                 refuse_mode(options.further[name], name)
         return options
-    mesh = fit_mesh(num_ranks, method, *axes)
+    mesh = fit_mesh(num_ranks, method, **wish)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
     return chosen
@@ -197,14 +190,7 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
 def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
-    """Builds the sampler of one rank.
-
-    Args:
-        model: The denoiser, or this rank's part of it.
-        links: Between stages, or bands.
-        sequence_links: Between ranks that share tokens.
-        options: With the method.
-    """
+    """Builds the sampler of one rank."""
     assert options.mesh is not None
     warmup: Any = options.synchronous_steps
     try:
@@ -231,15 +217,7 @@ def make_sampler(
 
 
 class Worker:
-    """One rank's part in all requests of a predictor.
-
-    Args:
-        source: With the denoiser and its weights.
-        options: What was decided.
-        world: All ranks.
-        device: Where this rank computes.
-        timeout_s: Longest wait for a message.
-    """
+    """One rank's part in all requests of a predictor."""
 
     def __init__(
         self,
@@ -267,13 +245,20 @@ class Worker:
     def load(self, call: Call) -> dict[str, Any]:
         """Reads what this rank needs for a request, apart from `sample`, whose messages do not wait for slow disks.
 
-        Args:
-            call: The whole request, the same on all ranks.
-
         Returns:
             What was decided about the request on the way, for `sample`.
         """
-        self._refuse(call)
+        if self._is_shared:
+            call.refuse_steps(self.options.method)
+            if self.options.method == "pipefusion":
+                call.refuse_rows(self.options.synchronous_steps)
+        if self._num_patches > 1 and any(
+            name.startswith("callback") for name in call.pipeline.arguments
+        ):
+            raise ConfigurationError(
+                "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
+                "other; leave it out, or take on_step=, num_patches=1 or another method"
+            )
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -284,11 +269,6 @@ class Worker:
         self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
     ) -> Tensor:
         """Runs a request with all ranks, when all have loaded.
-
-        Args:
-            call: The whole request, the same on all ranks.
-            on_step: Called after each denoising step of this rank.
-            prepared: What `load` returned.
 
         Returns:
             The final latents of this rank's share of the samples.
@@ -311,25 +291,15 @@ class Worker:
         self._is_finite = bool(latents.isfinite().all())
         return latents
 
-    def _refuse(self, call: Call) -> None:
-        """Raises ConfigurationError for what this method cannot do with the pipeline's loop."""
-        patched = self.options.method == "pipefusion" and (self.options.num_patches or 1) > 1
-        if self._is_shared:
-            call.refuse_steps(self.options.method)
-        if self.options.method == "pipefusion" and self._is_shared:
-            call.refuse_rows(self.options.synchronous_steps)
-        if patched and any(name.startswith("callback") for name in call.pipeline.arguments):
-            raise ConfigurationError(
-                "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
-                "other; leave it out, or take on_step=, num_patches=1 or another method"
-            )
-
     @property
     def _is_shared(self) -> bool:
         """Whether ranks, or patches, share calls of the denoiser."""
         mesh = self.place.mesh
-        patches = (self.options.num_patches or 1) if self.options.method == "pipefusion" else 1
-        return max(mesh.parallel, mesh.sequence, mesh.guidance, patches) > 1
+        return max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1
+
+    @property
+    def _num_patches(self) -> int:
+        return (self.options.num_patches or 1) if self.options.method == "pipefusion" else 1
 
     def _share(self, call: Call) -> Call:
         """The samples that this rank draws, perhaps none."""
@@ -363,8 +333,11 @@ class Worker:
             with settings_restored(call.pipeline.parts):
                 for index, phase in enumerate(call.phases):
                     sampler, request = self._request(call.phase(index, latents))
-                    step_done = functools.partial(_later, on_step, phase.start)
-                    latents = sampler.sample(request, step_done, **({} if index else prepared))
+                    latents = sampler.sample(
+                        request,
+                        lambda step, start=phase.start: on_step(start + step),
+                        **({} if index else prepared),
+                    )
                     found.append(sampler.statistics)
             self.place.branches.finish()
             self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
@@ -397,10 +370,6 @@ class Worker:
 
     def gather(self, call: Call, latents: Tensor) -> Tensor:
         """Brings the latents of all positions of the data axis to rank 0, when all ranks have sampled.
-
-        Args:
-            call: What was sampled.
-            latents: Of this rank's share.
 
         Returns:
             On rank 0 the final latents of all samples; elsewhere what was given.
@@ -449,7 +418,3 @@ class Worker:
     def abandon(self) -> None:
         """Ends this rank's groups at once, so that nobody waits for it. No further request can be run."""
         self.place.abandon()
-
-
-def _later(on_step: Callable[[int], None], num_steps: int, index: int) -> None:
-    on_step(num_steps + index)

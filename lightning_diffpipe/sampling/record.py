@@ -77,14 +77,7 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 class Recorder:
-    """Stands for a part, and keeps what it answers.
-
-    Args:
-        real: The part.
-        path: Its name.
-        record: Where to.
-        is_looping: Whether the loop has begun.
-    """
+    """Stands for a part, and keeps what it answers."""
 
     def __init__(
         self, real: Any, path: str, record: Record, is_looping: Callable[[], bool]
@@ -132,9 +125,8 @@ class Recorder:
         if self._is_looping():
             return answer
         self._record.answers.setdefault(path, []).append(answer)
-        if isinstance(
-            answer, Iterator
-        ):  # parameters, of which type and device are looked at, or modules
+        if isinstance(answer, Iterator):
+            # Parameters, of which type and device are looked at, or modules.
             kinds = [x.new_empty(0) for x in itertools.islice(answer, 1) if torch.is_tensor(x)]
             self._record.answers[path][-1] = _Iterated(kinds)
             return getattr(self._real, name)(*args, **kwargs)
@@ -148,26 +140,12 @@ class Recorder:
 
 
 class Replayed:
-    """Stands for a part whose answers are known.
-
-    Args:
-        path: Its name.
-        record: Of the answers.
-        real: The part, where it is; it answers what was not asked before.
-        device: Where this rank computes.
-        turns: How many answers were given, by path.
-    """
+    """Stands for a part whose answers are known."""
 
     def __init__(
-        self,
-        path: str,
-        record: Record,
-        real: Any,
-        device: torch.device,
-        turns: Counter[str] | None = None,
+        self, path: str, record: Record, real: Any, device: torch.device, turns: Counter[str]
     ) -> None:
-        self.__dict__.update(_path=path, _record=record, _real=real, _device=device)
-        self.__dict__["_turns"] = Counter() if turns is None else turns
+        self.__dict__.update(_path=path, _record=record, _real=real, _device=device, _turns=turns)
 
     @property
     def __class__(self) -> Any:  # pipelines look of which kind a part is
@@ -238,12 +216,7 @@ def _copied(answer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Answer:
-    """Stands for what a control answers, among the arguments of the denoiser that reads it.
-
-    Attributes:
-        call: Which of the calls of controls.
-        leaf: Which of the tensors that it returns.
-    """
+    """Stands for what a control answers, among the arguments of the denoiser that reads it."""
 
     call: int
     leaf: int
@@ -263,10 +236,7 @@ class Controls:
     """
 
     def __init__(
-        self,
-        known: dict[str, dict[str, Any]],
-        parts: Mapping[str, nn.Module],
-        device: torch.device,
+        self, known: dict[str, dict[str, Any]], parts: Mapping[str, nn.Module], device: torch.device
     ) -> None:
         self._known, self._parts, self._device = known, parts, device
         self._asked: list[tuple[str, dict[str, Any], list[Any]]] = []
@@ -321,12 +291,7 @@ class Controls:
 
 
 class Controlled(nn.Module):
-    """A denoiser with the parts that answer for it alone, such as ControlNets; ranks share all their layers.
-
-    Args:
-        denoiser: It.
-        controls: Those parts, by name.
-    """
+    """A denoiser with the parts that answer for it alone, such as ControlNets; ranks share all their layers."""
 
     def __init__(self, denoiser: nn.Module, controls: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -150,9 +150,8 @@ def _planned(
     if plan is None or mesh is None or mesh.num_ranks != mesh.parallel or not spans:
         return None
     turns = plan.turns
-    busy: dict[tuple[int, int], float] = defaultdict(
-        float
-    )  # a turn has several spans, with waiting in between
+    # A turn has several spans, with waiting in between.
+    busy: dict[tuple[int, int], float] = defaultdict(float)
     for span in spans:
         instruction = span.instruction
         if not isinstance(instruction, ForwardNoGrad) or instruction.microbatch >= len(turns):
@@ -220,15 +219,15 @@ def lpips_distances(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
     path = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
     if not path.exists():
         raise ConfigurationError(f"its weights are not there; download {url} to {path}")
+
+    def between_minus_one_and_one(picture: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
+
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # of names that lpips gives torchvision
         measure = lpips.LPIPS(net="alex", verbose=False)
         try:
-            return [float(measure(*map(_between_minus_one_and_one, pair))) for pair in pairs]
+            return [float(measure(*map(between_minus_one_and_one, pair))) for pair in pairs]
         except RuntimeError as error:
             size = "x".join(map(str, np.shape(pairs[0][0])[1::-1]))
             raise ConfigurationError(f"it fails on pictures of {size} pixels: {error}") from error
-
-
-def _between_minus_one_and_one(picture: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1

@@ -52,10 +52,7 @@ class Loop(Protocol):
     mixes: bool
 
     def predict(
-        self,
-        latents: Tensor | None = None,
-        again: bool = False,
-        complete: Complete | None = None,
+        self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
     ) -> Tensor:
         """Goes on to the next step of the scheduler.
 
@@ -144,9 +141,6 @@ class PlainLoop:
     """For every timestep: `x = scheduler.step(denoise(scale(x), t), t, x)`.
 
     The same operations in the same order as diffusers' pipelines, so its latents equal theirs bit for bit.
-
-    Args:
-        request: Of the function `denoise`.
     """
 
     is_divided = mixes = False
@@ -195,37 +189,27 @@ class InputScaler:
     Some schedulers scale by what they have stepped, and not by the timestep alone: KDPM2 takes every second
     model input between two noise levels. So a copy is stepped through all timesteps, on zeros, and each step is
     scaled by what the copy was before it.
-
-    Args:
-        request: Its scheduler is copied.
     """
 
     def __init__(self, request: Request) -> None:
-        wanted = request.scale_input and hasattr(request.scheduler, "scale_model_input")
-        self._before = _before_steps(request) if wanted else None
+        # Each step; none if the model is given the latents as they are.
+        self._before: list[Any] = []
+        if not request.scale_input or not hasattr(request.scheduler, "scale_model_input"):
+            return
+        scheduler = copy.deepcopy(request.scheduler)
+        x = request.latents.new_zeros((1,) * request.latents.ndim)
+        if scheduler.scale_model_input(x, request.timesteps[0]) is x:
+            return
+        options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
+        with torch.random.fork_rng(devices=[]):
+            for t in request.timesteps:
+                scheduler.scale_model_input(x, t)
+                self._before.append(copy.copy(scheduler))
+                scheduler.step(x, t, x, **options)
 
     def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
         """What `denoise` is given at a step."""
-        if self._before is None:
-            return latents
-        scaled: Tensor = self._before[step].scale_model_input(latents, t)
-        return scaled
-
-
-def _before_steps(request: Request) -> list[Any] | None:
-    """The scheduler as it is before each step; None if it gives the model the latents as they are."""
-    scheduler = copy.deepcopy(request.scheduler)
-    x = request.latents.new_zeros((1,) * request.latents.ndim)
-    if scheduler.scale_model_input(x, request.timesteps[0]) is x:
-        return None
-    options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
-    found = []
-    with torch.random.fork_rng(devices=[]):
-        for t in request.timesteps:
-            scheduler.scale_model_input(x, t)
-            found.append(copy.copy(scheduler))
-            scheduler.step(x, t, x, **options)
-    return found
+        return self._before[step].scale_model_input(latents, t) if self._before else latents
 
 
 class Sampler(Protocol):

@@ -29,14 +29,7 @@ from lightning_diffpipe.errors import ConfigurationError
 
 
 class PatchSchedulers:
-    """Steps the patches of one request.
-
-    Args:
-        scheduler: With timesteps set; copied for each patch.
-        step_kwargs: Further arguments of its `step`.
-        slices: Start and length of each patch on the axis.
-        axis: Of the latents, that is cut.
-    """
+    """Steps patches of a request, (start, length) on an axis of the latents, by copies of its scheduler."""
 
     def __init__(
         self,
@@ -190,12 +183,6 @@ def for_samples(
     scheduler: Any, rows: Sequence[int], latents: Tensor, timesteps: Tensor | None = None
 ) -> Any:
     """A scheduler that draws noise for all samples and keeps that of some, for ranks that divide the samples.
-
-    Args:
-        scheduler: With timesteps set; not changed.
-        rows: Of the latents, that this rank has.
-        latents: Of all samples.
-        timesteps: Of its steps, if they are not all that it has.
 
     Raises:
         ConfigurationError: It steps all samples together; names the scheduler.

@@ -108,15 +108,11 @@ class SafetensorsFolder:
 
 def _what_to_do(folder: Path, variant: str | None) -> str:
     """What to do about weights that are not there."""
-    found = set[str]()
-    for path in folder.glob(f"{_STEM}.*.safetensors"):
-        found.add(
-            path.name.removeprefix(f"{_STEM}.").partition("-")[0].removesuffix(".safetensors")
-        )
-    if found:
-        return (
-            f"it has other variants: take variant={' or variant='.join(map(repr, sorted(found)))}"
-        )
+    names = (path.name.removeprefix(f"{_STEM}.") for path in folder.glob(f"{_STEM}.*.safetensors"))
+    variants = {name.partition("-")[0].removesuffix(".safetensors") for name in names}
+    if variants:
+        known = " or variant=".join(map(repr, sorted(variants)))
+        return f"it has other variants: take variant={known}"
     found_plain = any(folder.glob(f"{_STEM}*.safetensors"))
     if found_plain and variant is None:
         return "it has parts of several files, but not their index: copy the folder again, with all files"
@@ -129,13 +125,7 @@ def _what_to_do(folder: Path, variant: str | None) -> str:
 
 
 class StateDict:
-    """Weights that are in memory, or mapped into it, under a prefix.
-
-    Args:
-        values: By name; only those with the prefix count.
-        prefix: Such as `"unet."`.
-        origin: Where they come from, for messages.
-    """
+    """Weights that are in memory, or mapped into it, under a prefix."""
 
     def __init__(self, values: Mapping[str, Tensor], prefix: str, origin: str) -> None:
         self.origin = origin
@@ -180,16 +170,16 @@ def skeleton(
     Types are those of `cls.from_pretrained(folder, dtype=dtype)`: what is stored is cast, what the model makes for
     itself, such as a table of positions in float32, is left as it was made.
 
-    Args:
-        cls: Class of the model.
-        config: Its stored config.
-        device: Where it will compute.
-        dtype: Of all that is stored and floating; modules the class wants in fp32 keep it.
-
     Raises:
         ConfigurationError: Its weights are stored quantized.
     """
-    _refuse_quantized(cls, config)
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "an unknown method")
+        raise ConfigurationError(
+            f"the {cls.__name__} is stored quantized ({method}, says quantization_config in its config.json), but "
+            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from; "
+            "dtype=torch.bfloat16 halves them, and method=pipefusion divides them among the ranks"
+        )
     with _parameters_without_memory(), created_in(dtype):
         model = cls.from_config(dict(config))
     in_float32 = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
@@ -215,17 +205,6 @@ def skeleton(
                 type_of = wanted(f"{path}.{key}", buffer) if is_stored else buffer.dtype
                 module._buffers[key] = buffer.to(device, type_of)
     return model.eval()
-
-
-def _refuse_quantized(cls: Any, config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "an unknown method")
-        raise ConfigurationError(
-            f"the {cls.__name__} is stored quantized ({method}, says quantization_config in its config.json), but "
-            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from; "
-            "dtype=torch.bfloat16 halves them, and method=pipefusion divides them among the ranks"
-        )
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
@@ -267,11 +246,6 @@ def refuse_names(cls: str, origin: str, names: Collection[str], num_known: int |
 
 def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | None = None) -> None:
     """Gives placeholders their values; buffers are always read.
-
-    Args:
-        model: A skeleton, perhaps with some parameters read already; changed in place.
-        weights: Where from.
-        names: Parameters to read; None means all.
 
     Raises:
         CheckpointError: A stored tensor is missing, has another shape, or holds whole numbers for others.

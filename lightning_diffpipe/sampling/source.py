@@ -304,7 +304,14 @@ def _model_index(
     """
     index = dict(_config(diffusers.DiffusionPipeline, path))
     if pipeline_class is not None:
-        index["_class_name"] = _known_pipeline(pipeline_class)
+        known = [name for name in dir(diffusers) if name.endswith("Pipeline")]
+        if pipeline_class not in known:
+            near = difflib.get_close_matches(pipeline_class, known, 1)
+            raise ConfigurationError(
+                f"pipeline_class={pipeline_class!r} is no pipeline of diffusers {diffusers.__version__}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        index["_class_name"] = pipeline_class
     for name, part in parts.items():
         if name not in index:
             value = "None" if part is None else "..."
@@ -319,21 +326,6 @@ def _model_index(
             f"{path} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not have"
         )
     return index
-
-
-def _known_pipeline(name: str) -> str:
-    """The name of a pipeline of diffusers.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
-    if name.endswith("Pipeline") and hasattr(diffusers, name):
-        return name
-    near = difflib.get_close_matches(name, [n for n in dir(diffusers) if n.endswith("Pipeline")], 1)
-    raise ConfigurationError(
-        f"pipeline_class={name!r} is no pipeline of diffusers {diffusers.__version__}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
-    )
 
 
 def _config(cls: Any, folder: Path) -> Any:
@@ -377,13 +369,7 @@ def _is_absent(entry: Any) -> bool:
 
 
 def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: str) -> None:
-    """Lets parts of a class be refused whose files do not hold them, of which their libraries warn at most.
-
-    Args:
-        checks: Takes the check away again.
-        library: Where the class is.
-        class_name: Of the parts.
-    """
+    """Lets parts of a class be refused whose files do not hold them, of which their libraries warn at most."""
     if library not in ("diffusers", "transformers"):
         return
     cls = getattr(importlib.import_module(library), class_name, None)

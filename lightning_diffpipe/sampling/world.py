@@ -116,11 +116,7 @@ class World:
         return value
 
     def leave(self, error: BaseException) -> None:
-        """Lets the others know that this rank does not go on, before its beats end: it is not who was lost first.
-
-        Args:
-            error: Why.
-        """
+        """Lets the others know that this rank does not go on, before its beats end: it was not lost first."""
         if self.heartbeat is not None:
             with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
                 self.heartbeat.note("gone", str(error) or repr(error))
@@ -143,8 +139,9 @@ class World:
             if isinstance(error, PipelineTimeoutError):
                 give_up_here()
             with heartbeat.naming("the other ranks"):
-                flag, group = torch.tensor([error is not None], dtype=torch.uint8), self._group
-                work = dist.all_gather(flags, flag, group=group, async_op=True)
+                flag = torch.tensor([error is not None], dtype=torch.uint8)
+                assert isinstance(self.links, ProcessLinks)
+                work = dist.all_gather(flags, flag, group=self.links.control, async_op=True)
                 heartbeat.wait(work.is_completed, "the other ranks", give_up_here)
                 work.wait()
             if not any(map(bool, flags)):
@@ -157,11 +154,6 @@ class World:
         if any(gave_up for _, gave_up in outcomes):
             give_up()
         return [error for error, _ in outcomes]
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        assert isinstance(self.links, ProcessLinks)
-        return self.links.control
 
     def measured_link(self) -> Link:
         """How fast messages of denoisers travel between ranks, measured; collective, the same on all ranks.
@@ -239,9 +231,8 @@ def _meet(patience_s: float) -> None:
     pending = Pending(make_group)
     threading.Thread(target=pending.run, name="diffpipe-meet", daemon=True).start()
     try:
-        if not pending.is_over(
-            within_s=patience_s + 30.0
-        ):  # torch's own error comes first, if it comes
+        # Torch's own error comes first, if it comes.
+        if not pending.is_over(within_s=patience_s + 30.0):
             raise RuntimeError("the store did not answer")
         pending.result()
     except RuntimeError as error:

@@ -22,7 +22,7 @@ from lightning_diffpipe.planning.sampling.candidates import (
 from lightning_diffpipe.planning.sampling.choice import choose_sampling, memory_of_rank
 from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling import world
-from lightning_diffpipe.sampling.auto import mesh_of, options_of, wish_of
+from lightning_diffpipe.sampling.auto import options_of, wish_of
 from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.world import World
@@ -133,8 +133,8 @@ UNET = replace(GUIDED, num_blocks=0, halo_bytes=HIDDEN // 8, num_norms=60)
 def test_every_combination_wins_somewhere(profile, link, num_ranks, num_steps, method, mesh):
     chosen = choose_sampling(profile, link, num_ranks, num_steps)
     assert (chosen.method, chosen.mesh) == (method, mesh), chosen.reason
-    assert str(mesh_of(chosen)) == mesh
-    assert mesh_of(chosen).num_ranks == num_ranks
+    assert str(SamplingMesh(**chosen.axes)) == mesh
+    assert SamplingMesh(**chosen.axes).num_ranks == num_ranks
     # The others are named with what they would take.
     assert chosen.reason.startswith(f"{method} is expected to take {chosen.seconds:.3g} s")
 
@@ -364,7 +364,10 @@ def test_no_candidate_beats_perfect_division(num_ranks, num_steps, num_samples):
     profile = replace(LARGE, num_samples=num_samples, glue_s=0.0)
     found = list(candidates(profile, Link(), num_ranks, num_steps))
     for choice in found:
-        assert mesh_of(choice) in (*fitting_meshes(num_ranks, AXES[choice.method]), SamplingMesh())
+        assert SamplingMesh(**choice.axes) in (
+            *fitting_meshes(num_ranks, AXES[choice.method]),
+            SamplingMesh(),
+        )
         assert choice.seconds >= num_steps / num_ranks * (1 - 1e-9)
         assert math.isfinite(choice.seconds)
     chosen = choose_sampling(profile, Link(), num_ranks, num_steps)

@@ -123,8 +123,11 @@ def analyse(call: ModelCall) -> CallAnalysis:
         layer for layer in marks.unreached if untouched is None or layer < untouched
     )
     for leaf, axis in look.candidates(analysis.sample):
-        if leaf not in analysis.sliced and look.follows_rows(leaf, axis, analysis.outputs):
-            analysis.sliced[leaf] = axis
+        if leaf not in analysis.sliced:
+            _, _, out = look.run(leaf, axis)
+            # Marks at the end of this axis come out as the last rows.
+            if look.axes(out) == analysis.outputs:
+                analysis.sliced[leaf] = axis
     return analysis
 
 
@@ -198,11 +201,6 @@ class _Look:
             for axis in range(x.ndim - 1)
             if self._marked_part(x.shape[axis]) and not (axis == 0 and x.shape[0] == num_samples)
         ]
-
-    def follows_rows(self, leaf: int, axis: int, outputs: dict[int, int]) -> bool:
-        """Marks at the end of this axis come out as the last rows."""
-        _, _, out = self.run(leaf, axis)
-        return self.axes(out) == outputs
 
     def _marked_part(self, size: int) -> int:
         """Indices that belong to the marked rows; 0 if the axis cannot grow with the rows."""
@@ -281,12 +279,7 @@ class Marks:
 
 
 class StandIns(TorchFunctionMode):
-    """Lets the model run with stand-ins, and takes notes.
-
-    Args:
-        num_rows: Of the latents.
-        name_spreaders: Look at every function's output for marks everywhere; slow.
-    """
+    """Lets the model run with stand-ins, and takes notes; naming what spreads marks is slow."""
 
     def __init__(self, num_rows: int, name_spreaders: bool = False) -> None:
         super().__init__()

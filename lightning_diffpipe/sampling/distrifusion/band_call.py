@@ -116,12 +116,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         self.regridded = False
 
     def run(self, call: ModelCall, watched: set[str]) -> Any:
-        """Runs the forward on the band; returns its results, with those of all bands put together.
-
-        Args:
-            call: What is to be computed, on all rows.
-            watched: Modules inside whose calls are to be seen.
-        """
+        """Runs the forward on the band; returns its results, with those of all bands put together."""
         leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
         analysis, exchange = self._state.analysis, self._state.exchange
         self._whole = leaves[analysis.sample]
@@ -193,12 +188,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     # ------------------------------------------------------------ what rules ask for
 
     def with_halo(self, x: Tensor, above: int, below: int) -> Tensor:
-        """The band with rows of its neighbours, or zeros outside the picture, around it.
-
-        Args:
-            x: `(B, C, rows, W)`.
-            above: Rows wanted above.
-            below: Rows wanted below.
+        """A band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the picture, above and below it.
 
         Raises:
             GraphError: Some band, of any rank, has fewer rows than its neighbours want of it.

@@ -48,14 +48,7 @@ _WITHOUT_A_LOOK = (
 
 
 class CallStates:
-    """One state for each call of the model in a step.
-
-    Args:
-        links: To the ranks of the other bands.
-        group_norm: Rule in displaced steps.
-        calls_per_message: See `Exchange`.
-        verify: Compare the first call of each kind with a plain one.
-    """
+    """One state for each call of the model in a step."""
 
     def __init__(
         self, links: Links, group_norm: GroupNormRule, calls_per_message: int, verify: bool
@@ -78,12 +71,7 @@ class CallStates:
         self._states = []
         return fallbacks
 
-    def get(
-        self,
-        index: int,
-        step: int,
-        call: ModelCall,
-    ) -> CallState:
+    def get(self, index: int, step: int, call: ModelCall) -> CallState:
         """The state of the `index`-th call of a step; the first step opens states.
 
         Raises:
@@ -159,10 +147,15 @@ class CallStates:
             expected: list[Profile] = []
             with contextlib.suppress(RuntimeError):  # too little memory; then without a name
                 expected = profiled(plain)
-            name = first_difference(expected, profiled(on_bands), bands, tolerance)
-            names = [self._links.broadcast_object(lambda: name)]
+            found = first_difference(expected, profiled(on_bands), bands, tolerance)
+            name = self._links.broadcast_object(lambda: found) or found
             self._links.finish()  # all ranks refuse together, with nothing under way
-            raise refusal(error, tolerance, bands, names[0] or name)
+            where = f" (first seen after {name}())" if name else ""
+            raise GraphError(
+                f"on bands of {', '.join(map(str, bands.rows))} rows this model computes something else than on "
+                f"the whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; {_REMEDY}, or pass "
+                "verify=False if you accept this"
+            )
 
     def _new_state(self, analysis: CallAnalysis, latents: Tensor) -> CallState:
         return CallState(
@@ -247,16 +240,6 @@ def _agrees(plain: Tensor, mine: Tensor, bands: Bands, tolerance: float) -> bool
     part = plain.narrow(0, start, size)
     scale = float(plain.abs().mean()) + 1e-30
     return float((part - mine).abs().max()) <= tolerance * scale
-
-
-def refusal(error: float, tolerance: float, bands: Bands, name: str | None) -> GraphError:
-    """The error for a model that bands change."""
-    where = f" (first seen after {name}())" if name else ""
-    return GraphError(
-        f"on bands of {', '.join(map(str, bands.rows))} rows this model computes something else than on the "
-        f"whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; {_REMEDY}, or pass verify=False "
-        "if you accept this"
-    )
 
 
 def profiled(run: Callable[[], Any]) -> list[Profile]:

@@ -80,8 +80,13 @@ class Constants:
         if layer not in self._candidates or x.is_inference():
             return compute()
         if layer not in self._stored:
-            copy, origin, out = self._copy(x), self._origin(x), compute()
-            self._stored[layer] = (copy, out.clone(), origin)  # the model may write into its own
+            seen = self._copied.get(id(x))
+            if seen is None or not seen.is_of(x):
+                seen = _ComparedInput(x, x._version, x.clone())
+                self._copied[id(x)] = self._compared[id(seen.copy)] = seen
+            origin, out = self._origin(x), compute()
+            # The model may write into its own.
+            self._stored[layer] = (seen.copy, out.clone(), origin)
             return self._note(out, layer)
         before, out, origin = self._stored[layer]
         if (origin is not None and origin == self._origin(x)) or self._same(x, before):
@@ -101,13 +106,6 @@ class Constants:
             return None
         known, version, origin = self._origins[id(x)]
         return origin if known() is x and version == x._version else None
-
-    def _copy(self, x: Tensor) -> Tensor:
-        seen = self._copied.get(id(x))
-        if seen is None or not seen.is_of(x):
-            seen = _ComparedInput(x, x._version, x.clone())
-            self._copied[id(x)] = self._compared[id(seen.copy)] = seen
-        return seen.copy
 
     def _same(self, x: Tensor, before: Tensor) -> bool:
         seen = self._compared[id(before)]

@@ -45,7 +45,7 @@ def emulate(
     """
     network = LoopbackNetwork(num_bands, request.latents.device, link, timeout_s)
     generators = OwnGenerators(request)
-    requests = generators.of_each(num_bands)
+    requests = [generators.copied() for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)
@@ -71,37 +71,31 @@ class OwnGenerators:
     def __init__(self, request: Request) -> None:
         self._request = request
         given = request.step_kwargs.get("generator")
-        self._default = None
+        self._default: torch.Generator | None = None
         if given is None and takes_generator(request.scheduler):
-            self._default = _default_generator(request.latents.device)
+            device = request.latents.device
+            if device.type == "cuda":
+                index = torch.cuda.current_device() if device.index is None else device.index
+                self._default = torch.cuda.default_generators[index]
+            else:
+                self._default = torch.default_generator
         self._copies: list[torch.Generator] = []
-
-    def of_each(self, num_threads: int) -> list[Request]:
-        """The request with generators of its own, for each thread."""
-        return [self._copied() for _ in range(num_threads)]
 
     def finish(self) -> None:
         """The default generator goes on where the first thread's copy is, as in one process."""
         if self._default is not None:
             self._default.set_state(self._copies[0].get_state())
 
-    def _copied(self) -> Request:
+    def copied(self) -> Request:
+        """The request with generators of its own, for one more thread."""
         copies: dict[int, torch.Generator] = {}  # samples may share one
 
-        def copy(x: Any) -> Any:
-            return (
-                copies.setdefault(id(x), x.clone_state()) if isinstance(x, torch.Generator) else x
-            )
+        def copy(x: torch.Generator) -> torch.Generator:
+            return copies.setdefault(id(x), x.clone_state())
 
-        arguments = pytree.tree_map(copy, dict(self._request.step_kwargs))
+        given = dict(self._request.step_kwargs)
+        arguments = pytree.tree_map_only(torch.Generator, copy, given)
         if self._default is not None:
             self._copies.append(self._default.clone_state())
             arguments["generator"] = self._copies[-1]
         return dataclasses.replace(self._request, step_kwargs=arguments)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    generators: tuple[torch.Generator, ...] = torch.cuda.default_generators
-    return generators[torch.cuda.current_device() if device.index is None else device.index]

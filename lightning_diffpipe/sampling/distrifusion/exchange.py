@@ -80,11 +80,6 @@ class _Range:
 class Exchange:
     """All exchanges of one call of the model in a denoising step, over the steps of one request.
 
-    Args:
-        links: To the ranks of the other bands.
-        calls_per_message: Calls of one kind whose data share a message in displaced steps.
-        stopwatch: Told of all waiting.
-
     Attributes:
         age: Of what `swap` returned last, in denoising steps; None if that was nothing.
     """
@@ -138,7 +133,9 @@ class Exchange:
         self._check(kind, call, own)
         if fresh or self._synchronous:
             self.age = 0
-            received = self._now(kind, outgoing, expected)
+            incoming = self._links.start_exchange(outgoing, expected, kind)
+            with self._stopwatch.waiting():
+                received = {peer: posted.wait() for peer, posted in incoming.items()}
             if not fresh and self._keep:
                 self._stale[call] = _Stale(self._step, received)
             return received
@@ -176,13 +173,6 @@ class Exchange:
                 f"is {kind} of {tuple(own.shape)} in step {self._step}: bands need the same course of the "
                 "forward in every step; use mode='synchronous'"
             )
-
-    def _now(
-        self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes
-    ) -> dict[int, Tensor]:
-        incoming = self._links.start_exchange(outgoing, expected, kind)
-        with self._stopwatch.waiting():
-            return {peer: posted.wait() for peer, posted in incoming.items()}
 
     def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> _Stale:
         stale = _Stale(self._step, {})

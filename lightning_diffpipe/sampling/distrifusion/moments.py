@@ -55,12 +55,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, num_groups: int) -> Moments:
-        """Of one band, computed in at least float32.
-
-        Args:
-            x: `(samples, channels, ...)`.
-            num_groups: Channels are normalised in so many groups.
-        """
+        """Of one band `(samples, channels, ...)`, computed in at least float32."""
         flat = _grouped(x, num_groups)
         variance, mean = torch.var_mean(flat, -1, correction=0)
         return cls(variance.double(), mean.double())
@@ -76,11 +71,7 @@ class Moments:
         return cls(stacked[:, 0], stacked[:, 1])
 
     def combined(self, shares: Sequence[float]) -> Moments:
-        """Of the whole picture, from those of the bands.
-
-        Args:
-            shares: What each band is of it.
-        """
+        """Of the whole picture, from those of the bands and what share of it each is."""
         # Filled on the device; a list would be copied there, for which the host waits.
         share = torch.stack([self.mean.new_full((1, 1), share) for share in shares])
         mean = (share * self.mean).sum(0)

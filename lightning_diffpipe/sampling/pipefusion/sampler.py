@@ -189,12 +189,7 @@ class PipeFusion:
         on_step: Callable[[int], None] | None = None,
         setting: PipeFusionSetting | None = None,
     ) -> Tensor:
-        """Runs one request; see `Sampler`.
-
-        Args:
-            request: The same on all ranks.
-            on_step: Called with the index of each denoising step this rank has done its part of.
-            setting: What `prepare` made of the request; None prepares it here.
+        """Runs one request, for which it is prepared here unless that has been done; see `Sampler`.
 
         Raises:
             PipelineTimeoutError: Another rank stopped, or is too slow.

@@ -36,14 +36,7 @@ Target = tuple[str, int, int]
 
 
 class BlockTracer:
-    """Traces one block on the arguments it was called with.
-
-    Args:
-        block: Its attention is known; axes of arguments and results are filled in.
-        forward: Of the module.
-        flat: Leaves of `(args, kwargs)`.
-        spec: How they are nested.
-    """
+    """Traces one block, whose attention is known, on the arguments that it was called with."""
 
     def __init__(self, block: Block, forward: Forward, flat: list[Any], spec: Any) -> None:
         self._block, self._forward, self._flat, self._spec = block, forward, flat, spec
@@ -236,15 +229,10 @@ def cut_arguments(block: Block, flat: Sequence[Any], part: Part, ghost: bool) ->
         flat[leaf] = tokens.fed(part, block.num_text, ghost).take(flat[leaf], tokens.axis)
     if part.samples is not None:
         for leaf, axis in block.input_samples.items():
-            flat[leaf] = cut_samples(flat[leaf], axis, part)
+            samples = part.samples_of(flat[leaf].shape[axis])
+            piece = flat[leaf].narrow(axis, samples.start, samples.stop - samples.start)
+            flat[leaf] = piece.clone(memory_format=torch.contiguous_format)
     return flat
-
-
-def cut_samples(x: Tensor, axis: int, part: Part) -> Tensor:
-    """A dense copy of the samples of a part."""
-    samples = part.samples_of(x.shape[axis])
-    piece = x.narrow(axis, samples.start, samples.stop - samples.start)
-    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def _place(size: int, source: Tensor, owner: Tensor) -> Tensor:

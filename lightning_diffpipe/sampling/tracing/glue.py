@@ -47,16 +47,7 @@ def find_glue(
     device: torch.device,
     tried: Mapping[Place, LocalCall] | None = None,
 ) -> Glue:
-    """Follows the results of blocks.
-
-    Args:
-        run: Runs the request's closure; its argument answers the calls of blocks.
-        model: The denoiser.
-        blocks: Its calls of blocks.
-        constants: Places whose results are stored anyway.
-        device: Where it runs.
-        tried: The local calls there can be; None to try all.
-    """
+    """Follows the results of blocks; `run` lets a function answer their calls, `tried` limits what may be local."""
     follower = _Follower(model, blocks, constants, device, tried)
     with forward_replaced(model, _outside(model, blocks), follower.make), follower:
         follower.touch(run(follower.answer))
@@ -194,8 +185,12 @@ class _Follower(TorchFunctionMode):
                 return None
             return known.made.axis if torch.equal(known.given.owner, tokens.owner) else None
         module = self._model.get_submodule(place[1])
-        with _NotFollowing(self):
+        before = self._known, self._storing
+        self._known, self._storing = {}, True  # what runs meanwhile is none of the request's
+        try:
             return _Trial(module, flat, spec, leaf, tokens.axis).axis_of_tokens()
+        finally:
+            self._known, self._storing = before
 
     def _within(self, flag: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         before = getattr(self, flag)
@@ -207,21 +202,6 @@ class _Follower(TorchFunctionMode):
 
     def _follow(self, x: Tensor, key: Any, tokens: TokenAxis | None, num_text: int) -> None:
         self._known[id(x)] = _Followed(x, key, tokens, num_text)
-
-
-class _NotFollowing:
-    """What runs meanwhile is none of the request's."""
-
-    def __init__(self, follower: _Follower) -> None:
-        self._follower = follower
-
-    def __enter__(self) -> None:
-        follower = self._follower
-        self._before = follower._known, follower._storing
-        follower._known, follower._storing = {}, True
-
-    def __exit__(self, *error: object) -> None:
-        self._follower._known, self._follower._storing = self._before
 
 
 class _Trial:

@@ -45,16 +45,7 @@ _SEARCHES = {"bucketize", "searchsorted"}
 def find_invariants(
     run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
 ) -> tuple[Constants, Constants]:
-    """Finds the places whose results are the same in every step, and those that are so within one.
-
-    Args:
-        run: Runs the request's closure.
-        model: The denoiser.
-        blocks: Names of its blocks.
-        latents: Of the request.
-        t: A timestep.
-        other_t: Another one, or the same if there is no other.
-    """
+    """Finds the places whose results are the same in every step, and those that are so within one."""
     names = _candidates(model, blocks)
     unknown = torch.full_like(latents, float("nan"))
 
@@ -135,7 +126,8 @@ class _Call:
         if not self.is_at(other) or own != (other.shapes, len(other.copies)):
             return False
         every = (self.results, other.results, other.copies)
-        return all(_same(a, b) for some in every for a, b in zip(self.copies, some, strict=True))
+        pairs = [(a, b) for some in every for a, b in zip(self.copies, some, strict=True)]
+        return all((a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a, b) for a, b in pairs)
 
 
 class _CallRecorder:
@@ -232,10 +224,6 @@ def _places(calls: list[_Call], in_request: set[int], in_step: set[int]) -> dict
             places[i] = (call.where, call.name, turns[call.where, call.name])
         turns[call.where, call.name] += 1
     return places
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _has_nan(x: Tensor) -> bool:

@@ -20,7 +20,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, islice
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -200,12 +199,7 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
     """
 
     def handler(
-        attend: Attend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        **options: Any,
+        attend: Attend, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any
     ) -> Tensor:
         log.append((k, attn_mask))
         if strict and q.shape[-2] == k.shape[-2]:
@@ -231,9 +225,6 @@ class AttentionByName:
     counts whether that happens (`Layout.attention_by_name`), and such models pass every function of torch through
     `AttentionIntercepted` instead, at 2 microseconds each.
 
-    Args:
-        handler: As for `AttentionIntercepted`.
-
     Example:
         >>> import torch
         >>> x = torch.ones(1, 1, 2, 4)
@@ -244,56 +235,37 @@ class AttentionByName:
         8.0
     """
 
+    _here = threading.local()
+    # The name is shared by all threads; the last one that needs it puts the function back.
+    _users, _plain, _lock = 0, _ATTENTION, threading.Lock()
+
     def __init__(self, handler: AttentionHandler) -> None:
         self._handler = handler
         self._before: AttentionHandler | None = None
 
     def __enter__(self) -> AttentionByName:
-        _Name.take()
-        self._before, _here.handler = getattr(_here, "handler", None), self._handler
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _here.handler = self._before
-        _Name.give_back()
-
-
-_here = threading.local()
-
-
-class _Name:
-    """The name is shared by all threads; the last one that needs it puts the function back."""
-
-    _users = 0
-    _plain: Any = None
-    _lock = threading.Lock()
-
-    @classmethod
-    def take(cls) -> None:
+        cls = AttentionByName
         with cls._lock:
             cls._users += 1
             if cls._users == 1:
                 cls._plain = F.scaled_dot_product_attention
-                F.scaled_dot_product_attention = cls.answer
+                F.scaled_dot_product_attention = cls._answer
+        self._before, cls._here.handler = getattr(cls._here, "handler", None), self._handler
+        return self
 
-    @classmethod
-    def give_back(cls) -> None:
+    def __exit__(self, *error: object) -> None:
+        cls = AttentionByName
+        cls._here.handler = self._before
         with cls._lock:
             cls._users -= 1
             if cls._users == 0:
                 F.scaled_dot_product_attention = cls._plain
 
     @classmethod
-    def answer(cls, *args: Any, **kwargs: Any) -> Tensor:
-        handler = getattr(_here, "handler", None)
+    def _answer(cls, *args: Any, **kwargs: Any) -> Tensor:
+        handler = getattr(cls._here, "handler", None)
         if handler is None:  # of another thread
-            plain: Tensor = cls._plain(*args, **kwargs)
-            return plain
+            return cls._plain(*args, **kwargs)
         return answer_attention(handler, cls._plain, args, kwargs)
 
 
@@ -334,14 +306,7 @@ def mixing_operator(
 
     NaN is put into some rows. As long as operators are local to a token, the share of NaN in what they return is no
     larger than in what they are given. The first one that returns a larger share has mixed tokens. Linear layers
-    mix features, so of what they are given a token counts as a whole.
-
-    Args:
-        model: Whose modules are named; no weight may be NaN.
-        denoise: Runs it.
-        latents: Of any values.
-        axis: Of their rows.
-        t: A timestep.
+    mix features, so of what they are given a token counts as a whole. No weight may be NaN.
 
     Returns:
         Such as "convolution in blocks.0.ff.depthwise (Conv2d)"; None if no values go from token to token.

@@ -91,7 +91,10 @@ class _Probe:
         ndim = self._latents.ndim
         default = 1 if ndim == 3 else -2
         self._axis = (default if axis is None else axis) % ndim - ndim
-        self._names = _block_candidates(self._model)
+        # Members of the outermost `ModuleList`s: what transformers keep their blocks in.
+        lists = {n: m for n, m in self._model.named_modules() if isinstance(m, nn.ModuleList)}
+        outer = [a for a in lists if not any(a.startswith(b + ".") for b in lists)]
+        self._names = [f"{name}.{i}" for name in outer for i in range(len(lists[name]))]
         self._by_name = True
         self._without_products = WithoutProducts()
 
@@ -159,13 +162,10 @@ class _Probe:
                 wrong = lines(out, self._axis) != rows
                 raise self._mixes(f"rows {_listed(wrong)} are reached by others")
             keys.append(seen)
-        calls = []
-        for call, name in enumerate(names):
-            per_bit = [seen[call] for seen in keys]
-            calls.append(
-                (name, [self._owner(words, name, runs) for runs in zip(*per_bit, strict=True)])
-            )
-        return calls
+        return [
+            (name, [self._owner(words, name, runs) for runs in zip(*per_bit, strict=True)])
+            for name, *per_bit in zip(names, *keys, strict=True)
+        ]
 
     def _owner(self, words: CodeWords, name: str, runs: tuple[Tensor, ...]) -> TokenAxis | None:
         units = words.decode(runs)
@@ -209,10 +209,16 @@ class _Probe:
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
             kind = _kind(self._model.get_submodule(name), args, kwargs, attention)
-            flops, named = _Flops(), _Named()
-            with AttentionIntercepted(flops.attention), AttentionByName(named.attention), flops:
+            flops, num_named = _Flops(), 0
+
+            def named(attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
+                nonlocal num_named
+                num_named += 1
+                return attend(*tensors, **options)
+
+            with AttentionIntercepted(flops.attention), AttentionByName(named), flops:
                 out = forward(*args, **kwargs)
-            self._by_name &= named.count == len(flops.sizes)
+            self._by_name &= num_named == len(flops.sizes)
             if kind not in known:
                 block = _new_block(name, out, attention, flops)
                 tracer = BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs)))
@@ -303,24 +309,9 @@ class _Flops(TorchDispatchMode):
 
     def attention(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         self.total += 2 * q.numel() * k.shape[-2] * 2
-        self.sizes.append(
-            AttentionSize(
-                q.shape[0], q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.element_size()
-            )
-        )
+        widths = q.shape[-1], v.shape[-1], q.element_size()
+        self.sizes.append(AttentionSize(q.shape[0], q.shape[1], k.shape[1], *widths))
         return q
-
-
-class _Named:
-    """Counts the attention that is looked up by name."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def attention(self, attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
-        self.count += 1
-        out: Tensor = attend(*tensors, **options)
-        return out
 
 
 class _Touched(TorchFunctionMode):
@@ -369,21 +360,11 @@ def _has_nan(x: Any) -> bool:
     return isinstance(x, Tensor) and bool(x.isnan().any())
 
 
-def _block_candidates(model: nn.Module) -> list[str]:
-    """Members of the outermost `ModuleList`s: what transformers keep their blocks in."""
-    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    outer = [a for a in lists if not any(a.startswith(b + ".") for b in lists)]
-    return [f"{name}.{i}" for name in outer for i in range(len(model.get_submodule(name)))]
-
-
 @contextlib.contextmanager
 def finite_placeholders(model: nn.Module) -> Iterator[None]:
     """Gives placeholders, which are NaN, a small number for some time."""
-    scalars = [
-        p.data.as_strided((), ())
-        for p in model.parameters()
-        if is_placeholder(p) and p.is_floating_point()
-    ]
+    absent = [p for p in model.parameters() if is_placeholder(p) and p.is_floating_point()]
+    scalars = [p.data.as_strided((), ()) for p in absent]
     for scalar in scalars:
         scalar.fill_(0.01)
     try:
@@ -452,14 +433,8 @@ def fits(layout: Layout, request: Request) -> bool:
     constants = layout.constants.keys() | layout.step_constants.keys()
     try:
         with request.inferring():
-            glue = find_glue(
-                run,
-                request.model,
-                layout.blocks,
-                constants,
-                request.latents.device,
-                layout.glue.local,
-            )
+            known, device = layout.glue.local, request.latents.device
+            glue = find_glue(run, request.model, layout.blocks, constants, device, known)
     except (IndexError, RuntimeError, ValueError):
         return False
     same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]

@@ -150,12 +150,7 @@ class TokenAxis:
         return int(self.owner.max()) + 1
 
     def owned(self, part: Part, num_text: int) -> Selection:
-        """The tokens of a part.
-
-        Args:
-            part: Which.
-            num_text: Text tokens of the block.
-        """
+        """The tokens of a part, in a block with so many text tokens."""
         return self._selection(part, num_text, ghost=False)
 
     def fed(self, part: Part, num_text: int, ghost: bool) -> Selection:
