@@ -39,7 +39,7 @@ BLOCK_BYTES = 4096
 
 
 def _digest(head: str, num_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """Of `num_bytes` bytes, of which `read(start, stop)` gives some."""
+    """The digest of `num_bytes` bytes, of which `read(start, stop)` gives some."""
     found = hashlib.blake2b(head.encode(), digest_size=16)
     if num_bytes <= SAMPLED_BLOCKS * BLOCK_BYTES:
         found.update(read(0, num_bytes))
@@ -51,7 +51,7 @@ def _digest(head: str, num_bytes: int, read: Callable[[int, int], bytes]) -> str
 
 
 def digest_of_tensor(tensor: Tensor) -> str:
-    """Of a tensor in memory, mapped or not."""
+    """The digest of a tensor in memory, mapped or not."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
     def read(start: int, stop: int) -> bytes:
@@ -61,7 +61,7 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
-    """Of all tensors of a file, by name."""
+    """Digests of all tensors of a file, by name."""
     with path.open("rb") as file:
         head_bytes = int.from_bytes(file.read(8), "little")
         head = json.loads(file.read(head_bytes))
@@ -101,7 +101,7 @@ class Identity:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
-        """Of a model that is open."""
+        """The identity of a model that is open, whose parameters may be placeholders for `weights`."""
         config = as_texts(
             {k: v for k, v in getattr(denoiser, "config", {}).items() if not k.startswith("_")}
         )
@@ -116,7 +116,7 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """Of everything that is compared."""
+        """One digest of everything that is compared."""
         parts = [sorted(part.items()) for part in (self.options, self.config, self.weights)]
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

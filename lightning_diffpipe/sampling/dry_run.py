@@ -190,7 +190,7 @@ def _run(call: PipelineCall, *given: Any) -> None:
 
 
 def _half_marked(x: Tensor) -> Tensor:
-    """With NaN in the first half of the rows, or of the tokens."""
+    """A copy with NaN in the first half of the rows, or of the tokens."""
     axis = 1 if x.ndim == 3 else -2
     x = x.clone()
     x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)

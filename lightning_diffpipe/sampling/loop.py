@@ -179,7 +179,7 @@ class PipelineCall:
         return recorded if record is not None else replayed
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other ranks: without parts but the scheduler, and without functions among the arguments."""
+        """What travels to other ranks: no parts but the scheduler, and no functions among the arguments."""
         shell = copy.copy(self.pipeline)
         own = vars(shell)
         for name in (*self.names, "_modules", "_trainer", "_fabric"):

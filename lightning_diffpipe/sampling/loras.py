@@ -151,7 +151,7 @@ def _as_layer_has_it(name: str) -> str:
 
 
 def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """Of the product of a layer, by its alpha, as Kohya's scripts store it, or by peft's settings of its part."""
+    """The factor of a layer's product, by its alpha, stored by Kohya's scripts, or peft's settings of its part."""
     part, _, name = layer.partition(".")
     own = {key: settings.get(f"{part}.{key}", settings.get(key)) for key in _SETTINGS}
     alpha = own["lora_alpha"]
@@ -240,7 +240,7 @@ class AdaptedWeights:
             yield name, value
 
     def digests(self) -> dict[str, str]:
-        """Of each tensor and what is added to it."""
+        """Digests of each tensor and what is added to it."""
         return {
             name: digest
             + "".join(lora.digest(self._part, name.removesuffix(".weight")) for lora in self._loras)

@@ -52,7 +52,7 @@ _SAMPLERS: dict[str, type] = {
     "sequence": SequenceParallel,
     "pipefusion": PipeFusion,
 }
-"""Of each method; DistriFusion of all others."""
+"""The sampler of each method; DistriFusion is that of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
 _OF_PREDICTOR = (
     "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"

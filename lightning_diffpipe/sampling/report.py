@@ -90,7 +90,7 @@ class SamplingReport:
 
     @property
     def fresh_share(self) -> dict[str, float] | None:
-        """Of what was read of each kind, the mean over steps, layers and patches or bands; None if not recorded."""
+        """The mean fresh share of what was read, by kind; None if it was not recorded."""
         if self.freshness is None:
             return None
         return {kind: reads.fresh_share for kind, reads in self.freshness.by("kind").items()}

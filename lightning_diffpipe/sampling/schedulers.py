@@ -156,7 +156,7 @@ class _NoiseOfWhole(TorchFunctionMode):
         self._turns.clear()
 
     def of(self, start: int, length: int, size: int) -> _NoiseOfWhole:
-        """For a patch: its first row, its rows, all rows."""
+        """Answers for a patch from now on: its first row, its rows, all rows."""
         self._rows = (start, length, size)
         return self
 
@@ -227,7 +227,7 @@ class _NoiseOfAllSamples(TorchFunctionMode):
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """Of the default generators: that of the host first, then that of a GPU."""
+    """States of the default generators: that of the host first, then that of a GPU."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_device]
 

@@ -95,7 +95,7 @@ class SafetensorsFolder:
                     yield name, file.get_tensor(name)
 
     def digests(self) -> dict[str, str]:
-        """Of each stored tensor."""
+        """See `Weights`."""
         found = {}
         for path in sorted(set(self._file_of.values())):
             found |= digests_of_safetensors(path)
@@ -145,7 +145,7 @@ class StateDict:
             yield name, self._values[name].clone()
 
     def digests(self) -> dict[str, str]:
-        """Of each stored tensor."""
+        """See `Weights`."""
         return {name: digest_of_tensor(value) for name, value in self._values.items()}
 
 

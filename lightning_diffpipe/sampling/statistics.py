@@ -21,7 +21,7 @@ from lightning_diffpipe.sampling.freshness import Freshness
 
 @dataclass
 class SamplingStatistics:
-    """Of one request on one rank.
+    """What was counted of one request on one rank.
 
     Attributes:
         traffic: What this rank sent and received.
@@ -44,7 +44,7 @@ class SamplingStatistics:
     freshness: Freshness | None = None
 
     def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
-        """Of two parts of a request; what was planned for one of them says nothing of both."""
+        """The statistics of two parts of a request; what was planned for one of them says nothing of both."""
         synchronous = None
         if self.num_synchronous is not None and other.num_synchronous is not None:
             synchronous = self.num_synchronous + other.num_synchronous

@@ -265,7 +265,7 @@ class _Place(NamedTuple):
 
 
 def _agreed_backend(places: Sequence[_Place], rank: int) -> str:
-    """Of messages between denoisers: NCCL exactly if each rank has a GPU of its own. The first rank says it."""
+    """The backend of messages between denoisers: NCCL exactly if each rank has a GPU of its own. Rank 0 logs it."""
     reason = _why_not_nccl(places)
     backend = "gloo" if reason else "nccl"
     if rank > 0:

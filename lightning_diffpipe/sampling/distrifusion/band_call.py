@@ -60,7 +60,7 @@ MODEL = "model"
 
 @dataclass
 class CallState:
-    """Of one call of the model, over the steps of a request.
+    """What is known of one call of the model, over the steps of a request.
 
     Attributes:
         analysis: About the call.
@@ -308,7 +308,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
 
     @property
     def _age(self) -> int | None:
-        """Of what other bands have just sent."""
+        """The age of what other bands have just sent."""
         return None if self._step.alone else self._state.exchange.age
 
     def _note_keys(self, key: Tensor, joint: JointKeys) -> None:

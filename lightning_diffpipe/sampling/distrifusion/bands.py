@@ -64,12 +64,12 @@ class Bands:
 
     @property
     def num_bands(self) -> int:
-        """One for each rank."""
+        """Number of bands, one for each rank."""
         return len(self.rows)
 
     @property
     def num_rows(self) -> int:
-        """Of the latents."""
+        """Rows of the latents."""
         return sum(self.rows)
 
     @property

@@ -47,7 +47,7 @@ class _ComparedInput:
 
 
 class Constants:
-    """Of one call of the model, over the steps of one request.
+    """Results of layers in one call of the model, over the steps of one request.
 
     Args:
         candidates: Layers, by position among all linear layers, whose input holds no image.

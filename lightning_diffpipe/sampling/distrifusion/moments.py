@@ -55,7 +55,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, num_groups: int) -> Moments:
-        """Of one band `(samples, channels, ...)`, computed in at least float32."""
+        """The moments of one band `(samples, channels, ...)`, computed in at least float32."""
         flat = _grouped(x, num_groups)
         variance, mean = torch.var_mean(flat, -1, correction=0)
         return cls(variance.double(), mean.double())
@@ -66,12 +66,12 @@ class Moments:
 
     @classmethod
     def unpacked(cls, tensors: Sequence[Tensor]) -> Moments:
-        """Of all bands, from what they sent."""
+        """The moments of all bands, from what they sent."""
         stacked = torch.stack([tensor.double() for tensor in tensors])
         return cls(stacked[:, 0], stacked[:, 1])
 
     def combined(self, shares: Sequence[float]) -> Moments:
-        """Of the whole picture, from those of the bands and what share of it each is."""
+        """The moments of the whole picture, from those of the bands and what share of it each is."""
         # Filled on the device; a list would be copied there, for which the host waits.
         share = torch.stack([self.mean.new_full((1, 1), share) for share in shares])
         mean = (share * self.mean).sum(0)
@@ -84,7 +84,7 @@ class Moments:
         return Moments(variance, mean)
 
     def band(self, band: int) -> Moments:
-        """Of one band."""
+        """The moments of one band."""
         return Moments(self.variance[band], self.mean[band])
 
 
@@ -132,7 +132,7 @@ def predicted(
 
 
 def _next_change(own: Tensor, last: Tensor | None, band: int) -> Tensor:
-    """Of all bands, from that of this band and the last one of all, `(bands, samples, groups)`."""
+    """The change of all bands, from that of this band and the last one of all, `(bands, samples, groups)`."""
     if last is None:
         return own
     own_last = last[band]

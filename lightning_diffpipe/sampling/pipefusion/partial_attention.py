@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 MOST_SCORE_BYTES = 1 << 26
-"""Of scores at a time, or those of one query of all samples and heads; two or three such tensors are alive."""
+"""Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
 
 _WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
 
@@ -64,7 +64,7 @@ def merged(total: Part | None, part: Part) -> Part:
 
 
 def _by_kernel_of_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Part:
-    """By the first kernel that takes these types and sizes on this GPU, and that is not turned off."""
+    """Asks the first kernel that takes these types and sizes on this GPU, and that is not turned off."""
     width, (q, k, v) = v.shape[-1], map(_aligned, (q, k, v))
     asked = SDPAParams(q, k, v, None, 0.0, False, False)
     if can_use_flash_attention(asked):
@@ -80,7 +80,7 @@ def _by_kernel_of_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Part:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """With zeros up to the next width that kernels take, which change no score, and numbers of a head in a row."""
+    """Pads with zeros to a width that kernels take, which changes no score; puts numbers of a head in a row."""
     missing = -x.shape[-1] % _WIDTHS
     if missing:
         return F.pad(x, (0, missing))
@@ -111,5 +111,5 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 
 def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
-    """Of scores under a normaliser; zero where the own one says that no key can be seen. NaN stays NaN."""
+    """Weights of scores under a normaliser; zero where the own one says that no key is seen. NaN stays NaN."""
     return (scores - norm).exp_().masked_fill_(own == -math.inf, 0.0)

@@ -190,7 +190,7 @@ class Ulysses(_OverRanks):
     def _trade(
         self, outgoing: dict[int, list[Tensor]], shapes: dict[int, list[TensorShape]]
     ) -> dict[int, list[Tensor]]:
-        """One message to each peer, one from each."""
+        """Sends one message to each peer, and receives one from each."""
         messages = exchange(
             self._links,
             {peer: pack(tensors) for peer, tensors in outgoing.items()},

@@ -54,7 +54,7 @@ from lightning_diffpipe.sampling.tracing.marks import (
 from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
 
 MAX_LAYOUTS = 8
-"""Of one model, that are known at a time."""
+"""So many layouts of one model are known at a time."""
 
 _NAN = float("nan")
 _MAX_ROWS_OF_A_TOKEN = 4  # what reaches more than that, and everything, is no token
