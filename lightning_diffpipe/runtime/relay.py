@@ -31,7 +31,7 @@ from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.graph.placement import is_placeholder
 
@@ -88,7 +88,7 @@ class RelayView:
             yield
 
 
-class RelayRun:
+class RelayRun(ForwardOnlyRun):
     """Answers calls while a relay view is active.
 
     Args:
