@@ -6,6 +6,14 @@ from .case import Case, filled, mask, normal, steps, times, tokens, uniform
 
 ANGLES = torch.linspace(0, 10, 96 * 96 * 4).reshape(96, 96, 4)  # of a rotary table
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
+COGVIEW_INPUTS = dict(
+    hidden_states=normal(4, 8, 12),
+    encoder_hidden_states=normal(7, 8),
+    timestep=steps(),
+    original_size=uniform(2),
+    target_size=uniform(2),
+    crop_coords=uniform(2),
+)
 
 CASES = [
     Case(
@@ -115,28 +123,14 @@ CASES = [
         HEADS
         | dict(in_channels=4, out_channels=4, num_layers=4, text_embed_dim=8, time_embed_dim=8)
         | dict(condition_dim=2, pos_embed_max_size=8, sample_size=8),
-        dict(
-            hidden_states=normal(4, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
-            original_size=uniform(2),
-            target_size=uniform(2),
-            crop_coords=uniform(2),
-        ),
+        COGVIEW_INPUTS,
     ),
     Case(
         "CogView4Transformer2DModel",
         HEADS
         | dict(in_channels=4, out_channels=4, num_layers=4, text_embed_dim=8, time_embed_dim=8)
         | dict(condition_dim=4, pos_embed_max_size=8, sample_size=8, rope_axes_dim=(8, 8)),
-        dict(
-            hidden_states=normal(4, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
-            original_size=uniform(2),
-            target_size=uniform(2),
-            crop_coords=uniform(2),
-        ),
+        COGVIEW_INPUTS,
     ),
     Case(
         "GlmImageTransformer2DModel",

@@ -6,7 +6,20 @@ from .case import Case, listed, mask, normal, steps, times, uniform
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 CHANNELS = {"in_channels": 4, "out_channels": 4}
-
+HUNYUAN_VIDEO = (
+    CHANNELS
+    | HEADS
+    | dict(num_layers=2, num_single_layers=3, num_refiner_layers=2, mlp_ratio=2)
+    | dict(text_embed_dim=12, pooled_projection_dim=10, rope_axes_dim=(4, 6, 6))
+)
+HUNYUAN_VIDEO_INPUTS = dict(
+    hidden_states=normal(4, 3, 8, 12),
+    timestep=times(),
+    encoder_hidden_states=normal(7, 12),
+    encoder_attention_mask=mask(7),
+    pooled_projections=normal(10),
+    guidance=uniform(),
+)
 
 CASES = [
     Case(
@@ -83,34 +96,13 @@ CASES = [
     ),
     Case(
         "HunyuanVideoTransformer3DModel",
-        CHANNELS
-        | HEADS
-        | dict(num_layers=2, num_single_layers=3, num_refiner_layers=2, mlp_ratio=2)
-        | dict(text_embed_dim=12, pooled_projection_dim=10, rope_axes_dim=(4, 6, 6)),
-        dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_attention_mask=mask(7),
-            pooled_projections=normal(10),
-            guidance=uniform(),
-        ),
+        HUNYUAN_VIDEO,
+        HUNYUAN_VIDEO_INPUTS,
     ),
     Case(
         "HunyuanVideoTransformer3DModel token replace",
-        CHANNELS
-        | HEADS
-        | dict(num_layers=2, num_single_layers=3, num_refiner_layers=2, mlp_ratio=2)
-        | dict(text_embed_dim=12, pooled_projection_dim=10, rope_axes_dim=(4, 6, 6))
-        | dict(image_condition_type="token_replace"),
-        dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_attention_mask=mask(7),
-            pooled_projections=normal(10),
-            guidance=uniform(),
-        ),
+        HUNYUAN_VIDEO | dict(image_condition_type="token_replace"),
+        HUNYUAN_VIDEO_INPUTS,
     ),
     Case(
         "HunyuanVideo15Transformer3DModel",
@@ -130,11 +122,7 @@ CASES = [
     ),
     Case(
         "HunyuanVideoFramepackTransformer3DModel",
-        CHANNELS
-        | HEADS
-        | dict(num_layers=2, num_single_layers=3, num_refiner_layers=2, mlp_ratio=2)
-        | dict(text_embed_dim=12, pooled_projection_dim=10, rope_axes_dim=(4, 6, 6))
-        | dict(has_image_proj=True, image_proj_dim=6, has_clean_x_embedder=True),
+        HUNYUAN_VIDEO | dict(has_image_proj=True, image_proj_dim=6, has_clean_x_embedder=True),
         dict(
             hidden_states=normal(4, 2, 8, 12),
             timestep=times(),
