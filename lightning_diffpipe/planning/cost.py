@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate, pairwise
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.filling import (
@@ -44,6 +46,25 @@ class _Sums:
     weight_gradient: tuple[float, ...]
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _remembered(
+    method: Callable[Concatenate[CostModel, _P], _R],
+) -> Callable[Concatenate[CostModel, _P], _R]:
+    """A method that is computed once for the same arguments; the partitioner asks many thousand times."""
+
+    @wraps(method)
+    def wrapped(model: CostModel, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        key = (method, args, *kwargs.items())
+        if key not in model._memo:
+            model._memo[key] = method(model, *args, **kwargs)
+        return model._memo[key]  # type: ignore[no-any-return]
+
+    return wrapped
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """A profile on a cluster.
@@ -59,27 +80,7 @@ class CostModel:
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
     is_folded: bool = False
-    _times: dict[tuple[int, float], _Sums] = field(default_factory=dict, repr=False, compare=False)
-    _encode_s: dict[tuple[float, int | None], float] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _parts: dict[tuple[tuple[int, ...], int, int | None], tuple[EncodePart, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _group_sizes: dict[tuple[tuple[int, ...], int], int] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _bytes: dict[tuple[int, str], tuple[int, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _works: dict[tuple[int, tuple[int, ...]], tuple[float, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _needs: dict[tuple[int, float, int], tuple[float, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _read_bytes: dict[LayerRun, int] = field(default_factory=dict, repr=False, compare=False)
-    _frozen: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def num_layers(self, backbone: int = 0) -> int:
         """Layers of a backbone."""
@@ -90,40 +91,34 @@ class CostModel:
         """Where chains begin whose stages run apart, in opposite directions; `(0,)` if there is one."""
         return tuple([first for _, first in self.profile.backbones[0].chains]) or (0,)
 
+    @_remembered
     def sums(self, backbone: int, samples: float) -> _Sums:
         """Running sums of the times of all layers, for that many samples."""
-        key = (backbone, samples)
-        if key not in self._times:
-            layers = self.profile.backbones[backbone].layers
-            self._times[key] = _Sums(
-                _running(layer.forward_s.at(samples) for layer in layers),
-                _running(layer.backward_s.at(samples) for layer in layers),
-                _running(_weight_gradient_s(layer, samples) for layer in layers),
-            )
-        return self._times[key]
+        layers = self.profile.backbones[backbone].layers
+        return _Sums(
+            _running(layer.forward_s.at(samples) for layer in layers),
+            _running(layer.backward_s.at(samples) for layer in layers),
+            _running(_weight_gradient_s(layer, samples) for layer in layers),
+        )
 
+    @_remembered
     def work_s(self, backbone: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
         """Running sums of forwards and backwards of all layers, for microbatches of these sizes together."""
-        key = (backbone, sizes)
-        if key not in self._works:
-            total = [0.0] * (self.num_layers(backbone) + 1)
-            for size, count in Counter(sizes).items():
-                sums = self.sums(backbone, size)
-                for i, (f, b) in enumerate(zip(sums.forward, sums.backward, strict=True)):
-                    total[i] += count * (f + b)
-            self._works[key] = tuple(total)
-        return self._works[key]
+        total = [0.0] * (self.num_layers(backbone) + 1)
+        for size, count in Counter(sizes).items():
+            sums = self.sums(backbone, size)
+            for i, (f, b) in enumerate(zip(sums.forward, sums.backward, strict=True)):
+                total[i] += count * (f + b)
+        return tuple(total)
 
+    @_remembered
     def need_bytes(self, backbone: int, samples: float, microbatches: int) -> tuple[float, ...]:
         """Running sums of what all layers keep, with activations of that many samples."""
-        key = (backbone, samples, microbatches)
-        if key not in self._needs:
-            runs = [LayerRun(backbone, 0, stop) for stop in range(self.num_layers(backbone) + 1)]
-            self._needs[key] = tuple(
-                self.resident_bytes(run) + self.activation_bytes(run, samples, microbatches)
-                for run in runs
-            )
-        return self._needs[key]
+        runs = [LayerRun(backbone, 0, stop) for stop in range(self.num_layers(backbone) + 1)]
+        return tuple(
+            self.resident_bytes(run) + self.activation_bytes(run, samples, microbatches)
+            for run in runs
+        )
 
     def forward_s(self, run: LayerRun, samples: float) -> float:
         """Forward of a microbatch of that many samples."""
@@ -152,7 +147,7 @@ class CostModel:
 
     def parameter_bytes(self, run: LayerRun) -> int:
         """Bytes of the parameters."""
-        return self._sum_bytes(run, "parameter_bytes", lambda layer: layer.parameter_bytes)
+        return self._sum_bytes(run, "parameter_bytes")
 
     def gradient_bytes(self, run: LayerRun) -> int:
         """Bytes of the gradients, as they are summed over replicas."""
@@ -161,15 +156,12 @@ class CostModel:
 
     def gradient_sums(self, backbone: int) -> tuple[int, ...]:
         """Running sums of the bytes of gradients of all layers."""
-        return self._byte_sums(backbone, "gradient_bytes", lambda layer: layer.gradient_bytes)
+        return self._byte_sums(backbone, "gradient_bytes")
 
     def activation_bytes(self, run: LayerRun, samples: float, microbatches: int = 1) -> float:
         """Bytes kept between forward and backward of so many samples, in so many microbatches."""
-        key = "activation_bytes_per_sample"
-        kept = samples * self._sum_bytes(run, key, lambda layer: layer.activation_bytes_per_sample)
-        key = "activation_bytes_per_microbatch"
-        fixed = self._sum_bytes(run, key, lambda layer: layer.activation_bytes_per_microbatch)
-        return kept + microbatches * fixed
+        of_samples = samples * self._sum_bytes(run, "activation_bytes_per_sample")
+        return of_samples + microbatches * self._sum_bytes(run, "activation_bytes_per_microbatch")
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Bytes of all tensors that are alive across the cut after the run."""
@@ -207,97 +199,72 @@ class CostModel:
         return num_bytes
 
     @property
+    @_remembered
     def frozen_bytes(self) -> int:
         """Bytes of all frozen encoders; every rank holds them all, since any may encode."""
-        layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
-        return self._once("frozen", lambda: sum(layer.parameter_bytes for layer in layers))
+        return sum(layer.parameter_bytes for e in self.profile.encoders for layer in e.layers)
 
     @property
+    @_remembered
     def encoding_bytes_per_sample(self) -> int:
         """Bytes that the encoders hand to the backbone."""
-        encoders = self.profile.encoders
-        return self._once("encoding", lambda: sum(e.result_bytes_per_sample for e in encoders))
+        return sum(encoder.result_bytes_per_sample for encoder in self.profile.encoders)
 
     @property
+    @_remembered
     def working_bytes_per_sample(self) -> int:
         """Bytes of a frozen layer's input and output, where they are largest."""
         rows = ([0, *(x.output_bytes_per_sample for x in e.layers)] for e in self.profile.encoders)
-        return self._once(
-            "working", lambda: max((a + b for row in rows for a, b in pairwise(row)), default=0)
-        )
+        return max((a + b for row in rows for a, b in pairwise(row)), default=0)
 
+    @_remembered
     def read_bytes_per_sample(self, run: LayerRun) -> int:
         """Bytes of the encodings that a stage of these layers reads."""
-        if run not in self._read_bytes:
-            self._read_bytes[run] = sum(
-                encoder.result_bytes_per_sample
-                if not encoder.results
-                else sum(
-                    result.bytes_per_sample
-                    for result in encoder.results
-                    if any(run.first <= reader < run.stop for reader in result.readers)
-                )
-                for encoder in self.profile.encoders
+        return sum(
+            encoder.result_bytes_per_sample
+            if not encoder.results
+            else sum(
+                result.bytes_per_sample
+                for result in encoder.results
+                if any(run.first <= reader < run.stop for reader in result.readers)
             )
-        return self._read_bytes[run]
+            for encoder in self.profile.encoders
+        )
 
+    @_remembered
     def group_size(self, sizes: tuple[int, ...], num_ranks: int) -> int:
         """Samples on which frozen layers run at a time: the cheapest, where the profile tells."""
-        key = sizes, num_ranks
-        if key not in self._group_sizes:
-            layers = [layer for encoder in self.profile.encoders for layer in encoder.layers]
-            measured = any(len(layer.forward_s.points) > 1 for layer in layers)
-            self._group_sizes[key] = (
-                cheapest_group_size(self.encode_s, sizes, num_ranks)
-                if measured
-                else group_size_of(sizes, num_ranks)
-            )
-        return self._group_sizes[key]
+        layers = [layer for encoder in self.profile.encoders for layer in encoder.layers]
+        if any(len(layer.forward_s.points) > 1 for layer in layers):  # measured
+            return cheapest_group_size(self.encode_s, sizes, num_ranks)
+        return group_size_of(sizes, num_ranks)
 
+    @_remembered
     def encode_parts(
         self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None
     ) -> tuple[EncodePart, ...]:
         """Even shares of the frozen work; None as `group_size` if it cannot be split."""
-        key = sizes, num_ranks, group_size
-        if key not in self._parts:
-            splittable = group_size is not None
-            self._parts[key] = encode_parts(sizes, num_ranks, splittable, group_size or 1)
-        return self._parts[key]
+        return encode_parts(sizes, num_ranks, group_size is not None, group_size or 1)
 
+    @_remembered
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
         """All frozen encoders for that many samples, on one rank, a group at a time."""
-        key = samples, group_size
-        if key not in self._encode_s:
-            layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
-            self._encode_s[key] = sum(
-                grouped_s(layer.forward_s.at, samples, group_size) for layer in layers
-            )
-        return self._encode_s[key]
+        layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
+        return sum(grouped_s(layer.forward_s.at, samples, group_size) for layer in layers)
 
     def resident_bytes(self, run: LayerRun) -> float:
         """Weights, gradients and optimizer state of a stage."""
         trained = self.gradient_bytes(run)
         return self.parameter_bytes(run) + trained * (1 + self.optimizer_bytes_factor)
 
-    def _once(self, key: str, of: Callable[[], int]) -> int:
-        """Bytes that do not change, counted once."""
-        if key not in self._frozen:
-            self._frozen[key] = of()
-        return self._frozen[key]
-
-    def _sum_bytes(self, run: LayerRun, key: str, of: Callable[[LayerProfile], int]) -> int:
-        sums = self._byte_sums(run.backbone, key, of)
+    def _sum_bytes(self, run: LayerRun, name: str) -> int:
+        sums = self._byte_sums(run.backbone, name)
         return sums[run.stop] - sums[run.first]
 
-    def _byte_sums(
-        self, backbone: int, key: str, of: Callable[[LayerProfile], int]
-    ) -> tuple[int, ...]:
-        cached = self._bytes.get((backbone, key))
-        if cached is None:
-            layers = self.profile.backbones[backbone].layers
-            cached = tuple(accumulate((of(layer) for layer in layers), initial=0))
-            self._bytes[backbone, key] = cached
-        return cached
+    @_remembered
+    def _byte_sums(self, backbone: int, name: str) -> tuple[int, ...]:
+        layers = self.profile.backbones[backbone].layers
+        return tuple(accumulate((getattr(layer, name) for layer in layers), initial=0))
 
 
 def _running(times: Iterable[float]) -> tuple[float, ...]:
