@@ -76,7 +76,7 @@ class PipelineMonitor(L.Callback):
     """Measures bubbles, filling, throughput and utilisation, and explains the way from plan to measurement.
 
     Logged through every logger, beside their planned values where there are any: `pipeline/step_s`,
-    `samples_per_s`, `mfu`, `bubble_ratio`, `idle_s` of each rank, and `in_front_s`, `filled_s` and
+    `samples_per_s`, `mfu`, `bubble_ratio`, `idle_s` of each rank, and `before_s`, `filled_s` and
     `leftover_s`, the frozen work of a rank on average before, during and after the pipeline; `grad_norm`; and of
     each rank the bytes of messages that it sent in a step, and its memory. With another strategy than diffpipe:
     samples and seconds only. A step is one batch, also when gradients accumulate. Loggers that keep artifacts
@@ -295,7 +295,7 @@ class PipelineMonitor(L.Callback):
             "planned_bubble_ratio": planned.bubble_ratio,
             "iteration_s": spent.iteration_s,
             "loading_s": sample.loading_s,
-            "in_front_s": statistics.fmean(spent.in_front_s),
+            "before_s": statistics.fmean(spent.before_s),
             "filled_s": statistics.fmean(spent.filled_s),
             "leftover_s": statistics.fmean(spent.leftover_s),
         }

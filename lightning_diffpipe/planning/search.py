@@ -3,8 +3,7 @@
 Bounds propose, the simulator decides. Shapes are tried in the order of a rough estimate; a shape whose
 lower bound is no better than the best step found so far is skipped without a simulation. Where there
 are few ways to cut, all are tried, cheapest bound first, so that the result is the optimum of the
-simulator. Where there are many, the cuts with the smallest bound are moved layer by layer for as long as
-that helps.
+simulator. Where there are many, layers of the cuts with the smallest bound are moved for as long as that helps.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 
 MOST_CUTS_TRIED = 500
 """Up to so many ways to cut a shape, all are considered."""
-
-MOST_CLIMBS = 1
-"""Of a shape with more ways to cut, so many ways to share the ranks are improved layer by layer."""
 
 HOPELESS = 1.05
 """A cut this much slower than the best one is not improved: moving layers gains less."""
@@ -309,9 +305,8 @@ class Search:
             start = self._start(bounds, bound_s, Proposal(shape, cuts))
             if start is not None:
                 starts.append((self._try(start), start.cuts))
-        several = shape.spec.nested or shape.spec.opposite
-        most = len(starts) if several else MOST_CLIMBS
-        for step_s, cuts in sorted(starts)[:most]:
+        several = shape.spec.nested or shape.spec.opposite  # else the best way to share the ranks
+        for step_s, cuts in sorted(starts)[: None if several else 1]:
             if step_s < HOPELESS * self.best_s and not self._is_done_with(shape):
                 self._climb(shape, cuts, bounds)
 

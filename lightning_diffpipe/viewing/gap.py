@@ -343,14 +343,14 @@ def _drawn(planned: Timeline, measured: Timeline) -> str:
 
 def _table_of_ranks(spent: Occupation) -> str:
     rows = zip(
-        spent.busy_s, spent.idle_s, spent.in_front_s, spent.filled_s, spent.leftover_s, strict=True
+        spent.busy_s, spent.idle_s, spent.before_s, spent.filled_s, spent.leftover_s, strict=True
     )
     lines = []
-    for rank, (busy_s, idle_s, front_s, filled_s, leftover_s) in enumerate(rows):
+    for rank, (busy_s, idle_s, before_s, filled_s, leftover_s) in enumerate(rows):
         frozen = [
             f"{seconds(value)} {where}"
             for value, where in (
-                (front_s, "in front"), (filled_s, "in bubbles"), (leftover_s, "left over")
+                (before_s, "before the pipeline"), (filled_s, "in bubbles"), (leftover_s, "left over")
             )
             if value
         ]  # fmt: skip

@@ -42,7 +42,7 @@ class Occupation:
         bubble_ratio: Idle time of all ranks over iteration time times ranks.
         busy_s: Time at work.
         idle_s: Time with nothing to do.
-        in_front_s: Frozen work before the pipeline begins anywhere.
+        before_s: Frozen work before the pipeline begins anywhere.
         filled_s: Frozen work while the pipeline runs: in its bubbles.
         leftover_s: Frozen work after the pipeline has ended everywhere.
     """
@@ -51,7 +51,7 @@ class Occupation:
     bubble_ratio: float
     busy_s: tuple[float, ...]
     idle_s: tuple[float, ...]
-    in_front_s: tuple[float, ...]
+    before_s: tuple[float, ...]
     filled_s: tuple[float, ...]
     leftover_s: tuple[float, ...]
 
@@ -63,17 +63,21 @@ def measured_timeline(
 
     Args:
         noted: By rank, in the order of the program: every instruction with its times.
-        offsets_s: By rank: how far its clock is ahead of rank 0's.
+        offsets_s: By rank: its clock minus rank 0's.
         placement: Who meets whom when gradients are summed.
 
     Returns:
         A timeline that begins at 0.
     """
     shifted = [
-        [replace(s, rank=rank, start_s=s.start_s - ahead, stop_s=s.stop_s - ahead) for s in spans]
-        for rank, (spans, ahead) in enumerate(zip(noted, offsets_s, strict=True))
+        [
+            replace(s, rank=rank, start_s=s.start_s - offset_s, stop_s=s.stop_s - offset_s)
+            for s in spans
+        ]
+        for rank, (spans, offset_s) in enumerate(zip(noted, offsets_s, strict=True))
     ]
-    spans = [span for own in _meeting(shifted, placement) for span in _at_work(own)]
+    met = [[_shortened(span, shifted, placement) for span in own] for own in shifted]
+    spans = [span for own in met for span in _at_work(own)]
     begin_s = min((span.start_s for span in spans), default=0.0)
     return Timeline(
         tuple(
@@ -120,12 +124,8 @@ def _overlap(spans: Iterable[Span], start_s: float, stop_s: float) -> float:
     return sum(max(min(s.stop_s, stop_s) - max(s.start_s, start_s), 0.0) for s in spans)
 
 
-def _meeting(noted: list[list[Span]], placement: Placement) -> list[list[Span]]:
-    """Collectives begin when the last rank of their group has come."""
-    return [[_shortened(span, noted, placement) for span in own] for own in noted]
-
-
 def _shortened(span: Span, noted: list[list[Span]], placement: Placement) -> Span:
+    """Lets a collective begin when the last rank of its group has come."""
     kind = span.instruction
     if not isinstance(kind, ExchangeFrozen | ReduceGradients):
         return span

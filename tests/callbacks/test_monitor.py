@@ -85,7 +85,7 @@ def test_two_ranks_with_accumulation_and_validation_in_mid_epoch(tmp_path):
     assert len(logged) == 4
     last = {name: float(value) for name, value in logged[-1].items()}
     for name in ("step_s", "samples_per_s", "mfu", "planned_bubble_ratio", "planned_step_s",
-                 "idle_s/rank_0", "idle_s/rank_1", "in_front_s", "filled_s", "leftover_s"):  # fmt: skip
+                 "idle_s/rank_0", "idle_s/rank_1", "before_s", "filled_s", "leftover_s"):  # fmt: skip
         assert last[f"pipeline/{name}"] >= 0, name
     assert last["pipeline/grad_norm"] > 0
     for name in ("bytes_sent", "planned_peak_memory_bytes", "peak_resident_bytes"):

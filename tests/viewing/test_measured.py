@@ -124,7 +124,7 @@ def test_frozen_work_is_counted_where_it_ran():
          Span(0, Backward(0, 0), 3, 5), Span(0, Encode(2), 5, 7), Span(0, Send("gradient", 0, 0, 1), 7, 8)],
     ]  # fmt: skip
     spent = occupation(measured_timeline(noted, [0.0], Placement.of_replicas([1])))
-    assert (spent.in_front_s, spent.filled_s, spent.leftover_s) == ((1.0,), (1.0,), (2.0,))
+    assert (spent.before_s, spent.filled_s, spent.leftover_s) == ((1.0,), (1.0,), (2.0,))
 
 
 def test_nothing_noted_is_an_empty_timeline():
