@@ -28,7 +28,9 @@ from lightning_diffpipe import profile
 
 STEPS_PER_TURN = 6  # by default; caches and memory are another system's at first
 PROFILE_BUDGET_S = 40.0  # one profile for all plans of a case
-WORKLOADS = ("stable_diffusion", "controlnet", "stable_diffusion_large", "controlnet_large")
+WORKLOADS = (
+    "stable_diffusion", "controlnet", "stable_diffusion_large", "controlnet_large", "light_encoders"
+)  # fmt: skip
 CASES = [(name, m) for name in WORKLOADS for m in (2, 4)]
 
 

@@ -3,6 +3,7 @@
 * `stable_diffusion`: a diffusers VAE and a transformers CLIP text encoder; frozen work of about 0.43 of the
   trained forward and backward, as in Stable Diffusion v2.1 at batch 32.
 * `controlnet`: the same, and a locked trunk that sees noise; about 0.89, as in ControlNet v1.0 at batch 64.
+* `light_encoders`: large samples and small encoders, about 0.1, as where the denoiser is a large transformer.
 * `long_layer`: one frozen layer as long as all the others together.
 * `..._large`: the first two with samples of four times as many pixels and tokens, so that one sample is as much
   work to a core as in models of real size.
@@ -44,6 +45,7 @@ class Size:
 
 
 SMALL = Size(batch=32, pixels=64, channels=(32, 56), patch=4)
+LIGHT = Size(batch=32, pixels=128, channels=(16, 16, 24), patch=2)
 LARGE = Size(batch=32, pixels=128, channels=(48, 48, 56), patch=2)
 
 
@@ -109,14 +111,14 @@ class LongBlock(nn.Module):
         return x
 
 
-NUM_LOCKED = {"stable_diffusion": 0, "controlnet": 12, "long_layer": 1}
+NUM_LOCKED = {"stable_diffusion": 0, "light_encoders": 0, "controlnet": 12, "long_layer": 1}
 
 
 def make(name: str) -> tuple[Workload, Batch]:
     """A workload and a batch of it; equal in every process."""
     torch.manual_seed(0)
     kind, large, _ = name.partition("_large")
-    size = LARGE if large else SMALL
+    size = LIGHT if kind == "light_encoders" else LARGE if large else SMALL
     locked = LongBlock if kind == "long_layer" else Block
     model = Workload(Encoders(size, NUM_LOCKED[kind], locked))
     batch = {
