@@ -27,6 +27,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.reduction import StepGradients
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.training.step_watch import StepWatch
 
@@ -108,6 +109,11 @@ class Pipeline:
         parameters = dict(self.module.named_parameters())
         dtypes = {parameters[name].dtype for name in self.graph.trained}
         return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    @cached_property
+    def gradients(self) -> StepGradients:
+        """Those of this rank, between the schedule and the optimizer."""
+        return StepGradients(self.trained.values())
 
     @property
     def fills(self) -> bool:

@@ -8,7 +8,7 @@
     (zero_grad)                 gradients have been taken away before                 runtime/reduction.py
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
-    (before each batch)    ranks agree whether to stop, and when to validate     lockstep.py
+    (before each batch)         ranks agree whether to stop, and when to validate     lockstep.py
     validation_step, test_step  every rank runs the step, layers answer for others    runtime/relay.py
     (metric.compute)            ranks that saw the same batches count once            metric_sync.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
@@ -23,7 +23,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,13 +36,12 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.comm.liveness import liveness
-from lightning_diffpipe.errors import ConfigurationError, DivergenceError, raised_by_all
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.planning.filling import BATCHES_AHEAD
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.reduction import StepGradients
 from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
 from lightning_diffpipe.training.early_answers import early_answers, only_counted
@@ -170,11 +169,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             optimizer_bytes_factor=optimizer_bytes_factor,
         )  # fmt: skip
         self._arguments: tuple[Any, ...] = ()
-        self._gradients: StepGradients | None = None
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
         self._accumulating = False
-        self._failed = self._wants_example = self._told_of_outputs = False
+        self._failed = self._wants_example = self._warned_of_outputs = False
         self._counted_pipelines: int | None = None
         self._clip_grad_by_norm: Any = None
         self._refusing = contextlib.ExitStack()
@@ -188,6 +186,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def plan(self) -> PipelinePlan | None:
         """What each rank does; known once training has been set up."""
         return self.pipeline.plan if self.pipeline else None
+
+    @property
+    def _running(self) -> Pipeline:
+        assert self.pipeline is not None, "training is not set up"
+        return self.pipeline
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @property
     def is_one_stage(self) -> bool:
@@ -234,7 +242,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         take_over(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._failed = self._told_of_outputs = False
+        self._failed = self._warned_of_outputs = False
         if fitting and 0 not in (
             trainer.limit_train_batches,
             trainer.max_epochs,
@@ -247,7 +255,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         else:  # no step is asked for
             self.model_to_device()
         if fitting:
-            self._reset_optimizers()
+            self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
             self.setup_optimizers(trainer)
         if self.plan is not None and len(self.plan.stages) > 1:
             with raised_by_all():
@@ -283,7 +291,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
-        with early_answers(trainer, self, self._num_pipelines_to_be()):
+        number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
+        with early_answers(trainer, self, int(self.broadcast(number))):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, arguments
             )
@@ -296,18 +305,19 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
-        self._gradients = StepGradients(self.pipeline.trained.values())
         self.transfer = SeededTransfer(trainer, self.pipeline)
         if self.world_size > 1:
             self._lock_step = LockStep(trainer, self.pipeline.mesh)
-        self._hide_example_input(module)
+        if plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
+            self._example_input, module.example_input_array = module.example_input_array, None
+            rank_zero_info(
+                "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
+            )
         if self.pipeline.fills:
-            self._add_bubble_filling(trainer)
+            from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 
-    def _num_pipelines_to_be(self) -> int:
-        """Pipelines of the plan that is being made; a collective call."""
-        number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
-        return int(self.broadcast(number))
+            if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
+                trainer.callbacks.insert(0, BubbleFilling())
 
     @contextlib.contextmanager
     def counting_batches(self, num_pipelines: int) -> Generator[None, None, None]:
@@ -325,32 +335,14 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
         return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
 
-    def _hide_example_input(self, module: Any) -> None:
-        """Keeps the model summary from calling layers that live elsewhere, until `teardown`."""
-        assert self.pipeline is not None
-        if self.pipeline.plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
-            self._example_input, module.example_input_array = module.example_input_array, None
-            rank_zero_info(
-                "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
-            )
-
-    def _add_bubble_filling(self, trainer: Any) -> None:
-        from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
-
-        if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, BubbleFilling())
-
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """The user's step as a function of module and batch; also run on a copy when probed."""
         assert self._metric_sync is not None
         with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
-        if self.pipeline is None and not self._told_of_outputs:  # it is being probed
-            self._told_of_outputs = warn_of_outputs(out)
+        if self.pipeline is None and not self._warned_of_outputs:  # it is being probed
+            self._warned_of_outputs = warn_of_outputs(out)
         return out
-
-    def _reset_optimizers(self) -> None:
-        self._optimizers, self._lightning_optimizers, self.lr_scheduler_configs = [], [], []
 
     def model_to_device(self) -> None:
         """Moves a module that is not cut; a pipeline has placed its own part already."""
@@ -374,8 +366,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline, counted = self.pipeline, self._counted_pipelines
         if pipeline is None and counted is None:
             return dataloader
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
         if counted is not None:
             return only_counted(dataloader)
@@ -396,75 +387,77 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:  # type: ignore[override]
         """Runs the schedule: all microbatches, forward and backward."""
-        assert self.pipeline is not None
-        assert self.lightning_module is not None
-        assert self._gradients is not None
-        assert self._metric_sync is not None
-        self.pipeline.refuse_unfrozen()
-        self._stop_ahead_if_changed()
-        if isinstance(self.pipeline.engine, FreeRunningEngine):
-            return self._step_without_flush(self.pipeline.engine, batch, arguments)
-        trainer = self.lightning_module.trainer
+        pipeline, trainer = self._running, self._trainer
+        pipeline.refuse_unfrozen()
+        if pipeline.stop_ahead_if_changed() and pipeline.fills:
+            self.upcoming = []
+            rank_zero_warn(
+                "weights of frozen layers, or buffers that feed them, were changed during training, so what "
+                "they gave for coming batches was thrown away, and they run when a batch is due from now on"
+            )
+        if isinstance(pipeline.engine, FreeRunningEngine):
+            return self._step_without_flush(pipeline.engine, batch, arguments)
         accumulate = trainer.accumulate_grad_batches
         if trainer.fit_loop.batch_idx % accumulate == 0:
-            self._gradients.clear()
+            pipeline.gradients.clear()
         self._arguments = arguments
-        self.pipeline.watch.before_step(batch, arguments)
+        pipeline.watch.before_step(batch, arguments)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        result = self.pipeline.engine.run_step(
+        upcoming, self.upcoming = self.upcoming, []
+        later = lambda n: (arguments[0] + n, *arguments[1:]) if arguments else ()
+        result = pipeline.engine.run_step(
             batch,
             number,
             accumulate,
             reduce_gradients=not self._accumulating,
             arguments=arguments,
-            upcoming=self._take_upcoming(arguments),
-            alarm=self._has_diverged(),
+            upcoming=[(coming, later(n)) for n, coming in upcoming],
+            alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
         )
         if result.alarm:
-            raise self._divergence(result)
-        self.pipeline.watch.after_step(result, batch, arguments, number, self._ends_window())
+            raise pipeline.watch.divergence(self.max_diverged_steps, trainer.global_step, result)
+        ends_window = self.max_diverged_steps is not None and not self._accumulating
+        pipeline.watch.after_step(result, batch, arguments, number, ends_window)
         self.last_step = result
         # What layers wrote themselves does not count.
-        self.pipeline.read_ahead.note(before_update=not self._accumulating)
-        self._gradients.take()
+        pipeline.read_ahead.note(before_update=not self._accumulating)
+        pipeline.gradients.take()
         self._log(result)
-        return result.loss.to(self.pipeline.loss_dtype).requires_grad_()
+        return result.loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _step_without_flush(
         self, engine: FreeRunningEngine, batch: Any, arguments: tuple[Any, ...]
     ) -> Tensor:
         """Forwards a batch, and trains on one from before; logs what is known by now."""
-        assert self.pipeline is not None
-        assert self.lightning_module is not None
-        assert self._gradients is not None
-        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        pipeline, trainer = self._running, self._trainer
+        loop = trainer.fit_loop.epoch_loop
         self._arguments = arguments
-        self.pipeline.watch.before_step(batch, arguments)
+        pipeline.watch.before_step(batch, arguments)
         self._under_way.append((batch, arguments))
-        self._gradients.restore()
-        results = engine.advance(batch, loop.total_batch_idx, arguments, self._has_diverged())
-        self._gradients.take()
-        self._finished += results
-        if loop.batch_progress.is_last_batch or self._is_last_step():
+        alarm = pipeline.watch.has_diverged(self.max_diverged_steps)
+        pipeline.gradients.restore()
+        self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
+        pipeline.gradients.take()
+        is_last_step = 0 < trainer.max_steps <= trainer.global_step + 1
+        if loop.batch_progress.is_last_batch or is_last_step:
             self.drain()
         results = self._log_finished()
-        self.pipeline.read_ahead.note(before_update=True)
+        pipeline.read_ahead.note(before_update=True)
         loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
-        return loss.to(self.pipeline.loss_dtype).requires_grad_()
+        return loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _log_finished(self) -> list[StepResult]:
         """Logs the results of batches that have come back, and looks whether training diverges."""
-        assert self.pipeline is not None
-        assert self.lightning_module is not None
+        watch, trainer = self._running.watch, self._trainer
         results, self._finished = self._finished, []
         for result in results:
             if result.alarm:
-                raise self._divergence(result)
+                raise watch.divergence(self.max_diverged_steps, trainer.global_step, result)
             assert result.batch_index is not None
-            self.pipeline.watch.after_step(result, *self._under_way.popleft(), result.batch_index)
+            watch.after_step(result, *self._under_way.popleft(), result.batch_index)
             self.last_step = result
             self._log(result)
-            self.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
+            trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
 
     def _drained_before(self, checks_validation: Callable[[Any], bool], fetcher: Any) -> bool:
@@ -472,22 +465,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
         Callbacks that look at weights when validation begins, or training ends, find those after the last batch.
         """
-        assert self.lightning_module is not None
-        module, trainer = self.lightning_module, self.lightning_module.trainer
+        trainer = self._trainer
         checks = checks_validation(fetcher)
         if (checks or trainer.should_stop) and self._under_way:
             self.drain()
-            module._current_fx_name = "training_step"
+            trainer.lightning_module._current_fx_name = "training_step"
             self._log_finished()
-            module._current_fx_name = None
+            trainer.lightning_module._current_fx_name = None
             trainer._logger_connector.on_batch_end()
             trainer._logger_connector.update_train_step_metrics()
         return checks
-
-    def _is_last_step(self) -> bool:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return 0 < trainer.max_steps <= trainer.global_step + 1
 
     def drain(self) -> None:
         """Without a flush: takes back all that is under way, so that weights are those after the last batch.
@@ -497,12 +484,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         engine = self.pipeline.engine if self.pipeline else None
         if not isinstance(engine, FreeRunningEngine) or engine.is_empty:
             return
-        assert self.pipeline is not None
-        assert self._gradients is not None
-        with self.pipeline.watch.as_in_steps():
-            self._gradients.restore()
+        pipeline = self._running
+        with pipeline.watch.as_in_steps():
+            pipeline.gradients.restore()
             self._finished += engine.drain()
-            self._gradients.take()
+            pipeline.gradients.take()
 
     def _log(self, result: StepResult) -> None:
         """Repeats on this rank what the last stage has logged."""
@@ -518,78 +504,21 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 self._metric_sync.trained[attribute] = value
             self.lightning_module.log(logged.name, value, **options)
 
-    def _ends_window(self) -> bool:
-        return self.max_diverged_steps is not None and not self._accumulating
-
-    def _has_diverged(self) -> bool:
-        assert self.pipeline is not None
-        allowed = self.max_diverged_steps
-        return allowed is not None and self.pipeline.watch.num_diverged >= allowed
-
-    def _divergence(self, result: StepResult) -> DivergenceError:
-        """The error with which all ranks end."""
-        assert self.pipeline is not None
-        assert self.lightning_module is not None
-        before = self.pipeline.watch.last_finite
-        told = (
-            f"the last finite one was {before[1]:.4g}, of batch {before[0]}"
-            if before
-            else "none was"
-        )
-        error = DivergenceError(
-            f"training has diverged: in {self.max_diverged_steps} optimizer steps in a row, up to step "
-            f"{self.lightning_module.trainer.global_step}, the loss or gradients were not finite (loss "
-            f"{result.loss:.4g}; {told}). Go on from the newest checkpoint (ckpt_path='last') with a lower "
-            "learning rate, gradient_clip_val, or more bits (bf16-mixed, 32-true); strategy.check_finite=True "
-            "names the layer that is the first. strategy.max_diverged_steps says how many steps are borne"
-        )
-        error.is_of_all_ranks = True
-        return error
-
-    def _stop_ahead_if_changed(self) -> None:
-        assert self.pipeline is not None
-        if self.pipeline.stop_ahead_if_changed() and self.pipeline.fills:
-            self.upcoming = []
-            rank_zero_warn(
-                "weights of frozen layers, or buffers that feed them, were changed during training, so what "
-                "they gave for coming batches was thrown away, and they run when a batch is due from now on"
-            )
-
-    def _take_upcoming(self, arguments: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Batches that come next and are not known to the engine, with the arguments of their steps."""
-        upcoming, self.upcoming = self.upcoming, []
-        return [
-            (batch, (arguments[0] + ahead, *arguments[1:]) if arguments else ())
-            for ahead, batch in upcoming
-        ]
-
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Puts the gradients of the schedule back; nothing is left to compute."""
         assert self.lightning_module is not None
-        assert self._gradients is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        if self.plan is not None and not self.plan.runs_free:  # else it has stepped already
-            self._gradients.restore()
+        if not self._running.plan.runs_free:  # else it has stepped already
+            self._running.gradients.restore()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's step on every rank in lock step; each layer runs where it lives."""
-        return self._evaluate("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
-        return self._evaluate("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `validation_step`."""
-        return self._evaluate("predict_step", *args, **kwargs)
-
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's step on every rank in lock step; each layer runs where it lives."""
         step = getattr(self.lightning_module, name)
         with self.precision_plugin.forward_context():
             if self.pipeline is None:
@@ -601,6 +530,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             seed = derived_seed(pipeline.seed, name, pipeline.mesh.pipeline, *map(str, args[1:]))
             with self.pipeline.relayed(), isolated_random_numbers(seed):
                 return step(*args, **kwargs)
+
+    validation_step = partialmethod(_evaluate, "validation_step")  # type: ignore[assignment]
+    test_step = partialmethod(_evaluate, "test_step")  # type: ignore[assignment]
+    predict_step = partialmethod(_evaluate, "predict_step")  # type: ignore[assignment]
 
     @contextlib.contextmanager
     def whole_model(self) -> Generator[None, None, None]:
@@ -636,16 +569,15 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         # checkpoints, so the instance is given another method rather than the plugin another class.
         self._clip_grad_by_norm = self.precision_plugin.clip_grad_by_norm
         self.precision_plugin.clip_grad_by_norm = self.clip_by_global_norm  # type: ignore[method-assign]
-        assert self.pipeline is not None
-        if len(self.pipeline.plan.stages) > 1:
-            trained = self.pipeline.trained.values()
+        if len(self._running.plan.stages) > 1:
+            trained = self._running.trained.values()
             self._refusing.enter_context(refusing_norms_of_a_stage(trained))
 
     def clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scales the gradients of an optimizer so that their norm over all stages is bounded."""
         if clip_val > 0:
-            assert self.pipeline is not None
-            self.pipeline.engine.reducer.clip(self.pipeline.trained_by(optimizer), clip_val)
+            pipeline = self._running
+            pipeline.engine.reducer.clip(pipeline.trained_by(optimizer), clip_val)
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages, equal on every rank; a collective call.
@@ -654,39 +586,26 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             optimizer: Only its parameters take part; all trained parameters if not given.
             norm_type: Order of the norm.
         """
-        assert self.pipeline is not None
-        if self.pipeline.plan.runs_free:
+        pipeline = self._running
+        if pipeline.plan.runs_free:
             raise ConfigurationError(
-                f"there is no norm over all stages with schedule={self.pipeline.plan.options.schedule}: they have "
+                f"there is no norm over all stages with schedule={pipeline.plan.options.schedule}: they have "
                 "gradients of different batches at a time; choose a schedule that flushes, such as 1f1b"
             )
-        trained = self.pipeline.trained
-        if optimizer is not None:
-            trained = self.pipeline.trained_by(optimizer)
-        return self.pipeline.engine.reducer.global_norm(trained, norm_type)
+        trained = pipeline.trained if optimizer is None else pipeline.trained_by(optimizer)
+        return pipeline.engine.reducer.global_norm(trained, norm_type)
 
     # -------------------------------------------------------------------------- phases, and the end
 
-    def on_train_start(self) -> None:
-        """Lets the other ranks know what this one does, as the hooks below."""
-        liveness.enter("training")
-
-    def on_validation_start(self) -> None:
-        """Validation begins."""
+    def _enter(self, phase: str) -> None:
+        """Lets the other ranks know what this one does; weights are those after the last batch."""
         self.drain()
-        liveness.enter("validating")
+        liveness.enter(phase)
 
-    def on_validation_end(self) -> None:
-        """Training goes on, unless this was a check before it, or all there was to do."""
-        liveness.enter("training")
-
-    def on_test_start(self) -> None:
-        """Testing begins."""
-        liveness.enter("testing")
-
-    def on_predict_start(self) -> None:
-        """Prediction begins."""
-        liveness.enter("predicting")
+    on_train_start = on_validation_end = partialmethod(_enter, "training")  # type: ignore[assignment]
+    on_validation_start = partialmethod(_enter, "validating")  # type: ignore[assignment]
+    on_test_start = partialmethod(_enter, "testing")  # type: ignore[assignment]
+    on_predict_start = partialmethod(_enter, "predicting")  # type: ignore[assignment]
 
     def on_train_end(self) -> None:
         """Looks at the last step, after which none comes that would, and for a signal that came in it."""
@@ -716,10 +635,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         for replacement in (self.transfer, self._lock_step, self._metric_sync):
             if replacement is not None:
                 replacement.uninstall()
-        self.upcoming, self.transfer, self._lock_step, self._gradients = [], None, None, None
-        self._finished = []
+        self.upcoming, self._finished = [], []
+        self.transfer = self._lock_step = self._metric_sync = None
         self._under_way.clear()
-        self._metric_sync = None
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)
