@@ -228,7 +228,7 @@ def test_what_begins_beside_waits_for_its_memory_only():
     torch.cuda._sleep(400_000_000)
     behind = torch.cuda.Event()
     behind.record()
-    with streams.beside(1, buffer, memory):
+    with streams.receiving(1, buffer, memory):
         buffer.copy_(first + 1)
         done = torch.cuda.Event()
         done.record()

@@ -88,14 +88,14 @@ class Samples(L.Callback):
 
 def main() -> None:
     """Trains two epochs."""
-    tell = liveness._tell
+    broadcast = liveness._broadcast
 
-    def tell_and_come_to_harm() -> None:
-        tell()
-        if liveness.phase != IN_STEP:
-            come_to_harm(liveness.phase)
+    def broadcast_and_come_to_harm(**message: Any) -> None:
+        broadcast(**message)
+        if message.get("phase", IN_STEP) != IN_STEP:
+            come_to_harm(message["phase"])
 
-    liveness._tell = tell_and_come_to_harm
+    liveness._broadcast = broadcast_and_come_to_harm
     L.seed_everything(3, verbose=False)
     data = torch.randn(16, 8)
     strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, timeout_s=float(sys.argv[5]))

@@ -151,8 +151,8 @@ class _Neighbour(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-class _Answer(NamedTuple):
-    """A yes or no on its way to or from a rank."""
+class _Vote(NamedTuple):
+    """A yes or no, on its way to or from a rank."""
 
     peer: int
     value: Tensor
@@ -168,10 +168,21 @@ class Agreement:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._above, self._below = _neighbours(mesh)
+        layout = mesh.layout
+        self._above: _Neighbour | None = None
+        self._below: list[_Neighbour] = []
+        if mesh.local_rank:
+            self._above = _Neighbour(mesh.world_rank(0), mesh.transfers)
+        else:
+            firsts = range(0, layout.world_size, layout.ranks_per_pipeline)
+            if mesh.pipeline:
+                self._above = _Neighbour(firsts[0], mesh.data_parallel)
+            else:
+                self._below = [_Neighbour(first, mesh.data_parallel) for first in firsts[1:]]
+            self._below += [_Neighbour(rank, mesh.transfers) for rank in mesh.pipeline_ranks[1:]]
         self._asked = False
-        self._wishes: list[_Answer] = []  # of the latest round, from below
-        self._sent: list[_Answer] = []  # until sent, as gloo sends when the other end receives
+        self._wishes: list[_Vote] = []  # of the latest round, from below
+        self._sent: list[_Vote] = []  # until sent, as gloo sends when the other end receives
 
     def of_any(self, wish: bool, last: bool = False) -> bool:
         """Returns whether any rank has wished for it; a wish takes a round for each step up the tree.
@@ -222,34 +233,19 @@ class Agreement:
         buffer = torch.tensor([value], dtype=torch.uint8)
         with self._mesh.naming([neighbour.rank]):
             work = dist.isend(buffer, neighbour.rank, group=neighbour.group, tag=_TAG)
-        self._sent.append(_Answer(neighbour.rank, buffer, work))
+        self._sent.append(_Vote(neighbour.rank, buffer, work))
 
-    def _receive(self, neighbour: _Neighbour) -> _Answer:
+    def _receive(self, neighbour: _Neighbour) -> _Vote:
         buffer = torch.zeros(1, dtype=torch.uint8)
         with self._mesh.naming([neighbour.rank]):
             work = dist.irecv(buffer, neighbour.rank, group=neighbour.group, tag=_TAG)
-        return _Answer(neighbour.rank, buffer, work)
+        return _Vote(neighbour.rank, buffer, work)
 
-    def _await_all(self, messages: list[_Answer]) -> None:
+    def _await_all(self, messages: list[_Vote]) -> None:
         while messages:
             self._await(messages.pop(0))
 
-    def _await(self, message: _Answer) -> None:
+    def _await(self, message: _Vote) -> None:
         assert message.work is not None
         with self._mesh.naming([message.peer]):
             message.work.wait(datetime.timedelta(seconds=self._mesh.patience_s))
-
-
-def _neighbours(mesh: Mesh) -> tuple[_Neighbour | None, list[_Neighbour]]:
-    """Returns whom this rank answers to, and who answers to it."""
-    if mesh.local_rank:
-        return _Neighbour(mesh.world_rank(0), mesh.transfers), []
-    layout = mesh.layout
-    below = [
-        _Neighbour(mesh.world_rank(local), mesh.transfers)
-        for local in range(1, layout.ranks_per_pipeline)
-    ]
-    firsts = [layout.pipeline_ranks(pipeline)[0] for pipeline in range(layout.num_pipelines)]
-    if mesh.pipeline:
-        return _Neighbour(firsts[0], mesh.data_parallel), below
-    return None, [_Neighbour(first, mesh.data_parallel) for first in firsts[1:]] + below

@@ -61,7 +61,7 @@ def measure_cluster(
     """
     if group is None or dist.get_world_size(group) == 1:
         return Cluster(1, memory_bytes=memory_bytes(device))
-    bench = _Bench(group, device, sizes)
+    bench = _LinkBench(group, device, sizes)
     hosts = bench.hosts()
     num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
     several = per_host is not None and per_host > 1
@@ -134,7 +134,7 @@ def fit_link(times: Sequence[tuple[float, float]]) -> Link:
     return Link(1 / slope, latency_s)
 
 
-class _Message:
+class _TensorSets:
     """Some tensors that are sent as one message, as a stage sends what crosses its border.
 
     There are several sets of them, packed in turn: what a stage sends was made some time ago, and the processor's
@@ -155,7 +155,7 @@ class _Message:
         return self.layout.pack(next(self._sets), self.device)
 
 
-class _Bench:
+class _LinkBench:
     """One rank's side of the measurement."""
 
     def __init__(
@@ -188,15 +188,15 @@ class _Bench:
         """Times half of the way from rank 0 to a peer and back; the other ranks just wait."""
         group, ranks = self._group, self._ranks
 
-        def sent(message: _Message, to: int) -> None:
+        def sent(message: _TensorSets, to: int) -> None:
             dist.send(message.packed(), ranks[to], group=group, tag=_TAG)
 
-        def received(message: _Message, source: int) -> None:
+        def received(message: _TensorSets, source: int) -> None:
             buffer = message.layout.empty(message.device)
             dist.recv(buffer, ranks[source], group=group, tag=_TAG)
             message.layout.unpack(buffer)
 
-        def there_and_back(message: _Message) -> None:
+        def there_and_back(message: _TensorSets) -> None:
             if self._rank == 0:
                 sent(message, peer)
                 received(message, peer)
@@ -204,7 +204,7 @@ class _Bench:
                 received(message, 0)
                 sent(message, 0)
 
-        times = self._times(there_and_back, partial(_Message, device=self._device), budget_s)
+        times = self._times(there_and_back, partial(_TensorSets, device=self._device), budget_s)
         return fit_link([(size, seconds / 2) for size, seconds in times])
 
     def all_reduce(self, num_ranks: int, budget_s: float) -> Link:
@@ -215,7 +215,9 @@ class _Bench:
                 if self._rank < num_ranks:
                     dist.all_reduce(buffer, group=group)
 
-            times = self._times(summed, self._buffer, budget_s)
+            times = self._times(
+                summed, lambda size: torch.zeros(size // 4, device=self._device), budget_s
+            )
         return fit_link([(2 * (num_ranks - 1) / num_ranks * size, s) for size, s in times])
 
     @contextlib.contextmanager
@@ -240,9 +242,6 @@ class _Bench:
                 "the slower ones between hosts. With equally many consecutive ranks on every host, or "
                 "figures of your own (strategy.cluster), links inside a host would count as such", counts,
             )  # fmt: skip
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.zeros(size // 4, dtype=torch.float32, device=self._device)
 
     def _times(
         self, run: Callable[[_Load], None], make: Callable[[int], _Load], budget_s: float

@@ -54,28 +54,21 @@ def clock_offsets_s(mesh: Mesh, clock: Callable[[], float] = time.perf_counter) 
     Returns:
         By position on the first rank of the pipeline; empty elsewhere.
     """
+    buffer, group = torch.zeros(1, dtype=torch.float64), mesh.transfers
+    first, *others = mesh.pipeline_ranks
     if mesh.local_rank:
         for _ in range(_ROUNDS):
-            _answer(mesh, clock)
+            dist.recv(buffer, first, group=group, tag=_TAG)
+            dist.send(buffer.fill_(clock()), first, group=group, tag=_TAG)
         return []
-    peers = range(1, mesh.layout.ranks_per_pipeline)
-    return [0.0, *(_ahead_s(mesh, peer, clock) for peer in peers)]
-
-
-def _ahead_s(mesh: Mesh, peer: int, clock: Callable[[], float]) -> float:
-    rounds = []
-    answer = torch.zeros(1, dtype=torch.float64)
-    for _ in range(_ROUNDS):
-        start_s = clock()
-        dist.send(answer, mesh.world_rank(peer), group=mesh.transfers, tag=_TAG)
-        dist.recv(answer, mesh.world_rank(peer), group=mesh.transfers, tag=_TAG)
-        stop_s = clock()
-        rounds.append((stop_s - start_s, float(answer) - (start_s + stop_s) / 2))
-    return min(rounds)[1]
-
-
-def _answer(mesh: Mesh, clock: Callable[[], float]) -> None:
-    buffer = torch.zeros(1, dtype=torch.float64)
-    dist.recv(buffer, mesh.world_rank(0), group=mesh.transfers, tag=_TAG)
-    buffer.fill_(clock())
-    dist.send(buffer, mesh.world_rank(0), group=mesh.transfers, tag=_TAG)
+    offsets_s = [0.0]
+    for peer in others:
+        rounds = []
+        for _ in range(_ROUNDS):
+            start_s = clock()
+            dist.send(buffer, peer, group=group, tag=_TAG)
+            dist.recv(buffer, peer, group=group, tag=_TAG)
+            stop_s = clock()
+            rounds.append((stop_s - start_s, float(buffer) - (start_s + stop_s) / 2))
+        offsets_s.append(min(rounds)[1])
+    return offsets_s

@@ -63,8 +63,8 @@ class Note(NamedTuple):
 
 
 @dataclass
-class _Seen:
-    """The last value of a rank, with when it was first read, and since when only its beats have changed."""
+class _LastBeat:
+    """The last value of a rank, when it was first read, and since when its note is the same."""
 
     value: tuple[int, Note]
     beat_s: float
@@ -81,7 +81,7 @@ class _Board:
     peers: list[int]
     pause_s: float
     own: Note = field(default=Note(0, "busy", "connecting", ""))
-    seen: dict[int, _Seen] = field(default_factory=dict)
+    seen: dict[int, _LastBeat] = field(default_factory=dict)
     num_rounds: int = 0
     wanted: int = 0  # rounds that somebody waits for
     read_s: float = 0.0
@@ -123,11 +123,11 @@ class _Board:
         self.read_s = time.monotonic()
 
     def _see(self, rank: int, value: tuple[int, Note], now_s: float) -> None:
-        seen = self.seen.get(rank)
-        if seen is None or seen.value[1] != value[1]:
-            self.seen = self.seen | {rank: _Seen(value, now_s, now_s)}
-        elif seen.value != value:
-            self.seen = self.seen | {rank: _Seen(value, now_s, seen.note_s)}
+        before = self.seen.get(rank)
+        if before is None or before.value[1] != value[1]:
+            self.seen = self.seen | {rank: _LastBeat(value, now_s, now_s)}
+        elif before.value != value:
+            self.seen = self.seen | {rank: _LastBeat(value, now_s, before.note_s)}
 
     def close(self) -> None:
         with self.due:

@@ -435,7 +435,7 @@ class ProcessLinks:
         """Begins the first posted receive of an edge that has not begun."""
         incoming = self._posted[source].popleft()
         try:
-            with self._streams.beside(source, incoming.buffer, incoming.memory):
+            with self._streams.receiving(source, incoming.buffer, incoming.memory):
                 work = dist.irecv(
                     incoming.buffer,
                     src=self.ranks[source],
@@ -547,15 +547,11 @@ class _FromProcess:
         for work in self.works:
             self.links._await(work, self.kind, self.source)
         self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
-        return _from_bytes(self.buffer, self.shape).to(self.links.device)
+        return self.buffer.view(self.shape.dtype).view(self.shape.shape).to(self.links.device)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _from_bytes(buffer: Tensor, shape: TensorShape) -> Tensor:
-    return buffer.view(shape.dtype).view(shape.shape)
 
 
 Outcome = tuple[Any, Exception | None]

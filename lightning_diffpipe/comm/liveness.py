@@ -167,7 +167,7 @@ class Liveness:
         """Begins another phase, in place of the present one; the others hear of it at once."""
         with self._lock:
             self._phases[-1] = name
-            self._tell()
+            self._broadcast(phase=name)
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -180,7 +180,7 @@ class Liveness:
         try:
             with self._lock:
                 self._phases.append(name)
-                self._tell()
+                self._broadcast(phase=name)
             yield
         except Exception as error:
             if (self._runs or self._group is not None) and _is_of_peers(error):
@@ -189,7 +189,7 @@ class Liveness:
         finally:
             with self._lock:
                 self._phases = before
-                self._tell()
+                self._broadcast(phase=self.phase)
 
     @contextlib.contextmanager
     def run(self, rank: int) -> Iterator[None]:
@@ -205,14 +205,14 @@ class Liveness:
         self._start()
         in_main = threading.current_thread() is threading.main_thread()
         before = -1
-        if in_main:  # tells of a signal even while the main thread waits outside of Python
+        if in_main:  # a signal is heard of even while the main thread waits outside of Python
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._runs, self._num_runs = self._runs + 1, self._num_runs + 1
         try:
             with self.inside(_STARTING):
                 yield
         except BaseException as error:
-            self._tell_failure(error)
+            self._broadcast_failure(error)
             raise
         finally:
             self._runs -= 1
@@ -269,7 +269,9 @@ class Liveness:
                 return
             line.pid, line.host, line.phase = pid, host, _MET
             line.send(token=token, rank=self.rank, place=_place())
-            self._add(line)
+            with self._lock:
+                self._lines[0] = line
+                self._selector.register(line.socket, selectors.EVENT_READ)
         self._wake.send(b"\0")  # the thread looks at a longer list
         self.enter(_MET)
 
@@ -294,7 +296,8 @@ class Liveness:
         first = f"{error}\n" if isinstance(error, PipelineTimeoutError) else ""
         if loss is not None:
             return LostRankError(f"{first}{here} lost {loss}", loss.kind == "signal")
-        others = {line.rank: line.phase for line in self._all_lines()}
+        with self._lock:
+            others = {line.rank: line.phase for line in self._lines.values()}
         others |= dict.fromkeys(self._left, "has left")
         doing = (
             "; ".join(f"rank {rank}: {each}" for rank, each in sorted(others.items()))
@@ -314,11 +317,7 @@ class Liveness:
             silent_s = max((now_s - line.heard_s for line in self._lines.values()), default=0.0)
             return waited_s < _VERDICT_S or (loss is None and silent_s > 3 * self._period_s)
 
-    def _all_lines(self) -> list[_Line]:
-        with self._lock:
-            return list(self._lines.values())
-
-    def _tell_failure(self, error: BaseException) -> None:
+    def _broadcast_failure(self, error: BaseException) -> None:
         followed = isinstance(error, PipelineTimeoutError)
         kind: Kind = "followed" if followed else "failed"
         text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
@@ -345,31 +344,32 @@ class Liveness:
             self._thread.start()
 
     def _listen(self) -> None:
-        told_s = 0.0
+        sent_s = 0.0
         while True:
-            pause_s = min(self._period_s, 0.25) if self._is_watching() else self._period_s
+            # Something may happen that no connection brings.
+            watches = self._runs and (self._losses or self._signalled_s or not self._lines)
+            pause_s = min(self._period_s, 0.25) if watches else self._period_s
             before_s = time.monotonic()
             ready = self._selector.select(pause_s)
             with self._lock:
                 now_s = time.monotonic()
-                if (
-                    now_s - before_s > pause_s + 1.0
-                ):  # this process was stopped, perhaps with all others
+                if now_s - before_s > pause_s + 1.0:  # stopped, perhaps with all others
                     self._stopped_s.clear()
                     for line in self._lines.values():
                         line.heard_s = now_s
                 for key, _ in ready:
                     self._hear(key.fileobj)
-                if self._lines and now_s - told_s > self._period_s:
-                    told_s = now_s
-                    self._tell()
-                self._look_for_silence(now_s)
+                if self._lines and now_s - sent_s > self._period_s:
+                    sent_s = now_s
+                    self._broadcast(phase=self.phase)
+                for line in list(self._lines.values()):
+                    if line.rank is not None and now_s - line.heard_s > self._silence_s:
+                        silence = f"{self._silence_s:g} s"
+                        self._lose(
+                            Loss(line.rank, line.phase, "silent", silence, line.pid, line.host)
+                        )
                 self._look_for_processes(now_s)
             self._end_if_alone(now_s)
-
-    def _is_watching(self) -> bool:
-        """Returns whether something may happen that no connection tells."""
-        return bool(self._runs and (self._losses or self._signalled_s or not self._lines))
 
     def _hear(self, source: Any) -> None:
         if source is self._woken:
@@ -451,12 +451,6 @@ class Liveness:
             self._end_in(_GRACE_S if loss.kind in ("ended", "silent") else self._silence_s)
         self._pass_on({"lost": asdict(loss)})
 
-    def _look_for_silence(self, now_s: float) -> None:
-        for line in list(self._lines.values()):
-            if line.rank is not None and now_s - line.heard_s > self._silence_s:
-                silence = f"{self._silence_s:g} s"
-                self._lose(Loss(line.rank, line.phase, "silent", silence, line.pid, line.host))
-
     def _look_for_processes(self, now_s: float) -> None:
         """Looks whether a process of this host has ended, or is stopped, that is not connected yet."""
         if not self._runs:
@@ -481,7 +475,7 @@ class Liveness:
             self._lose(Loss(0, _STARTING, "ended", self._status_of(0)))
 
     def _status_of(self, rank: int) -> str:
-        """How a process has ended, if it was started here."""
+        """Returns how a process has ended, if it was started here."""
         child = self.children.get(rank)
         if child is None:
             return ", killed perhaps: by hand, by its host for want of memory, or by a crash of other code"
@@ -497,8 +491,8 @@ class Liveness:
             return
         if now_s > self._end_s:
             loss = self.loss()
-            told = f"rank {self.rank} ({self.phase}) lost {loss}"
-            self._end(told, 128 + signal.SIGTERM if loss and loss.kind == "signal" else 1)
+            why = f"rank {self.rank} ({self.phase}) lost {loss}"
+            self._end(why, 128 + signal.SIGTERM if loss and loss.kind == "signal" else 1)
         overdue = self._signalled_s and now_s - self._signalled_s > _GRACE_S
         if overdue and not self.agrees_on_signals:
             self.note_signal()
@@ -506,9 +500,9 @@ class Liveness:
                 f"rank {self.rank} got SIGTERM ({self.phase}) and stops", 128 + signal.SIGTERM
             )
 
-    def _end(self, told: str, code: int) -> None:
+    def _end(self, why: str, code: int) -> None:
         """Ends this process, whatever its other threads do; they may hold any lock."""
-        os.write(2, f"\nlightning_diffpipe: {told}. This process is ended, too\n".encode())
+        os.write(2, f"\nlightning_diffpipe: {why}. This process is ended, too\n".encode())
         for child in (*self.children.values(), *multiprocessing.active_children()):
             child.kill()
         for loss in list(self._losses.values()):
@@ -517,17 +511,9 @@ class Liveness:
 
     # --------------------------------------------------------------------------------------- both
 
-    def _tell(self) -> None:
-        self._broadcast(phase=self.phase)
-
     def _broadcast(self, **message: Any) -> None:
         for line in self._lines.values():
             line.send(**message)
-
-    def _add(self, line: _Line) -> None:
-        with self._lock:
-            self._lines[line.rank or 0] = line
-            self._selector.register(line.socket, selectors.EVENT_READ)
 
     def _drop(self, line: _Line) -> None:
         if line in self._unknown:
@@ -551,7 +537,7 @@ class Liveness:
             self._hang_up()
 
     def forget(self) -> None:
-        """In a forked process: closes connections, which would look alive for as long as it lives."""
+        """Closes connections in a forked process: they would look alive for as long as it lives."""
         if self._thread is not None:
             with contextlib.suppress(ValueError):  # of a thread that forked
                 signal.set_wakeup_fd(-1)
@@ -576,7 +562,7 @@ def _place() -> tuple[int, str]:
 
 
 def _siblings() -> dict[int, int]:
-    """Processes that torchrun or srun has started for this run on this host, by rank; only Linux tells."""
+    """Returns processes that torchrun or srun has started for this run on this host, by rank; only Linux tells."""
     found: dict[int, int] = {}
     for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
@@ -591,7 +577,7 @@ def _siblings() -> dict[int, int]:
 
 
 def _started_with(pid: str) -> dict[str, str]:
-    """The environment that a process was given."""
+    """Returns the environment that a process was given."""
     pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(pair.partition("=")[::2] for pair in pairs)
 

@@ -82,7 +82,9 @@ class LoopbackNetwork:
                 results[links.rank] = function(links)
             except BaseException as error:
                 errors.append((links.rank, error))
-                self._fail(links.rank)
+                with self._changed:
+                    self._failed = links.rank if self._failed is None else self._failed
+                    self._changed.notify_all()
 
         threads = [threading.Thread(target=main, args=(links,)) for links in self.links]
         for thread in threads:
@@ -120,11 +122,6 @@ class LoopbackNetwork:
             value, arrival_s = self._mail.pop(key)
         time.sleep(max(arrival_s - time.monotonic(), 0.0))
         return value
-
-    def _fail(self, rank: int) -> None:
-        with self._changed:
-            self._failed = rank if self._failed is None else self._failed
-            self._changed.notify_all()
 
 
 class LoopbackLinks:

@@ -121,7 +121,7 @@ class _Arrival:
         self.store = dist.PrefixStore(f"{self.name}/group/{turn}", store)
 
     def waited(self, seconds: float) -> str:
-        """What is said of a wait."""
+        """Returns the message about a wait: who has not come, and why perhaps."""
         host, port = self.place
         missing = self.missing
         if missing is None:

@@ -66,8 +66,11 @@ class MessageLayout:
             A flat `uint8` tensor of `num_bytes` bytes. It may share memory with the only tensor
             given, which must then stay unchanged until the message has left.
         """
-        if len(tensors) == 1 and (flat := self._alias(tensors[0].detach(), device)) is not None:
-            return flat
+        if len(tensors) == 1:
+            tensor, spec = tensors[0].detach(), self.specs[0]
+            lies_as_sent = tensor.device == device and tensor.stride() == spec.stride
+            if lies_as_sent and spec.nbytes == self.num_bytes:
+                return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         buffer = self.empty(device)
         for view, tensor in zip(self.unpack(buffer), tensors, strict=True):
             view.copy_(tensor.detach())
@@ -80,14 +83,6 @@ class MessageLayout:
             flat = buffer[offset : offset + spec.nbytes].view(spec.dtype)
             views.append(flat.as_strided(spec.shape, spec.stride))
         return views
-
-    def _alias(self, tensor: Tensor, device: torch.device) -> Tensor | None:
-        """Returns the bytes of one tensor that already lies in memory as the message would."""
-        spec = self.specs[0]
-        same_place = tensor.device == device and tensor.stride() == spec.stride
-        if not same_place or spec.nbytes != self.num_bytes:
-            return None
-        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 _ALLOCATED_BYTES = 64  # bytes; of everything torch allocates

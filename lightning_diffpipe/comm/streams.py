@@ -59,7 +59,9 @@ class SideStreams:
         return torch.cuda.stream(torch.cuda.current_stream(device))
 
     @contextlib.contextmanager
-    def beside(self, peer: int, buffer: Tensor, memory: torch.cuda.Event | None) -> Iterator[None]:
+    def receiving(
+        self, peer: int, buffer: Tensor, memory: torch.cuda.Event | None
+    ) -> Iterator[None]:
         """Begins operations inside in a stream that waits for the memory of a buffer, and for nothing else.
 
         Args:

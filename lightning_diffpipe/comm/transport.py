@@ -191,7 +191,7 @@ class P2PTransport:
 
     def _begin(self, key: MessageKey) -> dist.Work:
         mesh, posted = self._mesh, self._posted[key]
-        with self._streams.beside(posted.source, posted.buffer, posted.memory):
+        with self._streams.receiving(posted.source, posted.buffer, posted.memory):
             work = dist.irecv(
                 posted.buffer if posted.staging is None else posted.staging,
                 src=mesh.world_rank(posted.source),

@@ -35,15 +35,15 @@ class DrawsWithTheWholeModel(L.Callback):
 def fit_until_harmed(rank, phase, victim, harm, folder):
     """Trains, validates, saves and draws; one rank does itself harm at the beginning of a phase."""
     os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    tell = liveness._tell
+    broadcast = liveness._broadcast
 
-    def tell_and_do_harm():
-        tell()
-        if rank == victim and liveness.phase == phase:
+    def broadcast_and_do_harm(**message):
+        broadcast(**message)
+        if rank == victim and message.get("phase") == phase:
             time.sleep(0.3)  # a process that is killed may take what it has just sent with it
             harm()
 
-    liveness._tell = tell_and_do_harm
+    liveness._broadcast = broadcast_and_do_harm
     strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=60)
     saves = ModelCheckpoint(folder, every_n_train_steps=2)
     trainer = quiet_trainer(
