@@ -19,8 +19,8 @@ A `Filler` has this rank's frozen parts of coming batches, in order, as runs tha
 * *planned*, where waits are ordered on the device (NCCL): the host cannot know when a message arrives,
   so it puts as many layers before the wait as took its time in the steps before.
 
-Both need two numbers, learnt while training: how long each layer takes (`Pace`), and how long each
-wait lasts (`Budgets`). What is left of a batch is done when that batch is due.
+Both need two numbers, learnt while training (`FillingTimes`): how long each layer takes, and how long each
+wait lasts. What is left of a batch is done when that batch is due.
 
 With one batch known, a rank that has done its share of it idles beside another that has not, in every
 step: ranks are never done at the same moment. With two it goes on with the batch after it, and has less to do
@@ -39,14 +39,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.frozen import PausedRun
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD, SHARES_PERIOD
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES, SHARES_PERIOD
 from lightning_diffpipe.planning.instruction import Encode, Instruction
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
@@ -66,24 +67,17 @@ class Filling:
         mode: `"opportunistic"` or `"planned"`, see `runtime/bubbles.py`; `None` by backend.
         adapts: Shares of the ranks follow what is measured.
         planned_shares: Weights of the ranks to begin with; equal if empty.
-        batches_ahead: Batches whose frozen layers may run before they are due.
+        lookahead_batches: Batches whose frozen layers may run before they are due.
     """
 
     mode: FillingMode | None = None
     adapts: bool = True
     planned_shares: tuple[float, ...] = ()
-    batches_ahead: int = BATCHES_AHEAD
+    lookahead_batches: int = LOOKAHEAD_BATCHES
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A batch that is not trained on yet; its frozen layers may be done.
-
-    Attributes:
-        batch_index: Its number since training began.
-        fingerprint: Tells whether the batch that comes is the one that was encoded.
-        step: What is left to do.
-    """
+class _Prepared(NamedTuple):
+    """A batch that is not trained on yet; its frozen layers may be done."""
 
     batch_index: int
     fingerprint: Fingerprint
@@ -130,7 +124,7 @@ class PreparedBatches:
         self._prepared: deque[_Prepared] = deque()
         self._last: _Past | None = None
         self._compared: tuple[int, Comparison] | None = None
-        period = 1 if filling.batches_ahead == 1 else SHARES_PERIOD
+        period = 1 if filling.lookahead_batches == 1 else SHARES_PERIOD
         self._shares = GroupShares(
             mesh.layout.ranks_per_pipeline,
             mesh.gathered,
@@ -210,18 +204,15 @@ class PreparedBatches:
         self._last = _Past(recording, ended_s, ran, num_groups, step.total_groups)
         if past is None or past.ran is None or not self._shares.adapts:
             return
+        if past.ran:
+            self._clock.wait_for(past.ran[-1][1])
         self._shares.observe(
             ended_s - past.ended_s,
             past.recording.compute_s + recording.begins_after_s(past.recording),
-            self._clock_s(past.ran),
+            sum(self._clock.seconds(start, stop) for start, stop in past.ran),
             past.num_groups,
             past.total_groups,
         )
-
-    def _clock_s(self, stamps: Sequence[tuple[Any, Any]]) -> float:
-        if stamps:
-            self._clock.wait_for(stamps[-1][1])
-        return sum(self._clock.seconds(start, stop) for start, stop in stamps)
 
 
 FillingMode = Literal["opportunistic", "planned"]
@@ -232,70 +223,10 @@ _NO_WAIT_S = 2e-4  # a wait that took less did not wait
 _SHRINK = 0.9  # what is made of a wait that was filled for too long, by an unknown time
 
 
-@dataclass
-class Pace:
-    """How long the layers take, learnt from their last runs.
-
-    Attributes:
-        clock: What times them; on a GPU the answer comes later.
-    """
-
-    clock: Clock
-    _seconds: dict[str, float] = field(default_factory=dict)
-    _open: list[tuple[str, Any, Any]] = field(default_factory=list)
-
-    def note(self, name: str, start: Any, stop: Any) -> None:
-        """Notes that a layer ran between two stamps."""
-        self._open.append((name, start, stop))
-
-    def settle(self) -> None:
-        """Reads the measurements that the device has finished."""
-        while self._open and self.clock.is_past(self._open[0][2]):
-            name, start, stop = self._open.pop(0)
-            seconds = self.clock.seconds(start, stop)
-            before = self._seconds.get(name, seconds)
-            self._seconds[name] = before + _SMOOTHING * (seconds - before)
-
-    def expected_s(self, name: str) -> float | None:
-        """Returns the seconds of a layer; `None` if it never ran."""
-        return self._seconds.get(name)
-
-
-@dataclass
-class Budgets:
-    """How long each wait of the program lasts, learnt from the steps before.
-
-    Attributes:
-        clock: What times them.
-        first_s: What is assumed of a wait that was never measured.
-    """
-
-    clock: Clock
-    first_s: float
-    _seconds: dict[Instruction, float] = field(default_factory=dict)
-    _open: list[tuple[Instruction, Any, Any, Any]] = field(default_factory=list)
-
-    def note(self, wait: Instruction, start: Any, filled: Any, stop: Any) -> None:
-        """Notes the stamps at which a wait began, was filled until, and ended."""
-        self._open.append((wait, start, filled, stop))
-
-    def settle(self) -> None:
-        """Reads the measurements that the device has finished."""
-        while self._open and self.clock.is_past(self._open[0][3]):
-            wait, start, filled, stop = self._open.pop(0)
-            filled_s, rest_s = self.clock.seconds(start, filled), self.clock.seconds(filled, stop)
-            before = self._seconds.get(wait, filled_s + rest_s)
-            overshot = rest_s <= _NO_WAIT_S  # the message came before the last layer ended
-            seconds = _SHRINK * min(filled_s, before) if overshot else filled_s + rest_s
-            self._seconds[wait] = before + _SMOOTHING * (seconds - before)
-
-    def expected_s(self, wait: Instruction) -> float:
-        """Returns the seconds that a wait will probably last."""
-        return self._seconds.get(wait, self.first_s)
-
-
 class FillingTimes:
-    """What filling has learnt of layers and waits; lives as long as training.
+    """How long layers and waits take, learnt from the steps before, as long as training lives.
+
+    On a GPU the answers come later: stamps are read once the device has passed them.
 
     Args:
         mode: See the file's head.
@@ -305,13 +236,37 @@ class FillingTimes:
     def __init__(self, mode: FillingMode, clock: Clock) -> None:
         self.mode = mode
         self.clock = clock
-        self.pace = Pace(clock)
-        self.budgets = Budgets(clock, float("inf") if mode == "opportunistic" else 0.0)
+        self._layers_s: dict[str, float] = {}
+        self._waits_s: dict[Instruction, float] = {}
+        self._unread: deque[tuple[str | Instruction, tuple[Any, ...]]] = deque()
+
+    def note(self, what: str | Instruction, *stamps: Any) -> None:
+        """Notes a layer between two stamps; or those where a wait began, was filled until, and ended."""
+        self._unread.append((what, stamps))
 
     def settle(self) -> None:
-        """Takes in the measurements that are complete by now."""
-        self.pace.settle()
-        self.budgets.settle()
+        """Reads the measurements that the device has finished."""
+        while self._unread and self.clock.is_past(self._unread[0][1][-1]):
+            what, stamps = self._unread.popleft()
+            spans_s = [self.clock.seconds(start, stop) for start, stop in pairwise(stamps)]
+            seconds = sum(spans_s)
+            if isinstance(what, str):
+                before = self._layers_s.get(what, seconds)
+                self._layers_s[what] = before + _SMOOTHING * (seconds - before)
+                continue
+            before = self._waits_s.get(what, seconds)
+            if spans_s[1] <= _NO_WAIT_S:  # the message came before the last layer ended
+                seconds = _SHRINK * min(spans_s[0], before)
+            self._waits_s[what] = before + _SMOOTHING * (seconds - before)
+
+    def layer_s(self, name: str) -> float | None:
+        """Returns the seconds of a layer; `None` if it never ran."""
+        return self._layers_s.get(name)
+
+    def wait_s(self, wait: Instruction) -> float:
+        """Returns the seconds that a wait will probably last; before it was measured what the mode assumes."""
+        first_s = float("inf") if self.mode == "opportunistic" else 0.0
+        return self._waits_s.get(wait, first_s)
 
 
 class Filler:
@@ -366,7 +321,7 @@ class Filler:
     def learn(self, recording: Recording) -> None:
         """Learns from the waits of a step that is over."""
         for wait, start, filled in self._waits:
-            self._times.budgets.note(wait, start, filled, recording.end_of(wait))
+            self._times.note(wait, start, filled, recording.end_of(wait))
         self._waits.clear()
         self._times.settle()
 
@@ -384,19 +339,33 @@ class Filler:
 
     def _go_on(self, work: _Work, goes_on: Callable[[str], bool], recording: Recording) -> bool:
         """Runs the part at hand; says whether it has ended, rather than paused before a layer."""
-        part, start = work.todo[0], recording.stamp()
+        times, part, start = self._times, work.todo[0], recording.stamp()
+        running: list[tuple[str, Any]] = []  # the layer, and when it began
+        num_layers = 0
+
+        def end() -> None:
+            if running:
+                times.note(*running.pop(), times.clock.stamp())
+
+        def begin(layer: str) -> bool:
+            nonlocal num_layers
+            end()
+            if layer != _BEGINNING and not goes_on(layer):
+                return False
+            num_layers += 1
+            running.append((layer, times.clock.stamp()))
+            return True
+
         if work.run is None:
-            lap = _Lap(self._times.pace, goes_on, _BEGINNING)
+            begin(_BEGINNING)
             work.run = work.frozen.start(part)
-        else:
-            lap = _Lap(self._times.pace, goes_on)
-        ended = work.run.advance_while(lap.goes_on)
+        ended = work.run.advance_while(begin)
         if ended:
-            lap.end()
+            end()
             work.frozen.add_results(part, work.run.results)
             work.run = None
             work.todo.pop(0)
-        if lap.num_layers:
+        if num_layers:
             recording.add(Encode(part), start, early=True)
             work.frozen.ran.append((start, recording.stamp()))
         return ended
@@ -418,7 +387,7 @@ class _Limit:
         self, times: FillingTimes, wait: Instruction, is_ready: Callable[[], bool]
     ) -> None:
         self._times = times
-        self._budget_s = times.budgets.expected_s(wait)
+        self._budget_s = times.wait_s(wait)
         self._spent_s = 0.0
         self._start = times.clock.stamp()
         self._asks = times.mode == "opportunistic"
@@ -428,7 +397,7 @@ class _Limit:
     def allows(self, layer: str) -> bool:
         """Returns whether a layer should be started now; it counts as run if so."""
         times = self._times
-        expected_s = times.pace.expected_s(layer)
+        expected_s = times.layer_s(layer)
         if self._asks:
             self._spent_s = self._elapsed_s
             expected_s = expected_s or 0.0  # a rank that can look for the message may try
@@ -459,39 +428,6 @@ class _Limit:
         now = clock.stamp()
         clock.wait_for(now)  # a GPU is asked for no more than it can do until the message
         return clock.seconds(self._start, now)
-
-
-class _Lap:
-    """Times layers of a run, each from its start to the start of the next."""
-
-    def __init__(
-        self, pace: Pace, goes_on: Callable[[str], bool], layer: str | None = None
-    ) -> None:
-        self.num_layers = 0
-        self._pace = pace
-        self._goes_on = goes_on
-        self._layer: str | None = None
-        self._start: Any = None
-        if layer is not None:
-            self._begin(layer)
-
-    def goes_on(self, layer: str) -> bool:
-        """Ends the layer before; asks whether the next one shall run."""
-        self.end()
-        if not self._goes_on(layer):
-            return False
-        self._begin(layer)
-        return True
-
-    def end(self) -> None:
-        """Notes that the running layer has ended."""
-        if self._layer is not None:
-            self._pace.note(self._layer, self._start, self._pace.clock.stamp())
-            self._layer = None
-
-    def _begin(self, layer: str) -> None:
-        self.num_layers += 1
-        self._layer, self._start = layer, self._pace.clock.stamp()
 
 
 _BEGINNING = "beginning"

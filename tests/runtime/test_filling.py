@@ -25,11 +25,9 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import microbatch
 from lightning_diffpipe.runtime.bubbles import (
-    Budgets,
     Filler,
     Filling,
     FillingTimes,
-    Pace,
     PreparedBatches,
     _Prepared,
 )
@@ -209,14 +207,14 @@ def test_what_is_ahead_is_finished_in_order_and_given_up_together():
 
 def test_layers_and_waits_are_averaged():
     clock = FakeClock()
-    pace, budgets = Pace(clock), Budgets(clock, first_s=9.0)
-    assert (pace.expected_s("vae"), budgets.expected_s(WAIT)) == (None, 9.0)
+    times = FillingTimes("planned", clock)
+    assert (times.layer_s("vae"), times.wait_s(WAIT)) == (None, 0.0)
     for seconds in (1.0, 2.0):
-        pace.note("vae", 0.0, seconds)
-        budgets.note(WAIT, 0.0, 0.0, seconds)
-    pace.settle()
-    budgets.settle()
-    assert pace.expected_s("vae") == budgets.expected_s(WAIT) == pytest.approx(1.3)
+        times.note("vae", 0.0, seconds)
+        times.note(WAIT, 0.0, 0.0, seconds)
+    times.settle()
+    assert times.layer_s("vae") == times.wait_s(WAIT) == pytest.approx(1.3)
+    assert FillingTimes("opportunistic", clock).wait_s(WAIT) == float("inf")
 
 
 def test_what_lies_between_steps_is_timed_on_the_device():
@@ -459,7 +457,7 @@ def test_a_fingerprint_of_a_batch_on_host_and_device_waits_for_neither(late_valu
     assert ComingBy.num_waits == 2
 
 
-def batches_ahead(filling, backend):
+def lookahead_batches(filling, backend):
     layout = RankLayout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
     steps = SimpleNamespace(mesh=mesh, still_takes_its_forms=lambda step: True)
@@ -471,9 +469,9 @@ def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():
     message that it would not get: with three stages nobody went on.
     """
     with pytest.raises(ConfigurationError, match=r"over NCCL.*use mode='planned' or None"):
-        batches_ahead(Filling(mode="opportunistic"), "nccl")
+        lookahead_batches(Filling(mode="opportunistic"), "nccl")
     for mode, backend in [("opportunistic", "gloo"), ("planned", "nccl"), (None, "nccl")]:
-        batches_ahead(Filling(mode=mode), backend)
+        lookahead_batches(Filling(mode=mode), backend)
 
 
 def test_pipelines_wait_for_each_other_once_for_each_batch_they_train_on(monkeypatch):
@@ -504,7 +502,7 @@ def test_pipelines_wait_for_each_other_once_for_each_batch_they_train_on(monkeyp
 
 def ahead_of(batches):
     """Three batches that were prepared; nothing is frozen in them."""
-    ahead = batches_ahead(Filling(), "gloo")
+    ahead = lookahead_batches(Filling(), "gloo")
     for number, batch in enumerate(batches):
         ahead._prepared.append(_Prepared(number, Fingerprint.of(batch), f"step {number}"))
     return ahead
