@@ -121,7 +121,7 @@ class PartitionedStepCache:
     def of(
         self, microbatch: Any, seed: int, arguments: tuple[Any, ...] = (), is_first: bool = True
     ) -> PartitionedStep:
-        """The cut step for a microbatch; probes sizes and forms that were not seen before.
+        """Returns the cut step for a microbatch; probes sizes and forms that were not seen before.
 
         Args:
             microbatch: A part of a batch.
@@ -151,7 +151,7 @@ class PartitionedStepCache:
     def of_batch(
         self, microbatches: Sequence[Any], seeds: Sequence[int], arguments: tuple[Any, ...] = ()
     ) -> list[PartitionedStep]:
-        """The cut steps of all microbatches of a batch, on the stages of that which needs most of them."""
+        """Returns the cut steps of all microbatches of a batch, on the stages of that which needs most of them."""
         cuts = [
             self.of(microbatch, seed, arguments, not index)
             for index, (microbatch, seed) in enumerate(zip(microbatches, seeds, strict=True))
@@ -163,12 +163,12 @@ class PartitionedStepCache:
         return [self._within(step.graph, calls) for step in cuts]
 
     def count(self) -> None:
-        """After a batch: counters of the step show one batch more, however often the step was run for it."""
+        """Lets counters of the step show one batch more, however often the step was run for it."""
         if self._first is not None:
             self._views[self._first[0]].count()
 
     def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
-        """The graph of a form that one of the microbatches takes now."""
+        """Returns the graph of a form that one of the microbatches takes now."""
         if form not in self._forms:
             if len(self._forms) == MOST_FORMS:
                 raise GraphError(too_many_forms(MOST_FORMS + 1))
@@ -219,13 +219,13 @@ class PartitionedStepCache:
         require_unchanged(self._root, step, microbatch, graph)
 
     def remember(self, memo: Memo | None) -> None:
-        """From now on frozen layers are called through a memo; None: as they are."""
+        """Calls frozen layers through a memo from now on; None calls them as they are."""
         self._memo = memo
         for partitioned in self._cut_steps.values():
             partitioned.remember(memo)
 
     def _within(self, graph: LayerGraph, calls: PlacedCalls) -> PartitionedStep:
-        """A graph, cut for the stages of placed calls."""
+        """Returns a graph, cut for the stages of placed calls."""
         key = graph.signature, graph.layer_names, calls
         if key not in self._cut_steps:
             self._cut_steps[key] = self._partition(graph, calls)
@@ -253,7 +253,7 @@ class PartitionedStepCache:
         return partitioned
 
     def _calls_of(self, graph: LayerGraph) -> PlacedCalls:
-        """The planned calls if a form fits on their stages, else its own, on ranks that hold the layers.
+        """Returns the planned calls if a form fits on their stages, else its own, on ranks that hold the layers.
 
         Raises:
             GraphError: It calls layers of which no rank holds the weights, or runs against another chain.
@@ -269,7 +269,7 @@ class PartitionedStepCache:
         return replace(calls, placement=replace(calls.placement, no_grad=no_grad))
 
     def _cut(self, graph: LayerGraph, calls: PlacedCalls) -> Cut | None:
-        """A graph, cut for the stages of placed calls, if it fits on them: each layer where its weights lie."""
+        """Returns a graph, cut for the stages of placed calls, if each layer fits where its weights lie."""
         placement = calls.placement
         if graph.path_names == calls.names:
             return cut_for(graph, calls.positions, placement)
@@ -314,7 +314,7 @@ class PlacedCalls:
         return [bisect_left(self.stage_of, s) for s in range(1, self.placement.num_stages)]
 
     def extended(self, names: Sequence[str]) -> PlacedCalls | None:
-        """The calls of a wider form: its last ones on these stages, all others on stages before them.
+        """Returns the calls of a wider form: its last ones on these stages, all others on stages before them.
 
         Returns:
             None if it calls a layer that no rank holds, or leaves out one that was planned.
@@ -346,14 +346,14 @@ class PlacedCalls:
         return PlacedCalls(tuple(names), tuple(last - s for s in reversed(stages)), placement)
 
     def aligned(self, names: Sequence[str]) -> Iterator[list[int]]:
-        """Ways to give the layer calls of a form to these stages; see `aligned`."""
+        """Yields ways to give the layer calls of a form to these stages; see `aligned`."""
         return aligned(names, self.names, self.stage_of, self.placement)
 
 
 def aligned(
     names: Sequence[str], planned: Sequence[str], stage_of: Sequence[int], placement: Placement
 ) -> Iterator[list[int]]:
-    """Ways to give the layer calls of a form to the stages of the planned one.
+    """Yields ways to give the layer calls of a form to the stages of the planned one.
 
     A call goes to the stage of the planned call that it is equal to, counted from the end of the step, or from its
     beginning; one that has none goes to the nearest stage of its backbone whose rank holds the layer.

@@ -44,7 +44,7 @@ class Recording:
         self._rank = rank
         self._clock = clock
         self._origin = clock.stamp()
-        self._entries: list[_Entry] = []
+        self._stamped: list[_Stamped] = []
 
     def stamp(self) -> Any:
         """Returns a stamp of this point in time."""
@@ -58,11 +58,11 @@ class Recording:
             start: The stamp.
             early: It is frozen work that was begun, or could have been, in bubbles of earlier batches.
         """
-        self._entries.append(_Entry(instruction, start, self._clock.stamp(), early))
+        self._stamped.append(_Stamped(instruction, start, self._clock.stamp(), early))
 
     def end_of(self, instruction: Instruction) -> Any:
         """Returns the stamp at which an instruction ended; `None` if it has not."""
-        return next((e.stop for e in self._entries if e.instruction == instruction), None)
+        return next((e.stop for e in self._stamped if e.instruction == instruction), None)
 
     def begins_after_s(self, earlier: Recording) -> float:
         """Returns the seconds from the last instruction of an earlier step to this one, on the device.
@@ -70,7 +70,7 @@ class Recording:
         A host is done with a step of a GPU long before the GPU is.
         """
         self._clock.wait_for(self._origin)
-        return self._clock.seconds(earlier._entries[-1].stop, self._origin)
+        return self._clock.seconds(earlier._stamped[-1].stop, self._origin)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -79,10 +79,10 @@ class Recording:
         A wait lasts until its message is there; pieces of frozen work (`Encode`) lie inside waits, or
         before everything else. Read it when the step is over.
         """
-        spans = self._spans_of(self._entries)
+        spans = self._spans_of(self._stamped)
         return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
 
-    def _spans_of(self, entries: Sequence[_Entry]) -> list[Span]:
+    def _spans_of(self, entries: Sequence[_Stamped]) -> list[Span]:
         if entries:
             self._clock.wait_for(entries[-1].stop)
         return [
@@ -116,7 +116,7 @@ class Recording:
     def leftover_s(self) -> float:
         """Seconds of frozen work that bubbles of earlier batches had no room for."""
         waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
-        early = [e for e in self._entries if isinstance(e.instruction, Encode) and e.early]
+        early = [e for e in self._stamped if isinstance(e.instruction, Encode) and e.early]
         return sum(s.duration_s for s in self._spans_of(early) if not _lies_in(s, waits))
 
     @property
@@ -129,7 +129,7 @@ class Recording:
         return [s for s in self.spans if isinstance(s.instruction, Encode)]
 
 
-class _Entry(NamedTuple):
+class _Stamped(NamedTuple):
     instruction: Instruction
     start: Any
     stop: Any

@@ -113,8 +113,7 @@ def assemble(
 
     Raises:
         PlanError: The plan was made for other layers.
-        ConfigurationError: The step keeps state outside of layers, changes weights, or draws from generators of
-            its own.
+        ConfigurationError: The step keeps state outside of layers, changes weights, or has its own generators.
         GraphError: `verify` found a difference.
     """
     probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
@@ -128,25 +127,26 @@ def assemble(
     known = _planned_graphs(probed, plan, process.device)
     interception = Interception(module).install()
     with interception.uninstalled_on_error():
-        if process.rank == 0:  # The last moment at which the module is whole.
+        if process.rank == 0:  # the last moment at which the module is whole
             _warn_unless_mean(probed, plan, interception)
         step_forms = _forms_of(probed, interception)
         whole = _run_whole(probed, plan, mesh, interception, seed) if verify else None
         place_parameters(module, resident, process.device)
         interception.refuse(whereabouts(pieces, placement))
-
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, known, probed.forms.widest, step_forms, probed.forms.throws_coins,
         )  # fmt: skip
-        trained = _trained_here(module, resident & graph.trained)
-        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, _group_size(plan))
+        named = dict(module.named_parameters())
+        trained = {n: named[n] for n in named if n in resident and n in graph.trained}
+        size = None if plan.options.frozen_group_size == "auto" else plan.options.frozen_group_size
+        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size)
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, check_finite, plan, list(trained.values()))
         if whole is not None:
             compare(module, engine, _on_device(probed.batch, process.device), trained, whole)
         relay = RelayView(module, interception, owners, RelayChannel(mesh))
-        untrained = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        untrained = {name: p for name, p in named.items() if not p.requires_grad}
         watch = StepWatch(module, layout, _idle_here(module, resident - graph.trained), trained)
         return Pipeline(
             module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
@@ -161,12 +161,13 @@ def _engine(
     plan: PipelinePlan,
     trained: Sequence[nn.Parameter],
 ) -> Engine:
-    """What runs the plan, which may have no flush."""
-    behind = SCHEDULES[plan.options.schedule].weights_behind
-    if behind is None or not plan.runs_free:
+    """Returns what runs the plan, which may have no flush."""
+    staleness = SCHEDULES[plan.options.schedule].staleness
+    if staleness is None or not plan.runs_free:
         return Engine(layout, reducer, check_finite, picture=waiting)
     (stage,) = plan.placement.stages_of(layout.mesh.local_rank)
-    return FreeRunningEngine(layout, reducer, trained, behind(plan.placement, stage), check_finite)
+    delay = staleness(plan.placement, stage)
+    return FreeRunningEngine(layout, reducer, trained, delay, check_finite)
 
 
 def _require_own_parameters(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) -> None:
@@ -200,7 +201,7 @@ def _require_own_parameters(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) 
 def _cut_as_planned(
     probed: ProbedStep, plan: PipelinePlan
 ) -> tuple[ProbedStep, tuple[int, ...], Schedule, Cut]:
-    """The step with folded layers, where they are cut, the schedule, and the pieces, if all that can be run."""
+    """Returns the step with folded layers, where they are cut, the schedule, and the pieces, if these can run."""
     module, step, small, graph = probed.module, probed.widest, probed.small, probed.graph
     positions = cut_positions(plan, graph)
     _require_chains(
@@ -211,7 +212,12 @@ def _cut_as_planned(
     _require_unwritten_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
         refuse_own_generators(module, step, small, graph)
-    schedule = _without_frozen_parts(plan.schedule)
+    # Frozen parts are laid out anew for each batch, whose last one may be smaller.
+    programs = tuple(
+        tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
+        for program in plan.schedule.programs
+    )
+    schedule = replace(plan.schedule, programs=programs)
     pieces = cut_for(graph, positions, schedule.placement)
     _require_runnable(schedule, pieces)
     _require_own_parameters(plan, graph, pieces)
@@ -223,7 +229,7 @@ def _cut_as_planned(
 def _connect(
     process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
 ) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
-    """This rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
+    """Returns this rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
     layout = RankLayout(process.world_size, schedule.placement)
     mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
     holders = holders_of(pieces, mesh, trained)
@@ -262,10 +268,18 @@ def _warn_unless_mean(probed: ProbedStep, plan: PipelinePlan, interception: Inte
         rank_zero_warn(difference)
 
 
+def _idle_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Returns those that could be trained but get no gradient, and drops one from before training."""
+    idle = {n: p for n, p in module.named_parameters() if n in names and p.requires_grad}
+    for parameter in idle.values():
+        parameter.grad = None
+    return idle
+
+
 def _run_whole(
     probed: ProbedStep, plan: PipelinePlan, mesh: Mesh, interception: Interception, seed: int
 ) -> WholeRun:
-    """One batch through all layers, where random numbers and types are those of training."""
+    """Runs one batch through all layers, where random numbers and types are those of training."""
     batch = _on_device(probed.batch, mesh.device)
     with placed(probed.module, mesh.device):
         return run_whole(
@@ -275,7 +289,7 @@ def _run_whole(
 
 
 def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
-    """The forms that a step is known to take, in calls of the layers of a graph; empty if there is one only."""
+    """Returns the forms that a step is known to take, in calls of a graph's layers; empty if there is only one."""
     module, graph, forms = probed.module, probed.graph, probed.forms
     if forms.widest is None:
         return []
@@ -289,32 +303,13 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
     return found
 
 
-def _trained_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
-    """Parameters of this rank that get gradients, in the module's order."""
-    return {name: p for name, p in module.named_parameters() if name in names}
-
-
-def _idle_here(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Parameter]:
-    """Those that could be trained but get no gradient; the rest of one from before training is dropped."""
-    idle = {n: p for n, p in module.named_parameters() if n in names and p.requires_grad}
-    for parameter in idle.values():
-        parameter.grad = None
-    return idle
-
-
-def _group_size(plan: PipelinePlan) -> int | None:
-    """Samples on which frozen layers run at a time; None if the plan leaves it open."""
-    size = plan.options.frozen_group_size
-    return None if size == "auto" else size
-
-
 def _on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors where this rank computes."""
+    """Returns a batch with all its tensors where this rank computes."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), batch)
 
 
 def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
-    """Where a plan cuts the trained path of a graph.
+    """Returns where a plan cuts the trained path of a graph.
 
     Raises:
         PlanError: The plan was made for other layers; names the first difference.
@@ -411,12 +406,3 @@ def _require_runnable(schedule: Schedule, pieces: Cut) -> None:
                     f"the plan has {instruction}, a forward that keeps nothing for a backward, but its stages "
                     'have "gradient": true; make a plan for this module, or leave strategy.plan out'
                 )
-
-
-def _without_frozen_parts(schedule: Schedule) -> Schedule:
-    """Frozen parts are laid out anew for each batch, whose last one may be smaller."""
-    programs = tuple(
-        tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)

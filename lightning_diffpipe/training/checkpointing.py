@@ -175,7 +175,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @liveness.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of all stages; complete on rank 0, empty elsewhere.
+        """Returns the state of all stages; complete on rank 0, empty elsewhere.
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.
@@ -227,7 +227,7 @@ class CheckpointHooks(ParallelStrategy):
         """Refuses to save from a callback's `on_exception`: the other ranks may stand in the middle of a step.
 
         Lightning asks callbacks before it tells the strategy, and an error of theirs would be all that it tells,
-        so the strategy is told here. On SIGTERM all ranks have agreed on a batch to stop after.
+        so the strategy notes it here. On SIGTERM all ranks have agreed on a batch to stop after.
         """
         if self.pipeline is None or self.world_size == 1:
             return
@@ -263,7 +263,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @liveness.inside("saving a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of all stages, numbered as on one device; empty except on rank 0.
+        """Returns the optimizer state of all stages, numbered as on one device; empty except on rank 0.
 
         Raises:
             CheckpointError: A run has failed, or the processes have left each other.
@@ -385,6 +385,6 @@ def refuse_divided(module: nn.Module | None) -> None:
 
 
 def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Names of an optimizer's parameters, in the order in which it numbers them."""
+    """Returns names of an optimizer's parameters, in the order in which it numbers them."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -81,7 +81,7 @@ class StageDrawer:
         self._prefix = next(name for name, module in modules if module is denoiser)
 
     def sample(self, call: Call) -> Tensor:
-        """Final latents, on all ranks.
+        """Returns final latents, on all ranks.
 
         Raises:
             _RefusedError: PipeFusion cannot run this call on these stages.
@@ -129,7 +129,7 @@ class StageDrawer:
             return sampler.sample(request, None, setting)
 
     def _positions(self, layout: Layout) -> tuple[int, ...]:
-        """Where the stages of the training cut the blocks.
+        """Returns where the stages of the training cut the blocks.
 
         Raises:
             PartitionError: They are no ranges of blocks, one for each rank, in order.
@@ -144,7 +144,7 @@ class StageDrawer:
         return tuple(ranks.index(rank) for rank in range(1, num_ranks))
 
     def _holder(self, block: str) -> int:
-        """The rank that has most of the weights of a block; the first one if all have all of them."""
+        """Returns the rank that has most of the weights of a block; the first one if all have all of them."""
         held = Counter[int]()
         for name, parameter in self._denoiser.get_submodule(block).named_parameters():
             full = f"{self._prefix}.{block}.{name}"

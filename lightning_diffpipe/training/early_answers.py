@@ -120,11 +120,15 @@ def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterat
         is_set_up = True
         try:
             with _disable_current_modes(), isolated_random_numbers(0):
-                loop._data_source = _DataLoaderSource(_own_loader(loop._data_source), "")
+                loader = _request_dataloader(loop._data_source)
+                # Lightning writes into it.
+                own = isinstance(loader, CombinedLoader)
+                loader = copy.copy(loader) if own else CombinedLoader(loader, "max_size_cycle")
+                loop._data_source = _DataLoaderSource(loader, "")
                 with strategy.counting_batches(num_pipelines), _by_itself(strategy):
                     kind.setup_data(loop)
         except BaseException:
-            is_set_up = False  # whoever asks next shall be told as well
+            is_set_up = False  # whoever asks next shall get the error as well
             raise
 
     asked = {name: _after(set_up_data, name) for name in ("max_batches", "_combined_loader")}
@@ -140,7 +144,7 @@ def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterat
 
 
 def _after(make: Callable[[], None], name: str) -> property:
-    """An attribute that is read after something has been made, and kept where ordinary ones are."""
+    """Returns an attribute that is read after something has been made, and kept where ordinary ones are."""
 
     def read(owner: Any) -> Any:
         make()
@@ -160,14 +164,6 @@ def _by_itself(strategy: Any) -> Iterator[None]:
         del strategy.barrier, strategy.reduce
 
 
-def _own_loader(source: Any) -> CombinedLoader:
-    """The training data in a `CombinedLoader` that is nobody else's: Lightning writes into it."""
-    loader = _request_dataloader(source)
-    if isinstance(loader, CombinedLoader):
-        return copy.copy(loader)
-    return CombinedLoader(loader, "max_size_cycle")
-
-
 class _WithoutLength:
     """Stands for a loader of which nobody knows how many batches it has."""
 
@@ -176,6 +172,6 @@ class _WithoutLength:
 
 
 def only_counted(loader: Any) -> Any:
-    """As many batches, without workers that would start, or samplers and streams that would move."""
+    """Returns as many batches, without workers that would start, or samplers and streams that would move."""
     size = sized_len(loader)
     return _WithoutLength() if size is None else range(size)

@@ -73,7 +73,7 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def why_empty(loader: Any) -> str:
-    """Why a loader, or one of several, gives no batch, and what to do about it."""
+    """Returns why a loader, or one of several, gives no batch, and what to do about it."""
     loaders = loader.iterables if isinstance(loader, CombinedLoader) else loader
     for one in pytree.tree_leaves(loaders):
         batches = getattr(one, "batch_sampler", None)
@@ -103,7 +103,7 @@ def _first_batches(loader: Any) -> Iterator[Any]:
 
 
 def _from_data_set(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The first batch as the loader would make it, without moving its samplers; a stream's takes its workers."""
+    """Yields the first batch as the loader would make it, without moving samplers; a stream's takes its workers."""
     data_set = loader.dataset
     if isinstance(data_set, IterableDataset):
         seed_workers(loader)
@@ -120,7 +120,7 @@ def _from_data_set(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What the loader asks its data set for first: the indices of a batch; one, if automatic batching is off.
+    """Yields what the loader asks its data set for first: indices of a batch; one, if it makes no batches.
 
     Of samplers that give all samples in some order the first ones stand for any. What others give, and what goes
     together in a batch, is theirs to say: buckets of one size, pairs with a resolution, names.
@@ -140,7 +140,7 @@ def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _copied(sampler: Any, data_set: Any) -> Any:
-    """A copy of a sampler, which may count epochs or hold a generator; the data set is not copied with it.
+    """Returns a copy of a sampler, which may count epochs or hold a generator; the data set is not copied with it.
 
     Raises:
         ConfigurationError: It cannot be copied, and asking it for a batch would use that up.

@@ -98,8 +98,12 @@ class AlignedLoader:
         self._resumed = resumed
         self._ended = 0, 0
         seed_workers(loader)
-        for sampler in _shares(loader):
-            sampler.dataset._sampler = _SharedOrder(sampler.dataset._sampler, self._seed_of_order)
+        batches = getattr(loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+        for sampler in {id(sampler): sampler for sampler in samplers}.values():
+            if isinstance(sampler, DistributedSamplerWrapper):  # a share of an order of the user's
+                order = sampler.dataset
+                order._sampler = _SharedOrder(order._sampler, self._seed_of_order)
         self._numbered = _Numbered.of(loader)
         self._source = self._numbered.loader if self._numbered else loader
 
@@ -134,7 +138,8 @@ class AlignedLoader:
                 if batch is _END:
                     break
                 # A loop that reads no batch ahead would save this state after this batch.
-                read.append((batch, self._state()))
+                stateful = self._looks_ahead and _is_stateful(self._loader)
+                read.append((batch, self._loader.state_dict() if stateful else None))
             if not read:
                 break
             batch, self._state_before = read.popleft()
@@ -149,11 +154,6 @@ class AlignedLoader:
     def ahead(self) -> list[Any]:
         """The batches that the pass gives next, as the loader made them; `looks_ahead`, fewer at its end."""
         return [batch for batch, _ in self._read]
-
-    def _state(self) -> Any:
-        return (
-            self._loader.state_dict() if self._looks_ahead and _is_stateful(self._loader) else None
-        )
 
     def _aligned_batches(self) -> Iterator[Any]:
         done = self._done_before()
@@ -195,7 +195,7 @@ class AlignedLoader:
             yield batch
 
     def _done_before(self) -> int:
-        """Batches of the pass that begins that were trained on before the run was interrupted."""
+        """Returns batches of the pass that begins that were trained on before the run was interrupted."""
         if self._resumed is None or self._pass_index is None:
             return 0
         times_ended, done = self._resumed(sized_len(self._source))
@@ -204,7 +204,7 @@ class AlignedLoader:
         return done
 
     def _name_of_pass(self) -> str:
-        """The epoch and, where a short loader begins anew beside a longer one, how often it has ended in it."""
+        """Returns the epoch and, where a short loader begins anew next to a longer one, how often it has in it."""
         if self._pass_index is None:
             return "0"
         epoch = self._pass_index()
@@ -218,7 +218,7 @@ class AlignedLoader:
         return derived_seed(self._seed, "data", self._data_parallel_rank, name, number)
 
     def _seed_of_order(self, name: str | None = None, number: int = 0) -> int:
-        """The same in all pipelines."""
+        """Returns the seed of an order of samples, the same in all pipelines."""
         return derived_seed(self._seed, "order", name or self._name_of_pass(), number)
 
 
@@ -244,7 +244,7 @@ class _Numbered:
 
     @classmethod
     def of(cls, loader: Any) -> _Numbered | None:
-        """For loaders that ask their data set and do it in torch's own way; None for any other."""
+        """Returns one for loaders that ask their data set and do it in torch's own way; None for any other."""
         if (
             not isinstance(loader, DataLoader)
             or isinstance(loader.dataset, IterableDataset | MapDataPipe)
@@ -329,15 +329,8 @@ class _SharedOrder:
             return iter(list(self._sampler))
 
 
-def _shares(loader: Any) -> list[DistributedSamplerWrapper]:
-    """Samplers that give a pipeline its share of an order of the user's."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-    return list({id(s): s for s in found if isinstance(s, DistributedSamplerWrapper)}.values())
-
-
 def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
-    """A pipeline's share of a loader, in its order: of samples, or of batches if a sampler of its own makes these.
+    """Returns a pipeline's share of a loader, in its order: of samples, or of its own sampler's batches.
 
     As Lightning has it, some of the first ones are seen twice where shares would differ in length.
 
@@ -371,7 +364,7 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
 
 
 def _with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A copy of a loader with other parts, which no loader lets anybody set."""
+    """Returns a copy of a loader with other parts, which no loader lets anybody set."""
     made = copy.copy(loader)
     vars(made).update(changes)
     return made
@@ -381,7 +374,7 @@ class StatefulAlignedLoader(AlignedLoader):
     """An `AlignedLoader` around a loader that can be resumed in the middle of a pass."""
 
     def state_dict(self) -> Any:
-        """The loader's state, as if nothing had been read ahead."""
+        """Returns the loader's state, as if nothing had been read ahead."""
         return self._loader.state_dict() if self._state_before is None else self._state_before
 
     def load_state_dict(self, state: Any) -> None:
@@ -397,7 +390,7 @@ def aligned(loader: Any, *arguments: Any, **options: Any) -> AlignedLoader:
 
 
 def unaligned(loader: Any) -> Any:
-    """The loader itself, where an earlier run has wrapped it: `trainer.train_dataloader` of that run."""
+    """Returns the loader itself, where an earlier run has wrapped it: `trainer.train_dataloader` of that run."""
     inner = loader._loader if isinstance(loader, AlignedLoader) else loader
     return vars(inner).get("_diffpipe_whole", inner) if isinstance(inner, DataLoader) else inner
 
@@ -412,7 +405,7 @@ def take_over(trainer: Any) -> None:
     connector = trainer._data_connector
     vars(connector).pop("_requires_distributed_sampler", None)
     if trainer.state.fn == TrainerFn.FITTING:
-        connector._requires_distributed_sampler = _no_loader
+        connector._requires_distributed_sampler = lambda loader: False
         # Every loader is, by the place in the epoch that its loops tell.
         message = "You're resuming from a checkpoint that ended before the epoch ended"
         warnings.filterwarnings("ignore", message=message)
@@ -423,26 +416,22 @@ def take_over(trainer: Any) -> None:
         trainer.test_loop,
         trainer.predict_loop,
     )
+
+    def copied(ask: Callable[[Any], Any], source: Any) -> Any:
+        loader = ask(source)
+        return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
+
     for source in (loop._data_source for loop in loops):
-        source.dataloader = partial(_not_the_users, type(source).dataloader, source)
-
-
-def _no_loader(loader: Any) -> bool:
-    return False
-
-
-def _not_the_users(ask: Callable[[Any], Any], source: Any) -> Any:
-    loader = ask(source)
-    return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
+        source.dataloader = partial(copied, type(source).dataloader, source)
 
 
 def epoch_of(trainer: Any) -> int:
-    """The epoch whose passes begin now."""
+    """Returns the epoch whose passes begin now."""
     return _place(trainer)[0]
 
 
 def resumed(trainer: Any, length: int | None) -> tuple[int, int]:
-    """How often a loader had ended, and how many batches it had given, in the epoch that a run goes on in.
+    """Returns how often a loader had ended, and how many batches it had given, in the epoch that a run goes on in.
 
     Args:
         trainer: Which may go on from a checkpoint.
@@ -456,7 +445,7 @@ def resumed(trainer: Any, length: int | None) -> tuple[int, int]:
 
 
 def _place(trainer: Any) -> tuple[int, int]:
-    """The epoch whose passes begin now, and the batches of it that have been trained on before.
+    """Returns the epoch whose passes begin now, and the batches of it that have been trained on before.
 
     Also where Lightning does not know yet that the run goes on in it: the first batch of a loader without a length
     is read while the run is set up, by `estimated_stepping_batches` before the loops are restored, and always
@@ -484,7 +473,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs for batches that differ in any value; of objects, in type or size."""
+    """Returns a number that differs for batches that differ in any value; of objects, in type or size."""
     total = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):

@@ -4,7 +4,7 @@
     val_check_interval="..." each rank looks at a clock of its own, and begins to validate after another batch
 
 Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So a signal is
-noted only, wherever it finds a rank, and told before the next batch; the time is that of rank 0's clock.
+only noted where it finds a rank, and passed on before the next batch; the time is that of rank 0's clock.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class LockStep:
         liveness.agrees_on_signals = True
 
     def stop_together(self, last: bool = False) -> None:
-        """Ends training if any rank was told to stop; every rank calls it before each batch.
+        """Ends training if any rank got a signal to stop; every rank calls it before each batch.
 
         Args:
             last: After the last batch.
 
         Raises:
-            SIGTERMException: One was.
+            SIGTERMException: One did.
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         if self._agreement.of_any(self._signalled, last):
             self._stop()
 
     def stop_pipeline_together(self) -> None:
-        """The same before each batch of an evaluation, which other pipelines need not come to.
+        """Does the same before each batch of an evaluation, which other pipelines need not come to.
 
         Raises:
-            SIGTERMException: A rank was told to stop; the other pipelines will hear of it.
+            SIGTERMException: A rank got a signal to stop; the other pipelines will hear of it.
             PipelineTimeoutError: As for `stop_together`.
         """
         signalled = self._mesh.gathered([bool(self._signalled or liveness.signals)], patient=True)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.samples import ModuleSplit
 from lightning_diffpipe.graph.step import StepCall
 from lightning_diffpipe.graph.view import StageView
@@ -55,7 +55,7 @@ class MeanCheck:
     interception: Interception
 
     def difference(self, num_microbatches: int) -> str:
-        """What is different, why, and what to do about it; empty if nothing is, or it cannot be found out."""
+        """Returns what is different, why, and a remedy; empty if nothing is, or it cannot be found out."""
         total = num_samples(self.batch, self.graph.form)
         if num_microbatches == 1 or total < 2:
             return ""
@@ -80,7 +80,7 @@ class MeanCheck:
         return max(_TOLERANCE, *(4 * torch.finfo(kind).eps for kind in kinds))
 
     def _losses(self, total: int, first: int, seed: int) -> _Losses:
-        values, drawn = _Values(self.graph, total, seed), _RowsOfDraws(total)
+        values, drawn = _StandIns(self.graph, total, seed), _RowsOfDraws(total)
         everything, rows = slice(0, total), (slice(0, first), slice(first, total))
         whole, _ = self._run(self.batch, everything, values, drawn, seed)
         if self.graph.host_random:  # of which nobody knows for which sample they are
@@ -95,11 +95,21 @@ class MeanCheck:
         return _Losses(whole, *pieces)
 
     def _run(
-        self, batch: Any, rows: slice, values: _Values, drawn: _RowsOfDraws, seed: int
+        self, batch: Any, rows: slice, values: _StandIns, drawn: _RowsOfDraws, seed: int
     ) -> tuple[float, float]:
-        """The loss of some of the samples and its weight."""
+        """Returns the loss of some of the samples and its weight."""
         size = rows.stop - rows.start
-        graph = replace(self.graph, layers=tuple(_of_size(x, size) for x in self.graph.layers))
+        layers = [
+            replace(
+                layer,
+                outputs=tuple(
+                    _spec_of_size(output, size) if isinstance(output, TensorSpec) else output
+                    for output in layer.outputs
+                ),
+            )
+            for layer in self.graph.layers
+        ]
+        graph = replace(self.graph, layers=tuple(layers))
         view = StageView(self.module, graph, tail(graph), self.interception)
         call = StepCall(self.step, self.module, batch, written=graph.batch_writes)
         with drawn.of(rows):
@@ -172,15 +182,6 @@ def _close(value: float, other: float, tolerance: float) -> bool:
     return abs(value - other) <= tolerance * max(abs(value), abs(other))
 
 
-def _of_size(layer: Layer, size: int) -> Layer:
-    """A layer as it is with so many samples."""
-    outputs = tuple(
-        _spec_of_size(output, size) if isinstance(output, TensorSpec) else output
-        for output in layer.outputs
-    )
-    return replace(layer, outputs=outputs)
-
-
 def _spec_of_size(spec: TensorSpec, size: int) -> TensorSpec:
     if not spec.rows:  # shared by all samples, or unknown, which is refused where it is read
         return spec
@@ -188,7 +189,7 @@ def _spec_of_size(spec: TensorSpec, size: int) -> TensorSpec:
     return replace(spec, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
-class _Values:
+class _StandIns:
     """Random numbers in place of what layers give.
 
     In (0, 1), as some losses take logarithms or probabilities, and not alike for all samples, so that it shows what
@@ -219,7 +220,7 @@ class _Values:
             self._values[key] = (0.1 + 0.8 * value if real else 0 * value).to(spec.dtype), spec.rows
 
     def of(self, rows: slice) -> Mapping[TensorKey, Tensor]:
-        """Those of some samples."""
+        """Returns the values of some samples."""
         return {
             key: value[rows.start * n : rows.stop * n] if n else value
             for key, (value, n) in self._values.items()
@@ -240,7 +241,7 @@ class _RowsOfDraws(TorchDispatchMode):
         self._is_first = True
 
     def of(self, rows: slice) -> _RowsOfDraws:
-        """For a run on some samples; the first one is on all of them."""
+        """Returns itself, for a run on some samples; the first one is on all of them."""
         self._is_first, self._rows, self._position = not self._drawn, rows, 0
         return self
 

@@ -99,7 +99,7 @@ class MetricSync:
 
 
 def forget_elsewhere(module: nn.Module, rank: int) -> None:
-    """What a checkpoint told about saved metrics counts on rank 0, and nowhere else again."""
+    """Resets saved metrics that were read from a checkpoint but on rank 0, or they would count again."""
     for metric in module.modules():
         if rank and isinstance(metric, Metric) and any(metric._persistent.values()):
             metric.reset()
@@ -108,7 +108,12 @@ def forget_elsewhere(module: nn.Module, rank: int) -> None:
 def _merge(metric: Metric, mesh: Mesh) -> None:
     """Gives a metric the state of all ranks that have updated theirs; others have lists and sums of nothing."""
     own = {name: getattr(metric, name) for name in metric._defaults}
-    changed = any(_is_other(value, metric._defaults[name]) for name, value in own.items())
+    changed = any(
+        not torch.equal(value.cpu(), metric._defaults[name].cpu())
+        if isinstance(value, Tensor)
+        else bool(value)
+        for name, value in own.items()
+    )
     on_host = pytree.tree_map_only(Tensor, Tensor.cpu, own) if changed else None
     states = [s for s in gathered_objects(on_host, mesh.world) if s is not None]
     for name, reduce in metric._reductions.items() if states else ():
@@ -120,9 +125,3 @@ def _merge(metric: Metric, mesh: Mesh) -> None:
             merged = torch.stack(values)
             merged = reduce(merged) if reduce is not None else merged
         setattr(metric, name, pytree.tree_map_only(Tensor, lambda t: t.to(metric.device), merged))
-
-
-def _is_other(value: Any, default: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not torch.equal(value.cpu(), default.cpu())
-    return bool(value)

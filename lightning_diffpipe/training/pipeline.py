@@ -112,7 +112,7 @@ class Pipeline:
 
     @cached_property
     def gradients(self) -> StepGradients:
-        """Those of this rank, between the schedule and the optimizer."""
+        """The gradients of this rank, between the schedule and the optimizer."""
         return StepGradients(self.trained.values())
 
     @property
@@ -157,7 +157,7 @@ class Pipeline:
         return True
 
     def count_as_unchanged(self) -> None:
-        """Frozen layers read other values from now on, rightly: nothing was changed behind anybody's back."""
+        """Takes what frozen layers read now for unchanged, as after a checkpoint was loaded."""
         self.engine.drop_prepared()
         self.read_ahead.note()
 
@@ -177,7 +177,7 @@ class Pipeline:
 
     @torch.no_grad()
     def not_finite(self) -> list[str]:
-        """Names of trained parameters of this rank that hold NaN or infinity; waits for the device."""
+        """Returns names of trained parameters of this rank that hold NaN or infinity; waits for the device."""
         named = {n: p for n, p in self.trained.items() if p.is_floating_point() and p.numel()}
         if not named:
             return []
@@ -211,7 +211,7 @@ class Pipeline:
             run.inside = False
 
     def trained_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """Parameters of an optimizer among `trained`, by name."""
+        """Returns parameters of an optimizer among `trained`, by name."""
         members = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.trained.items() if id(p) in members}
 

@@ -54,7 +54,7 @@ class PipelineOptions:
             )
 
     def wishes(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
-        """What the planner is asked for.
+        """Returns what the planner is asked for.
 
         Raises:
             ConfigurationError: A value that cannot be.

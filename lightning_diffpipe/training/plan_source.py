@@ -55,7 +55,7 @@ def plan_of_rank_0(
     process: Process,
     world: ProcessGroup | None,
 ) -> tuple[PipelinePlan, Basis | None]:
-    """Rank 0's plan and what it was made from, or its reason why there is none, on every rank.
+    """Returns rank 0's plan and what it was made from, or its reason why there is none, on every rank.
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
@@ -65,7 +65,10 @@ def plan_of_rank_0(
     try:
         if options.plan is None:
             with liveness.inside("profiling layers"):
-                profile = _in_chains(_profile(subject, options.profile, world), chains)
+                profile = _profile(subject, options.profile, world)
+                sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
+                if tuple(accumulate(sizes, initial=0)) != chains.starts:
+                    profile = separated(joined(profile), chains.starts)
                 profile = _with_forms(profile, forms)
         if process.rank == 0:
             with liveness.inside("planning"):
@@ -85,16 +88,8 @@ def plan_of_rank_0(
     return PipelinePlan.from_json(answer), basis
 
 
-def _in_chains(profile: ModelProfile, chains: Chains) -> ModelProfile:
-    """The profile with a backbone for every chain of this module."""
-    sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
-    if tuple(accumulate(sizes, initial=0)) == chains.starts:
-        return profile
-    return separated(joined(profile), chains.starts)
-
-
 def _with_forms(profile: ModelProfile, forms: Forms) -> ModelProfile:
-    """The profile with how often the step took which of its forms, which is none of the layers' times."""
+    """Returns the profile with how often the step took which of its forms, which is none of the layers' times."""
     if forms.widest is None or len(profile.backbones) > 1:
         return profile
     (backbone,) = profile.backbones
@@ -153,7 +148,7 @@ def _make_plan(
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
-    """How many pipelines side by side the plan will have that `prepare` makes; one where it will fail."""
+    """Returns how many pipelines side by side the plan will have that `prepare` makes; one where it will fail."""
     try:
         if options.plan is not None:
             return max(world_size // _read_plan(options.plan).ranks_per_pipeline, 1)
@@ -163,7 +158,7 @@ def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
 
 
 def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
-    """The plan to follow, if it was made for these ranks and for batches at least as large.
+    """Returns the plan to follow, if it was made for these ranks and for batches at least as large.
 
     Raises:
         PlanError: It was not, or there is none.
@@ -174,19 +169,19 @@ def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: in
             f"the plan is for {plan.schedule.num_ranks} ranks per pipeline, which does not divide "
             f"the {world_size} ranks of this run"
         )
-    told = (
+    mismatch = (
         f"the plan is for {plan.samples_per_pipeline} samples of each pipeline (global_batch_size="
         f"{plan.options.global_batch_size}, data_parallel={plan.num_pipelines}), but the first batch of "
         f"this run has {batch_size}"
     )
     if batch_size > plan.samples_per_pipeline:
         raise PlanError(
-            f"{told}: its memory is not planned. Plan with global_batch_size="
+            f"{mismatch}: its memory is not planned. Plan with global_batch_size="
             f"{batch_size * plan.num_pipelines}, or load batches of {plan.samples_per_pipeline}"
         )
     if batch_size < plan.samples_per_pipeline:
         # As where a run goes on with the last batch of an epoch.
-        warnings.warn(f"{told}: its times are not those of smaller batches", stacklevel=2)
+        warnings.warn(f"{mismatch}: its times are not those of smaller batches", stacklevel=2)
     return plan
 
 
@@ -215,7 +210,7 @@ def _warn_of_unused(options: PipelineOptions) -> None:
 
 
 def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | None) -> Cluster:
-    """The links between the ranks: given, or measured. A collective call.
+    """Returns the links between the ranks: given, or measured. A collective call.
 
     Without measured layers there is nothing to weigh them against, and they count as free. The memory of the
     smallest device is a limit all the same, on one rank as well, unless another one is given.
@@ -245,7 +240,7 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
 
 
 def _given_profile(source: Any) -> ModelProfile | None:
-    """The profile that is given; None if there shall be one of this module.
+    """Returns the profile that is given; None if there shall be one of this module.
 
     Raises:
         ConfigurationError: There is none at the path.
@@ -283,7 +278,7 @@ def _require_layers(profile: ModelProfile, subject: Subject) -> None:
 
 
 def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
-    """The profile, with the encoders looked at here if it does not tell whether they can be split.
+    """Returns the profile, with the encoders looked at here if it does not tell whether they can be split.
 
     It does not where it was estimated, or layers were timed one by one.
     """
@@ -305,9 +300,9 @@ def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfil
 
 
 def planned_layers(options: PipelineOptions) -> tuple[str, ...]:
-    """The trained layers that a given plan or profile names; none where nothing is given.
+    """Returns the trained layers that a given plan or profile names; none where nothing is given.
 
-    What cannot be read is told where it is needed.
+    What cannot be read is refused where it is needed.
     """
     try:
         if options.plan is not None:
@@ -323,7 +318,7 @@ def _layers_of(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def pool_times(rounds: Rounds, group: ProcessGroup | None) -> Rounds:
-    """The layer times of all ranks of a group; each sends one typical step, not all of its runs."""
+    """Returns the layer times of all ranks of a group; each sends one typical step, not all of its runs."""
     if group is None:
         return rounds
     return pooled(gathered_objects(summed_up(rounds), group))

@@ -375,7 +375,7 @@ def _stopping_at_signals(trainer: Any) -> Iterator[None]:
 
 
 def _die(last_words: bytes, *_: Any) -> None:
-    """Ends this process by SIGTERM, which `torchrun` sends where a rank is lost, often before its error is told."""
+    """Ends this process by SIGTERM, which `torchrun` sends where a rank is lost, often before its error is out."""
     os.write(2, last_words)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -185,7 +185,11 @@ def refuse_averages(trainer: Any, module: nn.Module) -> None:
     owners += [(f"{type(c).__name__}.", c) for c in trainer.callbacks]
     for prefix, owner in owners:
         for name, value in _attributes(owner):
-            if _averages_weights(value):
+            classes = type(value).__mro__
+            kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in classes}
+            named = any(k.endswith(_AVERAGING_NAMES) for k in kinds) or "ema_pytorch.EMA" in kinds
+            has_shadows = "shadow_params" in getattr(value, "__dict__", ())
+            if isinstance(value, AveragedModel) or named or has_shadows:
                 raise ConfigurationError(
                     f"{prefix}{name} is a {type(value).__name__}, which averages weights, but in a pipeline a "
                     "rank holds the weights of its own stage only, so that the averages of all others "
@@ -196,7 +200,7 @@ def refuse_averages(trainer: Any, module: nn.Module) -> None:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by name, and what its modules, lists and dictionaries hold."""
+    """Returns what an object holds, by name, and what its modules, lists and dictionaries hold."""
     held = vars(owner) | vars(owner).get("_modules", {})
     for name, value in held.items():
         if name in ("_modules", "_parameters", "_buffers"):
@@ -208,15 +212,8 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{index}]", inner) for index, inner in enumerate(value))
 
 
-def _averages_weights(value: Any) -> bool:
-    """EMAs of torch, diffusers, torch_ema, ema_pytorch, timm and CompVis, which nobody needs to have installed."""
-    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(value).__mro__}
-    named = any(kind.endswith(_AVERAGING_NAMES) for kind in kinds) or "ema_pytorch.EMA" in kinds
-    keeps_shadows = "shadow_params" in getattr(value, "__dict__", ())
-    return isinstance(value, AveragedModel) or named or keeps_shadows
-
-
 _AVERAGING_NAMES = (".LitEma", ".ModelEma", ".ModelEmaV2", ".ModelEmaV3")
+"""Of CompVis and timm; those of torch, diffusers, torch_ema and ema_pytorch are known otherwise."""
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
@@ -230,7 +227,13 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """
     for optimizer in _with_wrapped(optimizers):
         name = type(optimizer).__name__
-        if any(_combines_gradients(kind.__name__) for kind in type(optimizer).__mro__):
+        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+        # L-BFGS, learning-rate-free and sharpness-aware ones, whichever package they come from.
+        if any(
+            kind.endswith(("SAM", "DoG", "DoWG"))
+            or any(part in kind for part in ("LBFGS", "Prodigy", "DAdapt"))
+            for kind in kinds
+        ):
             raise ConfigurationError(
                 f"{name} computes one step size or direction from the gradients of all parameters, but in a "
                 "pipeline a rank has those of its own stage only. Use an optimizer that treats every parameter "
@@ -249,16 +252,10 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """Optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
+    """Returns optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
     for optimizer in optimizers:
         yield optimizer
         yield from _with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
-
-
-def _combines_gradients(class_name: str) -> bool:
-    """L-BFGS, learning-rate-free and sharpness-aware optimizers, whichever package they come from."""
-    named = ("LBFGS", "Prodigy", "DAdapt")
-    return class_name.endswith(("SAM", "DoG", "DoWG")) or any(n in class_name for n in named)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ _UNCHANGED_NOW = (
 
 
 @dataclass(frozen=True)
-class _Values:
+class _Finite:
     """Which values of a step are finite, once `event` has happened, and what can be traced again.
 
     On a GPU nobody waits for the event, so the step is over when it is looked at, and counters have gone on.
@@ -91,7 +91,7 @@ class StepWatch:
         self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
         self._next_look: dict[str, int] = {}  # at so many
         self._warned: set[str] = set()
-        self._under_way: _Values | None = None
+        self._under_way: _Finite | None = None
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Looks at training flags; takes microseconds as long as they are as they were.
@@ -199,7 +199,7 @@ class StepWatch:
         if values is not None:
             self._examine(values)
 
-    def _examine(self, values: _Values) -> None:
+    def _examine(self, values: _Finite) -> None:
         if values.event is not None:
             values.event.synchronize()
         finite = dict(zip(values.names, values.finite.tolist(), strict=True))
@@ -228,7 +228,7 @@ class StepWatch:
                 _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
             )
 
-    def _count(self, values: _Values, finite: Mapping[str, bool]) -> None:
+    def _count(self, values: _Finite, finite: Mapping[str, bool]) -> None:
         if finite[_LOSS]:
             self.last_finite = values.number, values.loss
         if _GRADIENTS not in finite:
@@ -238,7 +238,7 @@ class StepWatch:
         self.num_diverged = 0 if healthy else self.num_diverged + 1
 
     def _to_look_at(self, not_finite: set[str]) -> set[str]:
-        """Names for which the step is to be traced again.
+        """Returns names for which the step is to be traced again.
 
         A loss, whenever it turns not finite. What is logged may come and go for good reasons, such as the mean over
         a class that a batch lacks, and tracing takes seconds: after each look only at twice as many steps in a row.
@@ -287,13 +287,17 @@ def _values(
     arguments: tuple[Any, ...],
     number: int,
     gradients: list[Tensor] | None,
-) -> _Values:
+) -> _Finite:
     names = (_LOSS, *(logged.name for logged in result.logged))
     finite = torch.stack([result.loss, *(logged.value for logged in result.logged)]).isfinite()
     if gradients is not None:
         names += (_GRADIENTS,)
-        finite = torch.cat([finite, _all_finite(gradients).to(finite.device).reshape(1)])
-    values = _Values(names, finite, result.loss, None, batch, arguments, number)
+        plain = [t._values() if t.is_sparse else t for t in gradients if t.numel()]
+        # Largest values, unlike sums and squares, do not overflow.
+        largest = torch._foreach_norm(plain, torch.inf) if plain else [torch.zeros(())]
+        all_finite = torch.stack(list(largest)).isfinite().all()
+        finite = torch.cat([finite, all_finite.to(finite.device).reshape(1)])
+    values = _Finite(names, finite, result.loss, None, batch, arguments, number)
     if finite.device.type != "cuda":
         return values
     copy = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
@@ -301,11 +305,3 @@ def _values(
     event = torch.cuda.Event()
     event.record()
     return replace(values, finite=copy, event=event)
-
-
-def _all_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether all are finite, on their device; largest values, unlike sums and squares, do not overflow."""
-    plain = [t._values() if t.is_sparse else t for t in tensors if t.numel()]
-    if not plain:
-        return torch.tensor(True)
-    return torch.stack(torch._foreach_norm(plain, torch.inf)).isfinite().all()

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
@@ -159,7 +159,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.upcoming: list[tuple[int, Any]] = []
         self._under_way: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._finished: list[StepResult] = []
-        self.batches_ahead = BATCHES_AHEAD
+        self.lookahead_batches = LOOKAHEAD_BATCHES
         self.transfer: SeededTransfer | None = None
         self._options = PipelineOptions(
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
@@ -179,7 +179,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._example_input: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffPipeStrategy:
-        """Itself: processes and groups are there once, and whoever copies a trainer means its callbacks."""
+        """Returns itself: processes and groups are there once, and whoever copies a trainer means its callbacks."""
         return self
 
     @property
@@ -278,7 +278,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
-        # Lightning has told the module that it is on its device before anything was moved there.
+        # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
         self._metric_sync = MetricSync(
             trainer, lambda: self.pipeline.mesh if self.pipeline else None
@@ -329,14 +329,14 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._counted_pipelines = None
 
     def _averages_bytes_factor(self, trainer: Any) -> float:
-        """Bytes that averages of the weights take on a rank, for each byte it trains."""
+        """Returns bytes that averages of the weights take on a rank, for each byte it trains."""
         from lightning_diffpipe.callbacks.ema import EMA
 
         kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
         return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
-        """The user's step as a function of module and batch; also run on a copy when probed."""
+        """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
         assert self._metric_sync is not None
         with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
@@ -379,7 +379,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             pipeline.mesh.pipeline,
             pass_index=partial(epoch_of, trainer) if training else None,
             compare=pipeline.compare_over_pipeline,
-            looks_ahead=self.batches_ahead if training and pipeline.fills else 0,
+            looks_ahead=self.lookahead_batches if training and pipeline.fills else 0,
             resumed=partial(resumed, trainer),
         )
 
@@ -461,7 +461,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return results
 
     def _drained_before(self, checks_validation: Callable[[Any], bool], fetcher: Any) -> bool:
-        """Whether validation follows a batch; before it, or of the end, nothing is under way any more.
+        """Returns whether validation follows a batch; before it, or the end, nothing is under way.
 
         Callbacks that look at weights when validation begins, or training ends, find those after the last batch.
         """
@@ -477,7 +477,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return checks
 
     def drain(self) -> None:
-        """Without a flush: takes back all that is under way, so that weights are those after the last batch.
+        """Takes back all that is under way without a flush, so that weights are those after the last batch.
 
         Before anybody looks at weights; a collective call of all ranks, which does nothing if nothing is under way.
         """
@@ -550,7 +550,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def is_resident(self, name: str) -> bool:
-        """Whether this rank holds a parameter, given by its fully qualified name."""
+        """Returns whether this rank holds a parameter, given by its fully qualified name."""
         return self.pipeline is None or name in self.pipeline.resident
 
     @contextlib.contextmanager
@@ -580,7 +580,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             pipeline.engine.reducer.clip(pipeline.trained_by(optimizer), clip_val)
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of all stages, equal on every rank; a collective call.
+        """Returns the norm of the gradients of all stages, equal on every rank; a collective call.
 
         Args:
             optimizer: Only its parameters take part; all trained parameters if not given.
@@ -618,7 +618,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._lock_step.stop_together(last=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing collective may follow: other ranks may be gone."""
+        """Notes the failure: nothing collective may follow, as other ranks may be gone."""
         self._failed = True
         super().on_exception(exception)
 

@@ -60,7 +60,7 @@ class SeededTransfer:
         return seeded
 
     def _seed(self) -> int:
-        """The seed of the batch that is transferred now, from its number: since training began, or of the pass."""
+        """Returns the seed of the batch that is transferred now, from its number in training, or in the pass."""
         loop, pipeline = self._trainer.fit_loop.epoch_loop, self._pipeline
         stage, number = "transfer", loop.batch_progress.total.ready + self._ahead
         if self._trainer.state.stage != RunningStage.TRAINING:

@@ -147,7 +147,7 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _difference(gradient: Tensor | None, expected: Tensor | None, scale: float) -> float:
-    """By how much a gradient is off, relative to `scale`; a missing one counts as zeros.
+    """Returns by how much a gradient is off, relative to `scale`; a missing one counts as zeros.
 
     Infinity where a value is not finite: NaN compares with nothing, and the next gradient would hide it.
     """
