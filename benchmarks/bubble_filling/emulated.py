@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.harness import on_ranks, table
 from benchmarks.sleeping import Sleeper
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Timeline
@@ -126,7 +126,7 @@ def measure(rank: int, case: Emulated, rounds: int) -> dict[str, Any]:
         engine, ahead = pipeline.engine, 0
         if filling == "shares":
             engine.fill_bubbles(Filling(planned_shares=pipeline.planned_shares))
-            ahead = BATCHES_AHEAD
+            ahead = LOOKAHEAD_BATCHES
         steps, ratios, frozen = [], [], []
         warmup = 20 if ahead else 2  # until shares have settled
         for index in range(warmup + rounds):

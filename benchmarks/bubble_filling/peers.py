@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.runtime.bubbles import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.pipeline_options import PipelineOptions
@@ -71,7 +71,7 @@ def filled(model: Workload, batch: Batch, microbatches: int, rank: int, **option
     def step() -> None:
         number = next(numbers)
         known = engine.num_prepared_after(number)
-        upcoming = [(batch, ())] * (BATCHES_AHEAD - known)
+        upcoming = [(batch, ())] * (LOOKAHEAD_BATCHES - known)
         recording = engine.run_step(batch, number, upcoming=upcoming).recording
         work_s.append(recording.compute_s + recording.encode_s)
 

@@ -30,7 +30,7 @@ from benchmarks.schedules.steps import PARTS, SAMPLE_SHAPE, Case, profile_of, st
 from benchmarks.sleeping import nap
 from lightning_diffpipe.comm.transport import MessageKey, P2PTransport
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.runtime.bubbles import Filling
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.training.pipeline import Pipeline, Process
@@ -111,7 +111,7 @@ def run_steps(pipeline: Pipeline, batch: Tensor, rounds: int) -> tuple[list[floa
             engine.optimizers = [optimizer]
             engine.advance(batch, index)
         else:
-            missing = BATCHES_AHEAD - engine.num_prepared_after(index) if pipeline.fills else 0
+            missing = LOOKAHEAD_BATCHES - engine.num_prepared_after(index) if pipeline.fills else 0
             engine.run_step(batch, index, upcoming=[(batch, ())] * missing)
             optimizer.step()
             optimizer.zero_grad()

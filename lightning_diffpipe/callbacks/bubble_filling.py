@@ -27,7 +27,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.runtime.bubbles import Filling, FillingMode
 from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline
@@ -43,7 +43,7 @@ class BubbleFilling(L.Callback):
         deterministic: Keep the ranks' shares of the frozen work as planned rather than adapting them to
             measured times. Results are the same either way; only the course of a run is not. `None`
             follows `Trainer(deterministic=...)`.
-        batches_ahead: Batches whose frozen layers may run before they are due. With one, a rank that has
+        lookahead_batches: Batches whose frozen layers may run before they are due. With one, a rank that has
             done its share of the next batch waits for the others in every step; with two (the default)
             on average only, for the memory of one more batch and its encodings.
 
@@ -61,32 +61,32 @@ class BubbleFilling(L.Callback):
         self,
         mode: FillingMode | None = None,
         deterministic: bool | None = None,
-        batches_ahead: int = BATCHES_AHEAD,
+        lookahead_batches: int = LOOKAHEAD_BATCHES,
     ) -> None:
         if mode not in (None, "opportunistic", "planned"):
             raise ConfigurationError(
                 f"mode={mode!r} is unknown; use 'opportunistic', 'planned' or None"
             )
-        if not 1 <= batches_ahead <= BATCHES_AHEAD:
+        if not 1 <= lookahead_batches <= LOOKAHEAD_BATCHES:
             raise ConfigurationError(
-                f"batches_ahead must be from 1 to {BATCHES_AHEAD}, for which plans count memory; got "
-                f"{batches_ahead}. To fill no bubbles, give the strategy filling=none"
+                f"lookahead_batches must be from 1 to {LOOKAHEAD_BATCHES}, for which plans count memory; got "
+                f"{lookahead_batches}. To fill no bubbles, give the strategy filling=none"
             )
         self.mode = mode
         self.deterministic = deterministic
-        self.batches_ahead = batches_ahead
+        self.lookahead_batches = lookahead_batches
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Checks that there will be bubbles."""
         if stage != "fit":
             return
         strategy: Any = trainer.strategy
-        if not hasattr(strategy, "batches_ahead"):
+        if not hasattr(strategy, "lookahead_batches"):
             raise ConfigurationError(
                 f"BubbleFilling needs strategy='diffpipe'; {type(strategy).__name__} has no "
                 "bubbles. Remove the callback, or change the strategy"
             )
-        strategy.batches_ahead = self.batches_ahead
+        strategy.lookahead_batches = self.lookahead_batches
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Switches filling on, if the plan fills."""
@@ -99,7 +99,7 @@ class BubbleFilling(L.Callback):
             else self.deterministic
         )
         pipeline.engine.fill_bubbles(
-            Filling(self.mode, adapts, pipeline.planned_shares, self.batches_ahead)
+            Filling(self.mode, adapts, pipeline.planned_shares, self.lookahead_batches)
         )
 
     def on_train_batch_start(
@@ -148,7 +148,7 @@ def _pipeline(trainer: L.Trainer) -> Pipeline:
 
 
 def _next_batches(trainer: L.Trainer) -> list[Any]:
-    """Returns at most `batches_ahead` batches after the present one, of all loaders, as far as known."""
+    """Returns at most `lookahead_batches` batches after the present one, of all loaders, as far as known."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     aligned = all(isinstance(loader, AlignedLoader) for loader in combined.flattened)
@@ -160,7 +160,7 @@ def _next_batches(trainer: L.Trainer) -> list[Any]:
     fetched = [batch for batch, _, _ in trainer.fit_loop._data_fetcher.batches]
     later = [*fetched, *(pytree.tree_unflatten(batches, structure) for batches in read)]
     strategy: Any = trainer.strategy
-    return later[: strategy.batches_ahead]
+    return later[: strategy.lookahead_batches]
 
 
 def _num_left(trainer: L.Trainer) -> int:

@@ -46,7 +46,7 @@ from lightning_diffpipe.planning.profile import EncoderProfile
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.timeline import Timeline
 
-BATCHES_AHEAD = 2
+LOOKAHEAD_BATCHES = 2
 """Batches whose frozen work may run before they are due, if bubbles are filled. With one, ranks that have done
 their share of it wait for each other in every step."""
 

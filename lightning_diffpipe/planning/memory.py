@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.filling import BATCHES_AHEAD, EncodePart
+from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES, EncodePart
 from lightning_diffpipe.planning.instruction import Backward, BackwardWeight, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement
 
@@ -72,14 +72,14 @@ class FrozenLoad:
         made: Samples of all microbatches of which it encodes some: results are kept in tensors of whole
             microbatches until they have been exchanged.
         working: Samples on which a frozen layer runs at a time.
-        beside: With filling the rank makes the encodings of coming batches while it holds activations,
-            otherwise before there are any.
+        fills: The rank makes the encodings of coming batches in bubbles, while it holds activations; otherwise
+            before there are any.
     """
 
     read: Mapping[int, int]
     made: int
     working: int
-    beside: bool
+    fills: bool
 
     def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
         """Bytes next to the activations, and those at another time, when there are none.
@@ -93,15 +93,17 @@ class FrozenLoad:
         read = sum(n * model.read_bytes_per_sample(runs[stage]) for stage, n in self.read.items())
         made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
         exchanged = read + max(read, self.made * others)
-        return read + (made + working if self.beside else 0), made + max(working, exchanged)
+        return read + (made + working if self.fills else 0), made + max(working, exchanged)
 
     def of_stage(self, model: CostModel, stage: int) -> StageLoad:
         """The load of a rank that holds one stage."""
         made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
-        return StageLoad(self.read[stage], made + working if self.beside else 0.0, made, working)
+        return StageLoad(self.read[stage], made + working if self.fills else 0.0, made, working)
 
     def _made_bytes(self, model: CostModel) -> float:
-        return self.made * model.encoding_bytes_per_sample * (BATCHES_AHEAD if self.beside else 1)
+        return (
+            self.made * model.encoding_bytes_per_sample * (LOOKAHEAD_BATCHES if self.fills else 1)
+        )
 
 
 def frozen_loads(

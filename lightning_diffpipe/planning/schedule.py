@@ -399,7 +399,7 @@ class ScheduleSpec:
         warmup_depth: Forwards of a rank before its first backward, for each rank after it.
         auto: `schedule="auto"` tries it: it does the same work as others in another order.
         advice: What a plan that could be faster with it is advised; empty for none.
-        weights_behind: Without a flush: by how many batches' updates the weights are behind with which a stage
+        staleness: Without a flush: how many batches' updates the weights lack with which a stage
             runs a batch, once the pipeline is full, given the placement and the stage. None: batches end before
             others begin, and weights have one version.
         accumulates: Without a flush: several microbatches make a batch; else each is one.
@@ -419,17 +419,17 @@ class ScheduleSpec:
     warmup_depth: int = 1
     auto: bool = False
     advice: str = ""
-    weights_behind: Callable[[Placement, int], int] | None = None
+    staleness: Callable[[Placement, int], int] | None = None
     accumulates: bool = False
 
     @property
     def flushes(self) -> bool:
         """Whether a batch ends before the next begins."""
-        return self.weights_behind is None
+        return self.staleness is None
 
     def weight_versions(self, placement: Placement, stage: int) -> int:
         """Versions of its weights that each rank of a stage stores, the latest included."""
-        return 1 if self.weights_behind is None else 1 + self.weights_behind(placement, stage)
+        return 1 if self.staleness is None else 1 + self.staleness(placement, stage)
 
     def __call__(self, stages: int | Placement, num_microbatches: int) -> Schedule:
         """The programs of all ranks.

@@ -198,7 +198,7 @@ _OTHERS = {"laptop", "mig", "grid", "nvl", "fhhl", "d", "max"}
 
 
 def flops_per_sample(graph: LayerGraph) -> float:
-    """FLOPs of one training step for one sample.
+    """Returns FLOPs of one training step for one sample.
 
     A layer with trained weights costs three times its forward, one that only passes gradients on
     twice, a frozen layer once.

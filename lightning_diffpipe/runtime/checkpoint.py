@@ -51,7 +51,7 @@ def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -
 def owners_of_state(
     state: Mapping[str, Any], module: nn.Module, owners: Mapping[str, int]
 ) -> dict[str, int]:
-    """Owners of the entries of a state dict that may call parameters otherwise than their module.
+    """Returns owners of the entries of a state dict that may call parameters otherwise than their module.
 
     Args:
         state: What the module's `state_dict()` gave, perhaps overridden to leave out or rename entries.

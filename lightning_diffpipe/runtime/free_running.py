@@ -119,7 +119,7 @@ class FreeRunningEngine(Engine):
         layout: Lays batches out; one stage on each rank.
         reducer: Sums gradients over pipelines side by side.
         parameters: What is trained here.
-        weights_behind: By how many batches the weights are behind that this rank runs a batch with.
+        staleness: By how many batches the weights are older than a batch that this rank runs with them.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
 
@@ -134,7 +134,7 @@ class FreeRunningEngine(Engine):
         layout: BatchLayout,
         reducer: GradientReducer,
         parameters: Sequence[nn.Parameter],
-        weights_behind: int,
+        staleness: int,
         check_finite: bool = False,
         transport: Transport | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class FreeRunningEngine(Engine):
         )
         self.optimizers: Sequence[Optimizer] = ()
         self.clip_value: float | None = None
-        self.versions = WeightVersions(parameters, weights_behind)
+        self.versions = WeightVersions(parameters, staleness)
         self._parameters = tuple(parameters)
         self._runner.weights_of = lambda work: self.versions.of(work.batch)
         self.executor.update = self._update

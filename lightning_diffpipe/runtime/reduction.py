@@ -211,7 +211,7 @@ def _put(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
 def _buckets(
     parameters: Mapping[str, nn.Parameter], holders: Mapping[str, tuple[int, ...]]
 ) -> Iterable[tuple[tuple[int, ...], list[nn.Parameter]]]:
-    """Parameters of the same holders and dtype, together up to a size; equal on all holders.
+    """Returns parameters of the same holders and dtype, together up to a size; equal on all holders.
 
     Sorted by name, because holders may have registered different stages in a different order.
     """

@@ -246,7 +246,7 @@ def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def _packed(name: str, options: dict[str, Any]) -> bytes:
-    """Options of `self.log` as they travel."""
+    """Returns options of `self.log` as they travel."""
     try:
         return pickle.dumps(options)
     except Exception as error:  # objects refuse it with errors of many types

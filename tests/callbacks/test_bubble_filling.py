@@ -18,8 +18,11 @@ from lightning_diffpipe.training.loader import aligned
     ("options", "message"),
     [
         ({"mode": "both"}, "mode='both' is unknown; use 'opportunistic', 'planned' or None"),
-        ({"batches_ahead": 0}, "from 1 to 2, for which plans count memory; got 0.*filling=none"),
-        ({"batches_ahead": 3}, "from 1 to 2.*got 3"),
+        (
+            {"lookahead_batches": 0},
+            "from 1 to 2, for which plans count memory; got 0.*filling=none",
+        ),
+        ({"lookahead_batches": 3}, "from 1 to 2.*got 3"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -72,7 +75,7 @@ def announced_and_came(iterables, mode, looks_ahead):
     iter(fetcher)
     loop = SimpleNamespace(_combined_loader=combined, _data_fetcher=fetcher)
     trainer = SimpleNamespace(fit_loop=loop, strategy=DiffPipeStrategy())
-    trainer.strategy.batches_ahead = looks_ahead
+    trainer.strategy.lookahead_batches = looks_ahead
     announced, came = [], []
     for batch, _, _ in fetcher:
         came.append(batch)

@@ -212,7 +212,7 @@ def test_planned_mode_with_replicas():
         strategy={"num_stages": 2, "num_replicas": (1, 2), "num_microbatches": 4},
         trainer={"max_steps": 4, "max_epochs": -1},
         data={"size": 32, "batch_size": 8},
-        callbacks=(BubbleFilling("planned", deterministic=True, batches_ahead=1),),
+        callbacks=(BubbleFilling("planned", deterministic=True, lookahead_batches=1),),
     )
     assert up_front == [True, False, False, False]
     assert ahead == [1, 1, 1, 0]

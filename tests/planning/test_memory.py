@@ -73,7 +73,7 @@ def test_a_small_case_by_hand():
 def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():
     """A rank made all of 8 samples (15 bytes each); stage 0, elsewhere, reads all that, its own stage 5."""
     model = CostModel(with_encoder(FOUR, READ), Cluster(2))
-    load = FrozenLoad(read={1: 8}, made=8, working=1, beside=False)
+    load = FrozenLoad(read={1: 8}, made=8, working=1, fills=False)
     assert load.num_bytes(model, [LayerRun(0, 0, 1), LayerRun(0, 1, 4)]) == (
         8 * 5,
         8 * 15 + 8 * 15 + 8 * 5,

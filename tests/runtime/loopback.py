@@ -212,7 +212,7 @@ class Loopback:
         layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
         parameters = dict(root.named_parameters())
         trained = {name: parameters[name] for name in graph.trained & resident}
-        transport, behind = self.transport(network, rank), self.spec.weights_behind
+        transport, behind = self.transport(network, rank), self.spec.staleness
         if behind is None:
             engine = Engine(layout, self.reducer, transport=transport)
         else:

@@ -49,16 +49,16 @@ def admitted_batches(placement: Placement) -> int:
     return -(-placement.num_ranks // len(placement.stage_ranks[0]))
 
 
-pipedream = ScheduleSpec("pipedream", one_f_one_b_program, weights_behind=warmup_forwards)
+pipedream = ScheduleSpec("pipedream", one_f_one_b_program, staleness=warmup_forwards)
 pipedream_vertical_sync = ScheduleSpec(
     "pipedream_vertical_sync",
     one_f_one_b_program,
-    weights_behind=lambda placement, stage: admitted_batches(placement) - 1,
+    staleness=lambda placement, stage: admitted_batches(placement) - 1,
 )
 pipedream_2bw = ScheduleSpec(
     "pipedream_2bw",
     one_f_one_b_program,
-    weights_behind=lambda placement, stage: 1,
+    staleness=lambda placement, stage: 1,
     accumulates=True,
 )
 """Called with stages and microbatches these give one batch by itself; `unrolled` has many follow each other."""
