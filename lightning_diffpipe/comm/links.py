@@ -13,7 +13,7 @@ What all positions send each other at the same point of their programs begins at
     x = a.wait()                                                              # blocks, or times out
 
 A message is waited for as long as `timeout_s`. Plain objects are made on the way, by a probe perhaps, so that they
-are waited for as long as their maker lives: its heartbeat tells.
+are waited for as long as their maker lives: its heartbeat tells, or in training `liveness.py`.
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
   turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
@@ -295,6 +295,7 @@ class ProcessLinks:
         backend: str = "gloo",
         timeout_s: float = 300.0,
         heartbeat: Heartbeat | None = None,
+        patience_s: float | None = None,
     ) -> ProcessLinks:
         """Makes links inside each of some groups of world ranks.
 
@@ -307,6 +308,8 @@ class ProcessLinks:
             backend: "gloo" or "nccl".
             timeout_s: How long a wait for a message may last.
             heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
+            patience_s: Without a heartbeat: how long a wait for plain objects may last, where others find lost
+                ranks.
 
         Returns:
             The links of this rank's group.
@@ -316,6 +319,8 @@ class ProcessLinks:
         """
         mine, timeout = None, datetime.timedelta(seconds=timeout_s)
         patience = timeout if heartbeat is None else max(timeout, default_pg_timeout)
+        if patience_s is not None:
+            patience = datetime.timedelta(seconds=patience_s)
 
         def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
             def make() -> dist.ProcessGroup | None:

@@ -88,7 +88,9 @@ class StageDrawer:
         """
         layout, mesh = self._mesh.layout, self._mesh
         pipelines = [layout.pipeline_ranks(p) for p in range(layout.num_pipelines)]
-        links = ProcessLinks.connect(pipelines, mesh.device, mesh.backend, mesh.timeout_s)
+        links = ProcessLinks.connect(
+            pipelines, mesh.device, mesh.backend, mesh.timeout_s, patience_s=mesh.patience_s
+        )
         try:
             with self._pipeline.apart():
                 latents = self._sampled(call, links)

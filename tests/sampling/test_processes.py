@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -115,6 +116,18 @@ def test_a_killed_rank_is_noticed():
     with pytest.raises(RankError, match=r"ranks failed\n(?s:.*)rank 0 noticed") as error:
         run_ranks(killed, 2)
     assert "exit code 3" in str(error.value)
+
+
+def waits_for_a_plain_object(rank):
+    links = ProcessLinks.connect([[0, 1]], CPU, timeout_s=1, patience_s=30)
+    found = links.broadcast_object(lambda: time.sleep(3) or "a layout")
+    links.disconnect()
+    return found
+
+
+def test_in_training_a_rank_may_probe_for_longer_than_messages_are_waited_for():
+    """History: drawing samples ended a training run where the first probe took longer than timeout_s."""
+    assert run_ranks(waits_for_a_plain_object, 2) == ["a layout"] * 2
 
 
 def refused(rank):
