@@ -39,6 +39,7 @@ from lightning_diffpipe.sampling.record import (
     Record,
     Recorder,
     Replayed,
+    copied,
     moved,
 )
 from lightning_diffpipe.sampling.request import Complete, LoopInterruptedError, Rows
@@ -168,13 +169,13 @@ class PipelineCall:
                 if not answers:
                     del record.answers[known]
             record.answers.setdefault(path, []).append(answer)
-            return pytree.tree_map(_cloned, answer)
+            return copied(answer)
 
         @functools.wraps(method)
         def replayed(*args: Any, **kwargs: Any) -> Any:
             assert self.record is not None
             turns[path] += 1
-            return pytree.tree_map(_cloned, self.record.answers[path][turns[path] - 1])
+            return copied(self.record.answers[path][turns[path] - 1])
 
         return recorded if record is not None else replayed
 
@@ -217,10 +218,6 @@ class PipelineCall:
             device=device,
             record=self.record.on(device),
         )
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:

@@ -184,7 +184,7 @@ class Replayed:
         answers, turn = self._record.answers.get(path, []), self._turns[path]
         self._turns[path] += 1
         if turn < len(answers):
-            return _copied(answers[turn])
+            return copied(answers[turn])
         if self._real is None:
             raise AttributeError(
                 f"{self._path} is on rank 0 only, which asked for {name} {turn} times"
@@ -207,11 +207,11 @@ class _Iterated(list[Any]):
     """What an iterator gives."""
 
 
-def _copied(answer: Any) -> Any:
+def copied(answer: Any) -> Any:
     """An answer that its reader may change."""
     if isinstance(answer, _Iterated):
         return iter(answer)
-    return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, answer)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, answer)
 
 
 @dataclass(frozen=True)

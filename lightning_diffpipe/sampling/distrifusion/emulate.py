@@ -43,16 +43,22 @@ def emulate(
     Raises:
         ConfigurationError: The bands drew other noise.
     """
-    network = LoopbackNetwork(num_bands, request.latents.device, link, timeout_s)
-    generators = OwnGenerators(request)
-    requests = [generators.copied() for _ in range(num_bands)]
+    device, default = request.latents.device, None
+    if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):
+        default = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            default = torch.cuda.default_generators[index]
+    network = LoopbackNetwork(num_bands, device, link, timeout_s)
+    requests = [_with_own_generators(request, default) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)
         return sampler.sample(requests[links.rank], on_step if links.rank == 0 else None), sampler
 
     results = network.run(band)
-    generators.finish()
+    if default is not None:  # goes on where the copy of band 0 is, as in one process
+        default.set_state(requests[0].step_kwargs["generator"].get_state())
     latents = results[0][0]
     for rank, (found, _) in enumerate(results):
         if not torch.allclose(found, latents, rtol=0.0, atol=0.0, equal_nan=True):
@@ -65,37 +71,13 @@ def emulate(
     return latents, [sampler for _, sampler in results]
 
 
-class OwnGenerators:
-    """Generators for threads that each run a request, as if each were a process."""
+def _with_own_generators(request: Request, default: torch.Generator | None) -> Request:
+    """A request for a thread that draws as if it were a process; from a copy of the default generator if given."""
+    copies: dict[int, torch.Generator] = {}  # samples may share one
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        given = request.step_kwargs.get("generator")
-        self._default: torch.Generator | None = None
-        if given is None and takes_generator(request.scheduler):
-            device = request.latents.device
-            if device.type == "cuda":
-                index = torch.cuda.current_device() if device.index is None else device.index
-                self._default = torch.cuda.default_generators[index]
-            else:
-                self._default = torch.default_generator
-        self._copies: list[torch.Generator] = []
+    def copy(x: torch.Generator) -> torch.Generator:
+        return copies.setdefault(id(x), x.clone_state())
 
-    def finish(self) -> None:
-        """The default generator goes on where the first thread's copy is, as in one process."""
-        if self._default is not None:
-            self._default.set_state(self._copies[0].get_state())
-
-    def copied(self) -> Request:
-        """The request with generators of its own, for one more thread."""
-        copies: dict[int, torch.Generator] = {}  # samples may share one
-
-        def copy(x: torch.Generator) -> torch.Generator:
-            return copies.setdefault(id(x), x.clone_state())
-
-        given = dict(self._request.step_kwargs)
-        arguments = pytree.tree_map_only(torch.Generator, copy, given)
-        if self._default is not None:
-            self._copies.append(self._default.clone_state())
-            arguments["generator"] = self._copies[-1]
-        return dataclasses.replace(self._request, step_kwargs=arguments)
+    given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
+    arguments = pytree.tree_map_only(torch.Generator, copy, given)
+    return dataclasses.replace(request, step_kwargs=arguments)

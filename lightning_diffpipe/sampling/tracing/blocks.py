@@ -9,7 +9,7 @@ per-token residuals. Indices that reach the samples of keys, masks or results on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class BlockTracer:
         self._base = self._reached(flat)
         self._without_products = WithoutProducts()
         with self._without_products:
-            self._inked_base = self._reached(flat)
+            self._base_without_products = self._reached(flat)
 
     def trace(self) -> None:
         """Fills in the block's axes.
@@ -133,11 +133,8 @@ class BlockTracer:
         size = self._flat[leaf].shape[axis]
         words = CodeWords(size)
         first = torch.arange(size) == 0
-        live = {
-            target
-            for target, line in self._mark(leaf, axis, first, set(self._base)).items()
-            if line.sum() == 1
-        }
+        reached = self._mark(leaf, axis, first, self._base)
+        live = [target for target, line in reached.items() if line.sum() == 1]
         if not live:
             return {}
         runs = [self._mark(leaf, axis, marks, live) for marks in words.marks]
@@ -150,20 +147,27 @@ class BlockTracer:
         }
 
     def _mark(
-        self, leaf: int, axis: int, mask: Tensor, targets: set[Target]
+        self, leaf: int, axis: int, mask: Tensor, targets: Collection[Target]
     ) -> dict[Target, Tensor]:
         flat = list(self._flat)
         boolean = flat[leaf].dtype == torch.bool
         flat[leaf] = marked(flat[leaf], axis, mask)
         # A flipped boolean changes numbers, which must be real ones then.
-        base = self._base if boolean else self._inked_base
+        base = self._base if boolean else self._base_without_products
         with contextlib.nullcontext() if boolean else self._without_products:
             found = self._reached(flat)
-        return {
-            target: _changed(found[target], target[2], base[target], boolean)
-            for target in targets
-            if target in found and can_be_marked(found[target])
-        }
+        changed = {}
+        for target in targets:
+            x = found.get(target)
+            if not can_be_marked(x):
+                continue
+            if boolean and x.dtype != torch.bool:  # a flipped mask changes numbers, not into NaN
+                differs = (x != base[target]).movedim(target[2], 0)
+                changed[target] = differs.flatten(1).any(1).cpu()
+            else:
+                before = base[target] if x.dtype == torch.bool else None
+                changed[target] = lines(x, target[2], before)
+        return changed
 
     def _note(self, target: Target, source: Tensor, leaf: int, axis: int) -> None:
         """An axis that reaches keys or a mask."""
@@ -240,9 +244,3 @@ def _place(size: int, source: Tensor, owner: Tensor) -> Tensor:
     result = torch.full((size,), NOBODY)
     result[source[source >= 0]] = owner[source >= 0]
     return result
-
-
-def _changed(x: Tensor, axis: int, base: Tensor, boolean: bool) -> Tensor:
-    if boolean and x.dtype != torch.bool:  # a flipped mask changes numbers, not into NaN
-        return (x != base).movedim(axis, 0).flatten(1).any(1).cpu()
-    return lines(x, axis, base if x.dtype == torch.bool else None)

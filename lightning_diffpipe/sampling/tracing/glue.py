@@ -49,22 +49,18 @@ def find_glue(
 ) -> Glue:
     """Follows the results of blocks; `run` lets a function answer their calls, `tried` limits what may be local."""
     follower = _Follower(model, blocks, constants, device, tried)
-    with forward_replaced(model, _outside(model, blocks), follower.make), follower:
-        follower.touch(run(follower.answer))
-    return follower.found()
-
-
-def _outside(model: nn.Module, blocks: list[Block]) -> set[str]:
-    """Modules that are no blocks, contain none and are in none."""
     names = {block.name for block in blocks}
     inside = tuple(f"{name}." for name in names)
-    return {
+    outside = {
         name
         for name in callable_modules(model)
         if name not in names
         and not name.startswith(inside)
         and not any(block.startswith(f"{name}.") for block in names)
     }
+    with forward_replaced(model, outside, follower.make), follower:
+        follower.touch(run(follower.answer))
+    return follower.found()
 
 
 class _Followed(NamedTuple):
