@@ -287,7 +287,9 @@ def _explained(
 
     costs = ModelProfile.from_json(_read(profile), profile)
     ranks = _cluster({"num_ranks": plan.num_ranks} if cluster is None else cluster)
+    start_s = time.perf_counter()
     why = explain(plan, costs, ranks, disk_bytes_per_s=disk_bytes_per_s)
+    print(f"What could be changed was searched for {seconds(time.perf_counter() - start_s)}.\n")
     if why.plan is not plan:
         links = "free links, as no cluster is given" if cluster is None else "this cluster"
         print(
