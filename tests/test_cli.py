@@ -377,68 +377,36 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
     [
         (["profile", "sample_counts=[0]"], "sample_counts must be a list of whole numbers >= 1"),
         (["profile", "sample_counts=[]"], "such as [1,4,16], or null; got []"),
-        (
-            ["plan", "cluster=measured", "model=flux", "global_batch_size=64"],
-            "cluster.path is not given (",
-        ),
-        (
-            ["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
-            "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per picture",
-        ),
-        (
-            ["sample", "sampler.num_patches=0"],
-            "sampler.num_patches must be a whole number >= 1; got 0",
-        ),
-        (
-            ["sample", "sampler.num_patches=abc"],
-            "sampler.num_patches must be a whole number >= 1; got",
-        ),
-        (
-            ["sample", "sampler.warmup_steps=-1"],
-            "sampler.warmup_steps must be a whole number >= 0; got -1",
-        ),
+        (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "cluster.path is not given ("),
+        (["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
+         "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per picture"),
+        (["sample", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
+        (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number >= 1; got"),
+        (["sample", "sampler.warmup_steps=-1"], "sampler.warmup_steps must be a whole number >= 0; got -1"),
         (["sample", "sampler.warmup_steps=abc"], "sampler.warmup_steps='abc'; choose a number, 0"),
         (["sample", "sampler.method=nope"], "sampler.method='nope'; choose pipefusion, distrifus"),
         (["sample", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
         (["sample", "height=1000000"], "height=1000000 is more than 65535 pixels"),
         (["sample", "height=7.5"], "height must be a whole number or null; got 7.5"),
-        (
-            ["sample", "num_inference_steps=0"],
-            "num_inference_steps must be a whole number, and > 0",
-        ),
+        (["sample", "num_inference_steps=0"], "num_inference_steps must be a whole number, and > 0"),
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
         (["demo", "sampler.num_patches=99"], "sampler.num_patches=99 is more than the 8 rows"),
-        (
-            ["sample", "prompts=3"],
-            "prompts must be a list of texts or a list of whole numbers; got 3",
-        ),
-        (
-            ["sample", "height=7"],
-            "height=7 is no multiple of 8, by which the autoencoder shrinks pictures; take 8",
-        ),
-        (
-            ["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
-            "sampler.num_patches=99 is more than the 8 rows of tokens of these pictures; choose between 1 and 8",
-        ),
-        (
-            ["train", "data.resolution=63", "trainer.devices=2"],
-            "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks pictures; take 56 or 64",
-        ),
-        (
-            ["train", "experiment=glyphs_cascade", "data.resolution=63"],
-            "the upscaler draws 128 pixels, but pictures have 63; set data.resolution",
-        ),
-        (
-            ["demo", "sampler.num_patches=0"],
-            "sampler.num_patches must be a whole number >= 1; got 0",
-        ),
+        (["sample", "prompts=3"], "prompts must be a list of texts or a list of whole numbers; got 3"),
+        (["sample", "height=7"], "height=7 is no multiple of 8, by which the autoencoder shrinks pictures; take 8"),
+        (["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
+         "sampler.num_patches=99 is more than the 8 rows of tokens of these pictures; choose between 1 and 8"),
+        (["train", "data.resolution=63", "trainer.devices=2"],
+         "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks pictures; take 56 or 64"),
+        (["train", "experiment=glyphs_cascade", "data.resolution=63"],
+         "the upscaler draws 128 pixels, but pictures have 63; set data.resolution"),
+        (["demo", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
         (["demo", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
         (["demo", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["demo", "strategy.num_stages=3"], "strategy.num_stages=3 is more than the 2 ranks"),
         (["demo", "trainer.max_steps=abc"], "trainer.max_steps must be a whole number; got 'abc'"),
     ],
-)
+)  # fmt: skip
 def test_requests_that_cannot_be_are_refused_before_processes_start(
     arguments, message, capsys, monkeypatch, tmp_path
 ):
