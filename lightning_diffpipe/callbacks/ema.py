@@ -23,15 +23,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import is_placeholder
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _is_placeholder(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter only stands for one that lives on another rank (all strides are zero)."""
-    return parameter.numel() > 1 and not any(parameter.stride())
 
 
 def _dtype_of_average(parameter: nn.Parameter) -> torch.dtype:
@@ -40,7 +36,7 @@ def _dtype_of_average(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _outline(parameter: nn.Parameter) -> Tensor:
-    """Stands for the average of a parameter of another rank: its shape and dtype, no memory."""
+    """Returns what stands for the average of a parameter of another rank: its shape and dtype, no memory."""
     return torch.empty((), dtype=_dtype_of_average(parameter)).expand(parameter.shape)
 
 
@@ -63,7 +59,7 @@ class EMA(L.Callback):
         self._num_updates = 0
         self._last_step = 0
         self._restored: dict[str, Any] = {}
-        self._weights: dict[str, Tensor] = {}  # set aside while the averages are in their place
+        self._weights: dict[str, Tensor] = {}  # in training, while the averages are in their place
 
     @property
     def state_key(self) -> str:
@@ -86,7 +82,7 @@ class EMA(L.Callback):
         return {
             name: parameter
             for name, parameter in _trained(module).items()
-            if (is_resident(name) if is_resident else not _is_placeholder(parameter))
+            if (is_resident(name) if is_resident else not is_placeholder(parameter))
         }
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -143,8 +139,7 @@ class EMA(L.Callback):
             for name in self._names
             if name not in self.averages
             and (weight := weights.get(name)) is not None
-            and weight.numel() > 1  # of which nobody sees whether it is a placeholder
-            and not _is_placeholder(weight)
+            and not is_placeholder(weight)
         ]
         if missing:
             raise ConfigurationError(
@@ -191,7 +186,7 @@ class EMA(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Leaves the weights in training behind, also when a validation fails."""
+        """Goes back to the weights in training also when a validation fails."""
         self._swap_out(pl_module)
         self._restored = {}
 

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import place_parameters
 from tests.distributed.scenarios import (
     Settings,
     build,
@@ -241,7 +242,9 @@ def test_a_checkpoint_written_in_validation_holds_averages_as_averages(tmp_path)
 def test_frozen_and_foreign_parameters_are_left_out(tmp_path):
     module = BoringModel()
     module.frozen = nn.Linear(2, 2).requires_grad_(False)
-    module.foreign = nn.Parameter(torch.zeros(1).expand(3, 4))
+    module.foreign = nn.Parameter(torch.zeros(3, 4))
+    here = [name for name, _ in module.named_parameters() if name != "foreign"]
+    place_parameters(module, here, "cpu")
     ema = EMA()
     fit(tmp_path, ema, module, max_steps=2)
     assert set(ema.averages) == {"layer.weight", "layer.bias"}
