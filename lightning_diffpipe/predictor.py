@@ -287,8 +287,12 @@ class Predictor:
                 reason = error
                 if not isinstance(error, DiffPipeError):
                     reason = DiffPipeError(f"rank 0 failed before sampling: {error!r}")
+
+                def fail() -> Any:
+                    raise reason
+
                 with contextlib.suppress(Exception):
-                    self._world.links.broadcast_object(lambda: _raise(reason))
+                    self._world.links.broadcast_object(fail)
             raise
 
     def _announce(self, settings: Settings, call: Call) -> Tensor:
@@ -299,7 +303,7 @@ class Predictor:
     def _follow(self, settle: Callable[[], Settings]) -> None:
         self._world.enter("waiting for the request")
         with raised_by_all():
-            texts, packed = self._world.links.broadcast_object(_not_here)
+            texts, packed = self._world.links.broadcast_object(lambda: None)  # rank 0 has them
 
         def compare() -> None:
             refuse_other_request(self._world.rank, settle().as_texts(), texts)
@@ -326,7 +330,7 @@ class Predictor:
         return latents
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
-        """Final latents, with the method that is asked for, or the first one chosen that is not refused."""
+        """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
         while True:
             worker = self._worker_for(packed)
             # With generators as they were, whatever was measured or tried before.
@@ -408,22 +412,15 @@ class Predictor:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
         if self._worker is None:
             if self.options.method == "auto" and self._chooser is None:
-                self._chooser = self._new_chooser()
+                link = self._world.measured_link()
+                left = self._world.gather(free_memory(self.device))
+                least = min((each for each in left if each is not None), default=None)
+                num_ranks = self._world.num_ranks
+                self._chooser = Chooser(self.source.denoiser, link, num_ranks, least, self.options)
             self._world.enter("choosing a method")
             chosen = self._world.links.broadcast_object(lambda: self._decided(packed))
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
-
-    def _new_chooser(self) -> Chooser:
-        link = self._world.measured_link()
-        left = self._world.gather(free_memory(self.device))
-        return Chooser(
-            self.source.denoiser,
-            link,
-            self._world.num_ranks,
-            min((each for each in left if each is not None), default=None),
-            self.options,
-        )
 
     def _decided(self, packed: Call) -> MethodOptions:
         if self._chooser is not None:
@@ -432,7 +429,7 @@ class Predictor:
 
 
 def _options_of(method: str, given: Mapping[str, Any]) -> MethodOptions:
-    """Options of which all methods have some, and further ones of this method."""
+    """Separates options that all methods have from those of this one."""
     known = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
     further = {name: value for name, value in given.items() if name not in known}
     return MethodOptions(method, **known, further=further)
@@ -450,7 +447,7 @@ def _require_settings(dtype: torch.dtype, timeout_s: float) -> None:
 def _world(
     device: torch.device | str | None, alone: bool, timeout_s: float
 ) -> tuple[World, torch.device]:
-    """All ranks, or only this one; and where it computes."""
+    """Returns all ranks, or only this one; and where it computes."""
     if not alone:
         take_place_in_slurm()
     where = _device(device)
@@ -465,7 +462,7 @@ def _opened(
     loras: Mapping[str | Path, float] | None,
     loading: Mapping[str, Any],
 ) -> Source:
-    """A model on all ranks, which have the same arguments, model and weights.
+    """Opens a model on all ranks, which have the same arguments, model and weights.
 
     Raises:
         ConfigurationError: One has others, or the model cannot be opened; on all ranks.
@@ -485,14 +482,14 @@ def _opened(
 
 
 def _is_part(name: str, value: Any) -> bool:
-    """Whether an argument is a part of a pipeline, or leaves one out."""
+    """Returns whether an argument is a part of a pipeline, or leaves one out."""
     if value is None:
         return _OPTIONAL_PART.fullmatch(name) is not None
     return callable(getattr(value, "save_pretrained", None))
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Where to compute; among several processes the GPU of this one, which becomes the current one.
+    """Returns where to compute; among several processes the GPU of this one, which becomes the current one.
 
     Raises:
         ConfigurationError: There is no such device.
@@ -535,11 +532,3 @@ def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
 
 def _wait_for_timeouts() -> None:
     """What NCCL has posted cannot be taken back, so that peers wait for as long as they may."""
-
-
-def _raise(error: Exception) -> Any:
-    raise error
-
-
-def _not_here() -> Any:
-    raise AssertionError("rank 0 makes requests")

@@ -152,39 +152,31 @@ def _index_entry(part: Any) -> list[str]:
     return [type(part).__module__.partition(".")[0], type(part).__name__]
 
 
-def _forget_origin(folder: Path) -> None:
-    """Removes from configs the path a part was once read from; it means nothing elsewhere."""
-    for path in folder.glob("*config.json"):
-        config = json.loads(path.read_text())
-        if config.pop("_name_or_path", None) is not None:
-            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def _write_part(part: Any, folder: Path) -> None:
-    """Writes a part aside, then puts its files in place."""
+    """Writes a part to another folder, then puts its files in place."""
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as name:
-        aside = Path(name)
+        written = Path(name)
         try:
-            part.save_pretrained(aside)
+            part.save_pretrained(written)
         except SafetensorError as error:  # has no path
             raise CheckpointError(f"cannot write the weights of {folder}: {error}") from error
-        _forget_origin(aside)
-        for path in [path for path in aside.rglob("*") if path.is_file()]:
-            target = folder / path.relative_to(aside)
+        for path in written.glob("*config.json"):
+            config = json.loads(path.read_text())
+            # The path that a part was once read from means nothing elsewhere.
+            if config.pop("_name_or_path", None) is not None:
+                path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for path in [path for path in written.rglob("*") if path.is_file()]:
+            target = folder / path.relative_to(written)
             target.parent.mkdir(exist_ok=True)
             path.replace(target)
 
 
-def _roomy() -> str | None:
-    """Returns a folder for small temporary files; None where all are as full as the one there is for them."""
-    folders = [f for f in (tempfile.gettempdir(), "/dev/shm", ".") if Path(f).is_dir()]
-    return next((f for f in folders if shutil.disk_usage(f).free > _ROOM_BYTES), None)
-
-
 def _text_files(part: Any) -> dict[str, str]:
     """Returns the files that describe a part without its weights, by file name."""
-    with tempfile.TemporaryDirectory(dir=_roomy()) as folder:
+    folders = [f for f in (tempfile.gettempdir(), "/dev/shm", ".") if Path(f).is_dir()]
+    roomy = next((f for f in folders if shutil.disk_usage(f).free > _ROOM_BYTES), None)
+    with tempfile.TemporaryDirectory(dir=roomy) as folder:
         if not isinstance(part, nn.Module):
             part.save_pretrained(folder)
         elif hasattr(part, "save_config"):
