@@ -242,7 +242,7 @@ def check_request(
     refuse_ignored_size(source, settings)
     if isinstance(source, ModuleSource):
         rows = source.check(settings)
-        source.refuse_method(method)
+        refuse_method(source, method)
     else:
         assert isinstance(source, DiffusersFolder)
         rows = _checked_rows(source, settings)
@@ -255,6 +255,21 @@ def check_request(
         raise ConfigurationError(
             f"num_patches={num_patches} is more than the {rows} rows of tokens of these pictures; choose between 1 "
             f"and {rows}"
+        )
+
+
+def refuse_method(source: Source, method: str) -> None:
+    """Raises ConfigurationError for a method by which ranks cannot share a module of this project."""
+    if not isinstance(source, ModuleSource):
+        return
+    if source.cls is CascadedDiffusion and method not in ("single", "auto"):
+        raise ConfigurationError(
+            f"method={method} shares one denoiser, and a cascade draws with two, one after the other; take "
+            "single, which divides the prompts"
+        )
+    if method in ("pipefusion", "sequence") and source.name == "unet":
+        raise ConfigurationError(
+            f"method={method} needs a transformer, and this model is a U-Net; take distrifusion"
         )
 
 
@@ -332,7 +347,7 @@ class ModuleSource:
         open_part: Callable[[str], tuple[nn.Module, Weights]] | None = None,
     ) -> None:
         self.name, self.denoiser, self.weights = name, denoiser, weights
-        self._cls, self._module, self._vae, self._open_part = cls, module, vae, open_part
+        self.cls, self._module, self._vae, self._open_part = cls, module, vae, open_part
         self._parts: dict[str, nn.Module] = {}
 
     def check(self, settings: Settings) -> int | None:
@@ -342,10 +357,10 @@ class ModuleSource:
             ConfigurationError: It takes no such size or option.
         """
         others = ("self", "prompts", "generator", "small")
-        taken = [n for n in inspect.signature(self._cls.sample).parameters if n not in others]
+        taken = [n for n in inspect.signature(self.cls.sample).parameters if n not in others]
         if unknown := sorted(settings.given().keys() - taken):
             raise ConfigurationError(
-                f"{self._cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(taken)} and seed"
+                f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(taken)} and seed"
             )
         refuse_prompts(settings.prompts)
         require_number("noise_level", settings.options.get("noise_level", 0), 0, 1)
@@ -354,18 +369,6 @@ class ModuleSource:
         config = self.denoiser.config
         rows, _ = latent_size(self._vae, config, settings.height, settings.width)
         return rows // (config.get("patch_size") or 1)
-
-    def refuse_method(self, method: str) -> None:
-        """Raises ConfigurationError for a method by which ranks cannot share the module, whatever is drawn."""
-        if self._cls is CascadedDiffusion and method not in ("single", "auto"):
-            raise ConfigurationError(
-                f"method={method} shares one denoiser, and a cascade draws with two, one after the other; take "
-                "single, which divides the prompts"
-            )
-        if method in ("pipefusion", "sequence") and self.name == "unet":
-            raise ConfigurationError(
-                f"method={method} needs a transformer, and this model is a U-Net; take distrifusion"
-            )
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
         """Calls the module's own `sample`, with its denoising loop done by `sample`."""

@@ -45,6 +45,7 @@ from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import (
     open_source,
     refuse_ignored_size,
+    refuse_method,
     refuse_module,
     source_of_module,
 )
@@ -191,7 +192,9 @@ class Predictor:
 
         def take_it() -> Source:
             fitted(choice, world.num_ranks)
-            return source_of_module(module)
+            source = source_of_module(module)
+            refuse_method(source, method)
+            return source
 
         return cls(
             world.agree("opening the model", take_it), choice, world, module.device, timeout_s
@@ -470,7 +473,9 @@ def _opened(
 
     def open_it() -> Source:
         fitted(options, world.num_ranks)
-        return open_source(path, world.rank == 0, device, loras=loras, **loading)
+        source = open_source(path, world.rank == 0, device, loras=loras, **loading)
+        refuse_method(source, options.method)
+        return source
 
     source = world.agree("opening the model", open_it)
     if world.num_ranks > 1:

@@ -170,6 +170,14 @@ def test_a_cascade_is_drawn_as_its_own_sample_does(tmp_path):
     ):
         with pytest.raises(ConfigurationError, match=message):
             sources[0](["a"], **options)
+    for method in ("pipefusion", "distrifusion"):
+        message = (
+            f"method={method} shares one denoiser, and a cascade draws with two.*; take single"
+        )
+        with pytest.raises(ConfigurationError, match=message):
+            Predictor.from_pretrained(tmp_path / "folder", method)
+        with pytest.raises(ConfigurationError, match=message):
+            Predictor.from_module(module, method)
 
 
 def test_a_pipeline_in_memory_is_refused_with_the_way_to_open_it():

@@ -20,6 +20,7 @@ from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import (
     cancelled,
+    chosen_and_refused,
     counts_tokens,
     draw,
     draw_as_chosen,
@@ -124,17 +125,13 @@ def test_a_cascade_on_two_ranks_is_that_of_one_process(is_checkpoint, tmp_path):
         assert report.num_steps == 6
 
 
-def test_a_cascade_is_refused_where_ranks_would_share_its_denoisers(tmp_path):
+def test_of_a_cascade_prompts_are_divided_whatever_would_pay(tmp_path):
+    """Bands of one denoiser are tried, and refused, as the upscaler is given whole pictures."""
     tiny_cascade().save_pretrained(tmp_path)
-    settings = {"num_inference_steps": 2}
-    methods = ("pipefusion", "distrifusion")
-    jobs = [(tmp_path, ["a"], settings, {"method": method}) for method in methods]
-    for failures in run_ranks(failure_of_each, 2, jobs):
-        for method, failure in zip(methods, failures, strict=True):
-            assert (
-                f"of which with method={method} a rank has a part; sample with method=single"
-                in failure
-            )
+    settings = {"num_inference_steps": 8}
+    report, _ = run_ranks(chosen_and_refused, 2, tmp_path, ["a"], settings, {"guidance": 1})
+    assert (report.method, report.mesh) == ("single", "data=2")
+    assert re.search(r"no \w+: .* with method=\w+ a rank has a part", report.reason)
 
 
 def requests_of(job):
