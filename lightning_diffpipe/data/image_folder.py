@@ -223,7 +223,7 @@ def _reading(name: str) -> Iterator[None]:
         ) from error
 
 
-class _Entry(NamedTuple):
+class _Listed(NamedTuple):
     """A line of `metadata.jsonl`: a picture, its caption, and the picture of its condition, if there is one."""
 
     path: Path
@@ -232,7 +232,7 @@ class _Entry(NamedTuple):
     line: int
 
 
-def _require_decoder(entries: list[_Entry]) -> None:
+def _require_decoder(entries: list[_Listed]) -> None:
     """Refuses video files where nothing decodes them: each of them would be called broken.
 
     Raises:
@@ -270,7 +270,7 @@ class _Lines:
         self._folder, self._path = folder, folder / "metadata.jsonl"
         self._keys = ["file_name", caption_key, *([condition_key] if condition_key else [])]
 
-    def read(self, skip: bool) -> list[_Entry]:
+    def read(self, skip: bool) -> list[_Listed]:
         """Reads all lines.
 
         Args:
@@ -303,7 +303,7 @@ class _Lines:
             )
         return found
 
-    def _entry(self, line: bytes, number: int) -> _Entry:
+    def _entry(self, line: bytes, number: int) -> _Listed:
         where = f"{self._path}, line {number}"
         try:
             entry = json.loads(line.decode("utf-8"))
@@ -329,7 +329,7 @@ class _Lines:
         for path in paths:
             if not (self._may_be_folders and path.is_dir()):
                 _require_file(path, where)
-        return _Entry(paths[0], caption, paths[1] if condition else None, number)
+        return _Listed(paths[0], caption, paths[1] if condition else None, number)
 
 
 def _require_file(path: Path, where: str) -> None:
@@ -345,7 +345,7 @@ def _require_file(path: Path, where: str) -> None:
 
 
 class _Pictures(Dataset[Sample]):
-    def __init__(self, entries: list[_Entry], resolution: int, num_frames: int | None) -> None:
+    def __init__(self, entries: list[_Listed], resolution: int, num_frames: int | None) -> None:
         self.entries = entries
         self.resolution = resolution
         self.num_frames = num_frames
@@ -453,7 +453,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             DataError: A line of it is malformed, or names a picture that is not there.
         """
         h = self.hparams
-        split: dict[bool, list[_Entry]] = {False: [], True: []}
+        split: dict[bool, list[_Listed]] = {False: [], True: []}
         condition = None if h.condition in MADE else h.condition
         lines = _Lines(Path(h.folder), h.caption_key, condition, h.num_frames is not None)
         entries = lines.read(h.on_error == "skip")
