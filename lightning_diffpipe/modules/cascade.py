@@ -43,15 +43,14 @@ class CascadedDiffusion(PartsModule):
     """A text-conditional cascade of two pixel denoisers in training, and a plain sampler.
 
     Args:
-        unet: The base: takes and gives `colors p p` channels for patches of `p` pixels; draws
+        unet: The base: takes and gives `3 p p` channels for patches of `p` pixels, or `p p` of grey pictures; draws
             `sample_size * p` pixels.
-        upscaler: Takes `2 colors p p` channels, the noisy picture and the small one as large as that, and gives
+        upscaler: Takes twice as many channels, of the noisy picture and the small one as large as that, and gives
             half of them; has `class_embed_type="timestep"`, for the level of noise in the small one.
         text_encoder: Frozen text encoder, for both.
         tokenizer: Its tokenizer, with a `model_max_length`.
         scheduler: Names the prediction target of both, and samples.
         caption_dropout: Share of the training samples that lose their caption.
-        colors: 3, or 1 for grey pictures: of those the mean of the colors is trained and drawn.
         most_noise: Highest level of noise in the small picture, in [0, 1]; levels are drawn evenly below it.
         optimization: Optimizer and learning rate.
 
@@ -75,15 +74,14 @@ class CascadedDiffusion(PartsModule):
         tokenizer: PreTrainedTokenizerBase,
         scheduler: SchedulerMixin,
         caption_dropout: float = 0.1,
-        colors: int = 3,
         most_noise: float = 0.5,
         optimization: Optimization | None = None,
     ) -> None:
         super().__init__()
         require_number("caption_dropout", caption_dropout, 0, 1)
         require_number("most_noise", most_noise, 0, 1)
-        _check_denoisers({"unet": unet.config, "upscaler": upscaler.config}, colors)
-        self.save_hyperparameters("caption_dropout", "colors", "most_noise")
+        _check_denoisers({"unet": unet.config, "upscaler": upscaler.config})
+        self.save_hyperparameters("caption_dropout", "most_noise")
         self.unet, self.upscaler = unet, upscaler
         self.text_encoder, self.tokenizer = text_encoder, tokenizer
         self.scheduler = scheduler
@@ -140,7 +138,7 @@ class CascadedDiffusion(PartsModule):
         """Returns the losses of the base and of the upscaler."""
         states, pixels = text_states(self.text_encoder, tokens), self._pixels(self.unet)
         self.require_size(*images.shape[-2:])
-        if self.hparams.colors == 1:
+        if _colors(self.unet.config) == 1:
             images = images.mean(1, keepdim=True)
         small = F.interpolate(images, (pixels, pixels), mode="area")
         corrupted = self.noise_schedule.corrupt(self._folded(small, self.unet), generator)
@@ -192,11 +190,11 @@ class CascadedDiffusion(PartsModule):
         ).sample.float()
 
     def _folded(self, images: Tensor, denoiser: UNet2DConditionModel) -> Tensor:
-        return F.pixel_unshuffle(images, _patch(denoiser.config, self.hparams.colors))
+        return F.pixel_unshuffle(images, _patch(denoiser.config))
 
     def _pixels(self, denoiser: UNet2DConditionModel) -> int:
         """Returns the width of the pictures that a denoiser draws."""
-        return denoiser.config.sample_size * _patch(denoiser.config, self.hparams.colors)
+        return denoiser.config.sample_size * _patch(denoiser.config)
 
     # ------------------------------------------------------------------ sampling
 
@@ -245,12 +243,12 @@ class CascadedDiffusion(PartsModule):
         states = text_states(self.text_encoder, tokens)
 
         def noise(pixels: int) -> Tensor:
-            shape = (len(prompts), self.hparams.colors, pixels, pixels)
+            shape = (len(prompts), _colors(self.unet.config), pixels, pixels)
             return start_noise(shape, generator, self.device)
 
         def draw(denoiser: UNet2DConditionModel, *conditions: Tensor) -> Tensor:
             conditions = tuple(torch.cat([each] * twice) for each in conditions)
-            patch = _patch(denoiser.config, self.hparams.colors)
+            patch = _patch(denoiser.config)
             start = noise(self._pixels(denoiser))
             found = denoised(
                 self.scheduler,
@@ -266,43 +264,55 @@ class CascadedDiffusion(PartsModule):
             small = draw(self.unet)
         else:
             small = 2 * small.to(self.device) - 1
-            small = small.mean(1, keepdim=True) if self.hparams.colors == 1 else small
+            small = small.mean(1, keepdim=True) if _colors(self.unet.config) == 1 else small
         level = torch.full((len(prompts),), noise_level, device=self.device)
         inputs = self._upscaler_inputs(small, level, noise(small.shape[-1]))
         return draw(self.upscaler, *inputs).expand(-1, 3, -1, -1) / 2 + 0.5
 
 
-def _patch(config: Mapping[str, Any], colors: int) -> int:
+def _colors(config: Mapping[str, Any]) -> int:
+    """Returns 1 for a denoiser of grey pictures, of which the mean of the colors is trained, and 3 for others.
+
+    It gives `p p` or `3 p p` channels, and three times a square is no square.
+    """
+    gives = config["out_channels"]
+    return 1 if isqrt(gives) ** 2 == gives else 3
+
+
+def _patch(config: Mapping[str, Any]) -> int:
     """Returns the width of the squares of pixels that a denoiser sees as one."""
-    return isqrt(config["out_channels"] // colors)
+    return isqrt(config["out_channels"] // _colors(config))
 
 
-def _check_denoisers(configs: Mapping[str, Mapping[str, Any]], colors: int) -> None:
-    if colors not in (1, 3):
-        raise ConfigurationError(f"colors must be 3, or 1 for grey pictures; got {colors}")
+def _check_denoisers(configs: Mapping[str, Mapping[str, Any]]) -> None:
     for name, config in configs.items():
-        takes, gives = config.get("in_channels", 4), config.get("out_channels", 4)
+        takes, gives = config["in_channels"], config["out_channels"]
         wanted = gives * (1 + (name == "upscaler"))
-        if isqrt(gives // colors) ** 2 * colors != gives or takes != wanted:
+        if _colors(config) * _patch(config) ** 2 != gives or takes != wanted:
             inputs = " and takes twice as many, half of them of the small picture" * (
                 name == "upscaler"
             )
             raise ConfigurationError(
-                f"{name} takes {takes} channels and gives {gives}: in a cascade it gives {colors} p p, for "
-                f"colors of patches of p x p pixels{inputs}"
+                f"{name} takes {takes} channels and gives {gives}: in a cascade it gives 3 p p, for colors of "
+                f"patches of p x p pixels, or p p for grey ones{inputs}"
             )
         if not isinstance(config.get("sample_size"), int):
             raise ConfigurationError(
                 f"{name}.sample_size={config.get('sample_size')}: give the width, in patches, of what it draws"
             )
+    colors = {name: _colors(config) for name, config in configs.items()}
+    if colors["unet"] != colors["upscaler"]:
+        raise ConfigurationError(
+            f"by their output channels the unet draws {colors['unet']} colors and the upscaler "
+            f"{colors['upscaler']}; both draw colored pictures (3 p p channels), or grey ones (p p)"
+        )
     if configs["upscaler"].get("class_embed_type") != "timestep":
         raise ConfigurationError(
             "the upscaler takes the level of noise in the small picture by class_embed_type=timestep; got "
             f"{configs['upscaler'].get('class_embed_type')!r}"
         )
     small, large = (
-        configs[name]["sample_size"] * _patch(configs[name], colors)
-        for name in ("unet", "upscaler")
+        configs[name]["sample_size"] * _patch(configs[name]) for name in ("unet", "upscaler")
     )
     if small >= large:
         raise ConfigurationError(

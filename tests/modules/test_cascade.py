@@ -19,6 +19,7 @@ from tests.modules.tiny_parts import (
 )
 
 PROMPTS = ["digit four", "alpha"]
+GREY = {"in_channels": 1, "out_channels": 1}, {"in_channels": 8, "out_channels": 4}
 
 
 def loss_of(module, batch, seed=0):
@@ -82,8 +83,10 @@ def test_pictures_depend_on_prompt_and_small_picture():
         assert not torch.allclose(one[1], other[1], atol=1e-4)
 
 
-def test_it_survives_checkpoints_and_folders(tmp_path, batch):
-    module = tiny_cascade()
+@pytest.mark.parametrize("is_grey", [False, True])
+def test_it_survives_checkpoints_and_folders(is_grey, tmp_path, batch):
+    """History: a folder did not say that pictures are grey, and could not be opened."""
+    module = tiny_cascade("flow", *GREY if is_grey else ())
     trainer = fit(module, batch, tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     module.save_pretrained(tmp_path / "folder")
@@ -97,12 +100,12 @@ def test_it_survives_checkpoints_and_folders(tmp_path, batch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"unet": {"in_channels": 4, "out_channels": 4}}, "unet takes 4 channels and gives 4: in a cascade"),
+        ({"unet": {"in_channels": 8, "out_channels": 8}}, "unet takes 8 channels and gives 8: in a cascade"),
+        ({"unet": {"in_channels": 4, "out_channels": 4}}, "the unet draws 1 colors and the upscaler 3; both"),
         ({"upscaler": {"in_channels": 12}}, "upscaler takes 12 channels and gives 12: .* twice as many"),
         ({"upscaler": {"class_embed_type": None}}, "class_embed_type=timestep; got None"),
         ({"unet": {"sample_size": 8}}, "the upscaler draws 8 pixels .* and the base 8: not fewer"),
         ({"most_noise": 1.5}, "most_noise"),
-        ({"colors": 2}, "colors must be 3, or 1 for grey pictures; got 2"),
     ],
 )  # fmt: skip
 def test_parts_that_are_no_cascade(options, message):
@@ -111,8 +114,7 @@ def test_parts_that_are_no_cascade(options, message):
 
 
 def test_grey_pictures_have_one_channel(batch):
-    grey = {"in_channels": 1, "out_channels": 1}, {"in_channels": 8, "out_channels": 4}
-    module = tiny_cascade("flow", *grey, colors=1)
+    module = tiny_cascade("flow", *GREY)
     same = {**batch, "image": batch["image"].mean(1, keepdim=True).expand(-1, 3, -1, -1)}
     torch.testing.assert_close(loss_of(module, batch), loss_of(module, same))
     images = drawn(module)

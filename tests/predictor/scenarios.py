@@ -83,13 +83,6 @@ def worth_dividing():
         yield
 
 
-def chosen_and_refused(rank, path, prompts, settings, options):
-    """What `method="auto"` reports."""
-    with worth_dividing(), Predictor.from_pretrained(path, method="auto", **options) as predictor:
-        predictor(prompts, **settings)
-        return predictor.report
-
-
 def draw_as_chosen(rank, path, prompts, settings, options):
     """With `method="auto"`, twice; then by name."""
     with (

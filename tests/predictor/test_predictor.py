@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import diffusers
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, load_weights, skeleton
 from tests.modules.tiny_parts import (
     perturbed_latent_diffusion,
@@ -178,6 +180,12 @@ def test_a_cascade_is_drawn_as_its_own_sample_does(tmp_path):
             Predictor.from_pretrained(tmp_path / "folder", method)
         with pytest.raises(ConfigurationError, match=message):
             Predictor.from_module(module, method)
+        # Whatever pipeline it is, and where `auto` tries the method.
+        sources[0]._sample = partial(Call.refuse_steps, method=method)
+        with pytest.raises(
+            ConfigurationError, match=rf"\(3, 4, 4\) and then \(12, 4, 4\).*{method}"
+        ):
+            sources[0](["a"], 2)
 
 
 def test_a_pipeline_in_memory_is_refused_with_the_way_to_open_it():

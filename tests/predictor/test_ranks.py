@@ -20,7 +20,6 @@ from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import (
     cancelled,
-    chosen_and_refused,
     counts_tokens,
     draw,
     draw_as_chosen,
@@ -123,15 +122,6 @@ def test_a_cascade_on_two_ranks_is_that_of_one_process(is_checkpoint, tmp_path):
         assert found.shape == expected.shape == (len(each[1]), 8, 8, 3)
         assert (found == expected).all()
         assert report.num_steps == 6
-
-
-def test_of_a_cascade_prompts_are_divided_whatever_would_pay(tmp_path):
-    """Bands of one denoiser are tried, and refused, as the upscaler is given whole pictures."""
-    tiny_cascade().save_pretrained(tmp_path)
-    settings = {"num_inference_steps": 8}
-    report, _ = run_ranks(chosen_and_refused, 2, tmp_path, ["a"], settings, {"guidance": 1})
-    assert (report.method, report.mesh) == ("single", "data=2")
-    assert re.search(r"no \w+: .* with method=\w+ a rank has a part", report.reason)
 
 
 def requests_of(job):
