@@ -33,17 +33,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
 
 
-def _fake_like(tensor: Tensor) -> Tensor:
-    """Returns a fake tensor of the same shape, strides, type and device; must be called under the fake mode."""
-    fake = torch.empty_strided(
-        tensor.shape, true_stride(tensor), dtype=tensor.dtype, device=tensor.device
-    )
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
-
-
-def fake_copy(root: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     """Copies a module with fake tensors; the original stays untouched.
 
     Raises:
@@ -57,19 +47,17 @@ def fake_copy(root: nn.Module, mode: FakeTensorMode) -> nn.Module:
             if value is not None:
                 memo[id(value)] = value
                 shared.append((name, attribute, value))
-    with mode:
-        for tensor in [*root.parameters(), *root.buffers()]:
-            memo[id(tensor)] = _fake_like(tensor)
+    for tensor in [*root.parameters(), *root.buffers()]:
+        memo[id(tensor)] = mode.like(tensor)
     duplicate = copy.deepcopy(root, memo)
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
     return duplicate
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:
     """Returns the batch with fake tensors of the same strides."""
-    with mode:
-        return pytree.tree_map_only(Tensor, _fake_like, batch)
+    return pytree.tree_map_only(Tensor, mode.like, batch)
 
 
 class TrackedFakeMode(FakeTensorMode):
@@ -78,6 +66,17 @@ class TrackedFakeMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._made: list[StorageWeakRef] = []
+
+    def like(self, tensor: Tensor) -> FakeTensor:
+        """Returns a fake tensor of the same shape, strides, type and device; of a parameter, a parameter."""
+        shape, stride = tensor.shape, true_stride(tensor)
+        meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+        fake = FakeTensor(self, meta, tensor.device)
+        self._made.append(StorageWeakRef(fake.untyped_storage()))
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True  # nn.Parameter would detach it, which takes ten times as long
+            fake.requires_grad_(tensor.requires_grad)
+        return fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:  # asked by autograd for every tensor it sees: half of all calls
