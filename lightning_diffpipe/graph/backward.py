@@ -33,6 +33,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -113,14 +115,11 @@ def input_gradients(
     whole = [node for node in apart if node.name() in _IN_ONE_PIECE]
     early = [weight for node in whole for weight in apart.pop(node)]
     noted: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(_note(noted, node)) for node in apart]
+    handles = [node.register_prehook(partial(noted.__setitem__, node)) for node in apart]
     edges = [GradientEdge(node, number) for node, number in shared]
-    starts = [
-        (r, f) for r, f in zip(roots, flows, strict=True) if r.grad_fn in graph.towards_inputs
-    ]
-    others = [
-        (r, f) for r, f in zip(roots, flows, strict=True) if r.grad_fn not in graph.towards_inputs
-    ]
+    pairs = list(zip(roots, flows, strict=True))
+    starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
+    others = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
     try:
         found = torch.autograd.grad(
             [r for r, _ in starts],
@@ -132,11 +131,10 @@ def input_gradients(
     finally:
         for handle in handles:
             handle.remove()
-    of_inputs, of_edges, of_weights = _cut(found, len(inputs), len(edges))
+    rest = iter(found)
+    of_inputs, of_edges = list(islice(rest, len(inputs))), list(islice(rest, len(edges)))
     later = WeightGradients()
-    known = [
-        (weight, flow) for weight, flow in zip(early, of_weights, strict=True) if flow is not None
-    ]
+    known = [(weight, flow) for weight, flow in zip(early, rest, strict=True) if flow is not None]
     if known:  # to be added where the others are
         weights = [weight for weight, _ in known]
         later.calls.append((weights, [flow for _, flow in known], weights))
@@ -150,23 +148,7 @@ def input_gradients(
     nodes = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge, _ in crossing]
     if weights := graph.weights_below(nodes):
         later.calls.append(([e for e, _ in crossing], [f for _, f in crossing], weights))
-    return list(of_inputs), later
-
-
-def _cut(values: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Returns consecutive parts of some sizes, and the rest."""
-    parts = []
-    for size in sizes:
-        parts.append(values[:size])
-        values = values[size:]
-    return [*parts, values]
-
-
-def _note(noted: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:
-    def hook(flows: tuple[Tensor | None, ...]) -> None:
-        noted[node] = flows
-
-    return hook
+    return of_inputs, later
 
 
 class _Graph:

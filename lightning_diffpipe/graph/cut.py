@@ -302,23 +302,16 @@ def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
                 readers.setdefault(value, set()).add(position)
     found = []
     for value, positions in readers.items():
-        inside = _layers_of(graph, value)
+        if isinstance(value, int):
+            folded = graph.folded[value]
+            inside, size = range(folded.call.first, folded.call.stop), folded.num_bytes
+        else:
+            inside, size = range(value[0], value[0] + 1), graph.spec(value).nbytes
         made = max((at[layer] for layer in inside if layer in at), default=len(path))
         later = tuple(sorted(position for position in positions if position > made))
         if later and later[-1] - made >= max(2, len(path) // _SKIP_SHARE):
-            size = (
-                graph.folded[value].num_bytes
-                if isinstance(value, int)
-                else graph.spec(value).nbytes
-            )
             found.append((size, made, later))
     return tuple(sorted(found))
-
-
-def _layers_of(graph: LayerGraph, value: Value) -> range:
-    if isinstance(value, int):
-        return range(graph.folded[value].call.first, graph.folded[value].call.stop)
-    return range(value[0], value[0] + 1)
 
 
 def _folds(graph: LayerGraph, call: ContainerCall) -> bool:

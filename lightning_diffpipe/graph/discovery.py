@@ -321,15 +321,17 @@ class StepProbe:
 
     def with_observed_strides(self, graph: LayerGraph) -> LayerGraph:
         """Returns the graph with strides as they really are, where the step calls the same layers."""
-        seen = self._observe(graph.layer_names, (), self._batch, _look_at_strides)
+        stride = lambda leaf: dense_stride(leaf) if isinstance(leaf, Tensor) else None
+        look = lambda arguments, out: list(map(stride, pytree.tree_leaves(out)))
+        seen = self._observe(graph.layer_names, (), self._batch, look)
         if tuple(call.name for call in seen) != graph.layer_names:
             return graph
         layers = [
             dataclasses.replace(
                 layer,
                 outputs=tuple(
-                    dataclasses.replace(o, stride=stride) if isinstance(o, TensorSpec) else o
-                    for o, stride in zip(layer.outputs, call.found, strict=True)
+                    dataclasses.replace(o, stride=found) if isinstance(o, TensorSpec) else o
+                    for o, found in zip(layer.outputs, call.found, strict=True)
                 ),
             )
             for layer, call in zip(graph.layers, seen, strict=True)
@@ -439,8 +441,3 @@ def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples | None) -> l
     ):
         return None
     return [known[key] for key in keys]
-
-
-def _look_at_strides(arguments: Any, out: Any) -> list[Any]:
-    leaves = pytree.tree_leaves(out)
-    return [dense_stride(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]

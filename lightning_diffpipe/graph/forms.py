@@ -171,9 +171,8 @@ class FormView:
                 form = self._walked(run, call, seed)
             assert form is not None
             host = rng.host_state() != before
-            if (
-                self._lenient
-            ):  # not a step that is made to take a form again, which puts its counters back
+            # Not of a step that is made to take a form again, which puts its counters back.
+            if self._lenient:
                 self._require_counted()
         reads = tuple(read for position, read in noted.reads if position < len(form))
         known = tuple(zip(self._graph.counters, counted, strict=True))
@@ -251,9 +250,9 @@ def survey(
             view = FormView(root, graph, interception, lenient=True)
             for trial in range(_MANY):
                 number, microbatch = divmod(trial, 2)
-                told = (arguments[0] + number, *arguments[1:]) if arguments else ()
-                call = StepCall(step, root, batch, told, graph.batch_writes)
-                found.append(view.exemplar(call, seed_of(number, microbatch), told))
+                own = (arguments[0] + number, *arguments[1:]) if arguments else ()
+                call = StepCall(step, root, batch, own, graph.batch_writes)
+                found.append(view.exemplar(call, seed_of(number, microbatch), own))
                 if microbatch:
                     view.count()
                 tossed = any(exemplar.has_coins for _, exemplar in found)

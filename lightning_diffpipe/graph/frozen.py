@@ -202,7 +202,7 @@ class FrozenView:
         for key, value in part.items():
             rows = self.graph.spec(key).rows or 0
             expected = whole[key][start * rows : stop * rows] if rows else whole[key]
-            difference = _relative_difference(value, expected)
+            difference = relative_difference(value, expected)
             if difference > self._tolerance(value):
                 found[self.graph.layers[key[0]].name] = difference
         return found
@@ -335,7 +335,8 @@ class FrozenRun(StubbedRun):
         return pytree.tree_unflatten(joined, spec)
 
 
-def _relative_difference(value: Tensor, expected: Tensor) -> float:
+def relative_difference(value: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference of two tensors by the largest expected value; infinite for unlike integers."""
     if torch.equal(value, expected):
         return 0.0
     if not value.dtype.is_floating_point:

@@ -87,7 +87,7 @@ class Site:
         self.diffpipe_original: Callable[..., Any] = getattr(module, self.attribute)
         self._interception, self._variable = interception, interception.variable
         self.name, self.module = name, module
-        self.foreign: str | None = None
+        self.foreign = ""
         functools.update_wrapper(self, self.diffpipe_original)  # keeps inspect.signature(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class Site:
         run = self._variable.get() or self._interception.recomputing
         if run is not None:
             return run.call(self, args, kwargs)
-        if self.foreign is not None:
+        if self.foreign:
             raise ForeignLayerError(self.foreign)
         return self.diffpipe_original(*args, **kwargs)
 
@@ -125,9 +125,8 @@ class Interception:
         self._names = set(names)
         self._sites: dict[str, Site] = {}
         self._spare: dict[str, Site] = {}
-        self._placed: dict[
-            str, tuple[int, Any]
-        ] = {}  # spares in place: users, what was there before
+        # Spares in place: users, what was there before.
+        self._placed: dict[str, tuple[int, Any]] = {}
         self._saved: list[tuple[nn.Module, str, Any]] = []
         self._installed = False
 
@@ -246,7 +245,12 @@ class Interception:
         for name, site in self._sites.items():
             inner, parameter = inside.get(name, ("", ""))
             where = owners.get(f"{inner}.{parameter}", "another rank")
-            site.foreign = _foreign_message(name, where) if inner else None
+            site.foreign = inner and (
+                f"{name} was called outside a pipeline step, but its parameters live on {where}. During training "
+                "a rank holds its own stage only: call the model inside training_step, validation_step or "
+                "test_step, which run on all ranks together, or inside `with trainer.strategy.whole_model():` on "
+                "all ranks; or use a Predictor to sample"
+            )
 
     @contextlib.contextmanager
     def running(self, run: Run | None) -> Iterator[None]:
@@ -298,15 +302,6 @@ class _LogSite:
 
     def __reduce__(self) -> Any:
         return getattr, (self._interception.root, self._method)
-
-
-def _foreign_message(name: str, where: str) -> str:
-    return (
-        f"{name} was called outside a pipeline step, but its parameters live on {where}. During training "
-        "a rank holds its own stage only: call the model inside training_step, validation_step or "
-        "test_step, which run on all ranks together, or inside `with trainer.strategy.whole_model():` on all "
-        "ranks; or use a Predictor to sample"
-    )
 
 
 _SINCE_2_14 = "_checkpoint_without_reentrant_generator_impl"

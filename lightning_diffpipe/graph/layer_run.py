@@ -179,7 +179,11 @@ class StubbedRun:
             return self._stub(layer)
         out = self._checked(layer, self.execute(layer, site, args, kwargs))
         if position == plan.final:
-            self._stop_after(site.module)
+            # Hooks of the layer shall see its output; then the next layer call stops.
+            hooks = site.module._forward_hooks or nn.modules.module._global_forward_hooks
+            self._stopping = bool(hooks)
+            if not hooks:
+                raise Stop
         return out
 
     def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
@@ -256,12 +260,6 @@ class StubbedRun:
             "of one module, so that all batches call the same layers"
         )
 
-    def _stop_after(self, module: nn.Module) -> None:
-        if module._forward_hooks or nn.modules.module._global_forward_hooks:
-            self._stopping = True  # its hooks shall see the output; the next layer call stops
-        else:
-            raise Stop
-
     def _stub(self, layer: Layer) -> Any:
         needed = self._plan.needed.get(layer.index, _NONE)
         flat: list[Any] = []
@@ -301,7 +299,14 @@ class StubbedRun:
                     changed = changed or flat[leaf] is not value
             elif not isinstance(expected, SameAs | Opaque) and not _equal(value, expected):
                 raise _wrong_output(layer, leaf, value, expected)
-        return self._handed_out(layer, flat, spec) if changed else out
+        if not changed:
+            return out
+        for leaf in layer.mutated:
+            flat[leaf] = flat[leaf].clone()
+        for leaf, expected in enumerate(layer.outputs):
+            if isinstance(expected, SameAs):
+                flat[leaf] = flat[expected.leaf]
+        return pytree.tree_unflatten(flat, spec)
 
     def _is_plain(self, layer: Layer, out: Any) -> bool:
         """Handles the common case, one tensor that no other stage needs, without looking for leaves."""
@@ -313,14 +318,6 @@ class StubbedRun:
             and not layer.mutated
             and layer.index not in self._plan.sent
         )
-
-    def _handed_out(self, layer: Layer, flat: list[Any], spec: Any) -> Any:
-        for leaf in layer.mutated:
-            flat[leaf] = flat[leaf].clone()
-        for leaf, expected in enumerate(layer.outputs):
-            if isinstance(expected, SameAs):
-                flat[leaf] = flat[expected.leaf]
-        return pytree.tree_unflatten(flat, spec)
 
     def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
         if torch.is_grad_enabled() and value.requires_grad != expected.requires_grad:

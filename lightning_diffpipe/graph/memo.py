@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.float32 import float32_precisions
-from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.frozen import FrozenView, relative_difference
 from lightning_diffpipe.graph.layer import (
     CONSTANT_TYPES,
     Layer,
@@ -244,7 +244,8 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
     rows = layer.argument_rows
     if rows is None or len(rows) != len(flat):
         return None
-    num_samples = _num_samples(flat, rows)
+    counts = (len(x) // n for x, n in zip(flat, rows, strict=True) if isinstance(x, Tensor) and n)
+    num_samples = next(counts, None)
     if num_samples is None:
         return None
     common = hashlib.sha256(f"{_VERSION} {layer.name} {digest} {num_samples} {spec}".encode())
@@ -360,13 +361,6 @@ def _circumstances() -> str:
     return repr((autocast, float32_precisions()))
 
 
-def _num_samples(flat: Sequence[Any], rows: Sequence[int | None]) -> int | None:
-    for value, n in zip(flat, rows, strict=True):
-        if isinstance(value, Tensor) and n:
-            return int(value.shape[0]) // n
-    return None
-
-
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
@@ -395,7 +389,8 @@ def _join(layer: Layer, entries: Sequence[Entry], device: torch.device) -> Any:
             stride = entries[0].strides[number]
             number += 1
             if not expected.rows:
-                flat.append(_laid_out(rows[0], stride, device))
+                empty = torch.empty_strided(rows[0].shape, stride, dtype=rows[0].dtype)
+                flat.append(empty.copy_(rows[0]).to(device))
                 continue
             shape = (sum(row.shape[0] for row in rows), *rows[0].shape[1:])
             joined = torch.empty_strided(shape, stride, dtype=rows[0].dtype)
@@ -408,19 +403,11 @@ def _join(layer: Layer, entries: Sequence[Entry], device: torch.device) -> Any:
     return pytree.tree_unflatten(flat, layer.spec)
 
 
-def _laid_out(value: Tensor, stride: tuple[int, ...], device: torch.device) -> Tensor:
-    empty = torch.empty_strided(value.shape, stride, dtype=value.dtype)
-    return empty.copy_(value).to(device)
-
-
 def _compare(layer: Layer, remembered: Any, computed: Any) -> None:
     """Requires stored and computed outputs to be equal, up to the rounding of kernels chosen by position."""
     pairs = zip(_tensor_leaves(layer, remembered), _tensor_leaves(layer, computed), strict=True)
     for (stored, _), (value, _) in pairs:
-        if torch.equal(stored, value):
-            continue
-        scale = value.abs().max().clamp_min(1e-30)
-        difference = float(((stored - value).abs().max() / scale).nan_to_num(float("inf")))
+        difference = relative_difference(stored, value)
         tolerance = 1e4 * torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
         if difference > min(tolerance, 0.1):
             raise GraphError(

@@ -86,17 +86,12 @@ def place_parameters(
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != torch.device(device):
                 module._buffers[key] = buffer.to(device)
-    _follow(root, torch.device(device))
-    return tuple(foreign)
-
-
-def _follow(root: nn.Module, device: torch.device) -> None:
-    """Brings along what `.to()` moves besides, where all parameters and buffers are there already."""
-    for module in root.modules():
+    for module in root.modules():  # what `.to()` moves besides
         if "_device" in module.__dict__:  # what `LightningModule.device` answers
-            module.__dict__["_device"] = device
+            module.__dict__["_device"] = torch.device(device)
         if has_own_tensors(module):
             module._apply(lambda tensor: tensor.to(device))
+    return tuple(foreign)
 
 
 def has_own_tensors(module: nn.Module) -> bool:

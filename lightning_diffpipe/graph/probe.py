@@ -291,22 +291,17 @@ def _without_values(
         if not allow_failure:
             raise
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+        where = f", {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
         _log.warning(
             "the step cannot be run on tensors without values (%s%s), so that it is probed by running the whole "
             "model several times, with all activations and without checkpointing, on every rank: that takes large "
             "models much time and memory. Read no values in the step (.item(), .nonzero(), x[mask], `if tensor:`), "
-            "and look numbers up by index tensors, as in sigmas[indices]", reason, _where(error),
+            "and look numbers up by index tensors, as in sigmas[indices]", reason, where,
         )  # fmt: skip
         return reason
     finally:  # not earlier: the traceback of an error keeps everything alive
         forget_fakes(mode)
-
-
-def _where(error: Exception) -> str:
-    """Returns the line outside of torch that an error came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if is_users(frame.filename)]
-    return f", {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
 
 
 def _on_fakes(

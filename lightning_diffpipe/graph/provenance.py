@@ -269,7 +269,10 @@ class Provenance(TorchDispatchMode):
             read = set()  # reads the shape only; random ones depend on strides, too
         if draws(func, args, kwargs):
             raw, read = raw | {None}, read | {None}
-            self._note_draw()
+            if self.current is None:
+                self.glue_drew = True
+            else:
+                self.current.drew = True
         before = set(map(_key, inputs))
         self._read_buffers |= before & self._buffer.keys()
         out = func(*args, **kwargs)
@@ -287,12 +290,6 @@ class Provenance(TorchDispatchMode):
                 self.note_parameter_writes(written)
             self._note_writes(written, new)
         return out
-
-    def _note_draw(self) -> None:
-        if self.current is None:
-            self.glue_drew = True
-        else:
-            self.current.drew = True
 
     def _new_tags(self, raw: set[Any], read: set[Any]) -> set[Any]:
         if self.current is None:

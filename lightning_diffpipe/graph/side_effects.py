@@ -237,7 +237,7 @@ def _generators_of(root: nn.Module) -> dict[str, Any]:
 
 
 def _of_files(root: nn.Module) -> dict[str, Any]:
-    """Generators of the host at the level of the files that define the modules, by name."""
+    """Returns generators of the host at the level of the files that define the modules, by name."""
     files = {kind.__module__ for module in root.modules() for kind in type(module).__mro__}
     return {
         f"{file}.{name}": value
@@ -367,7 +367,7 @@ class AttributeWrites(TorchFunctionMode):
         return frozenset(itertools.filterfalse(self._is_done_once, left))
 
     def counters(self) -> dict[Attribute, int]:
-        """When the step has ended: whole numbers that glue has changed, and by how much after the last layer."""
+        """Returns, when the step has ended, integers that glue changed, and by how much after the last layer."""
         found = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)
@@ -376,7 +376,7 @@ class AttributeWrites(TorchFunctionMode):
         return found
 
     def _now(self, attribute: Attribute) -> Any:
-        """What the step has set it to; a step that is made to take a form again may put it back in the end."""
+        """Returns what the step has set; one that is made to take a form again may put it back in the end."""
         held = self._before[attribute][0].__dict__
         return self._set.get(attribute, _MISSING) if attribute[1] in held else _MISSING
 

@@ -99,15 +99,11 @@ def batch_signature(batch: Any) -> str:
         return f"array {batch.dtype}{list(batch.shape)}"
     if batch is None or isinstance(batch, bool):
         return repr(batch)
-    return type(batch).__name__ + _signature_inside(batch)
-
-
-def _signature_inside(batch: Any) -> str:
-    """Returns signatures of the children of a type registered with `torch.utils._pytree`; empty for any other."""
+    name = type(batch).__name__
     if type(batch) not in pytree.SUPPORTED_NODES:
-        return ""
+        return name
     children, _ = pytree.SUPPORTED_NODES[type(batch)].flatten_fn(batch)
-    return "(" + ", ".join(map(batch_signature, children)) + ")"
+    return f"{name}({', '.join(map(batch_signature, children))})"
 
 
 def loss_of(out: Any) -> Tensor:
@@ -159,7 +155,7 @@ class LoggedMetric:
 
 
 def logged_values(root: nn.Module, logged: Any) -> Any:
-    """Arguments of a logging call, which outlive the step: without graphs, metric objects as `LoggedMetric`.
+    """Returns arguments of a logging call that outlive the step: without graphs, metric objects as `LoggedMetric`.
 
     Raises:
         ConfigurationError: A metric object is no attribute of the module, so that other ranks cannot find theirs.
@@ -170,8 +166,8 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
             return {name: detached(metric) for name, metric in leaf.items()}
         if isinstance(leaf, Tensor):
             return leaf.detach()
-        if not _is_metric(leaf):
-            return leaf
+        if not isinstance(leaf, nn.Module) or not hasattr(leaf, "_forward_cache"):
+            return leaf  # no metric object of torchmetrics, which nobody needs to have installed
         attribute = next((name for name, module in root.named_modules() if module is leaf), None)
         if attribute is None:
             raise ConfigurationError(
@@ -182,8 +178,3 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
         return LoggedMetric(attribute, None if value is None else value.detach())
 
     return pytree.tree_map(detached, logged)
-
-
-def _is_metric(value: Any) -> bool:
-    """Returns whether a value is an object of torchmetrics, which nobody needs to have installed."""
-    return isinstance(value, nn.Module) and hasattr(value, "_forward_cache")

@@ -229,7 +229,7 @@ class Tracer:
         return self._hand_out(record, out)
 
     def _replaced(self, name: str) -> set[str]:
-        """Buffers of a module that were given new values since this was asked last: `self.mean = ...`.
+        """Returns buffers of a module that were replaced since this was asked last: `self.mean = ...`.
 
         Those that a layer makes larger or smaller do not count: other ranks could not receive them.
         """

@@ -52,9 +52,7 @@ class Versions:
             before_update: The optimizer's step comes next, and with it whatever follows trained weights.
         """
         before, self._noted = self._noted, self._now()
-        if not _same(
-            before, self._noted
-        ):  # pieces lie in the memory of the tensors, wherever that was
+        if not _same(before, self._noted):  # pieces lie where the tensors lay
             self._pieces = _pieces([tensor for tensor in self._noted[0] if tensor is not None])
         self._num_updates += before_update
         if self._num_updates >= _NUM_UPDATES:
@@ -83,9 +81,8 @@ class Versions:
         return tensors, list(map(version_of, tensors)), addresses
 
     def _compared(self) -> list[Tensor]:
-        return [
-            torch.cat(pieces).view(torch.uint8) for pieces in self._pieces
-        ]  # NaN equals nothing
+        # As bytes, as NaN equals nothing.
+        return [torch.cat(pieces).view(torch.uint8) for pieces in self._pieces]
 
 
 def _same(before: _State, now: _State) -> bool:
@@ -101,18 +98,14 @@ def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:
     """Returns some elements of each tensor, as views, by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() and not tensor.is_meta and _is_dense(tensor):
+        layout = torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
+        is_dense = tensor.is_contiguous() or tensor.is_contiguous(memory_format=layout)
+        if tensor.numel() and not tensor.is_meta and is_dense:
             step = max(1, tensor.numel() // _NUM_ELEMENTS)
             count = min(tensor.numel(), _NUM_ELEMENTS)
             piece = tensor.detach().as_strided((count,), (step,))
             groups.setdefault((tensor.dtype, tensor.device), []).append(piece)
     return list(groups.values())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (
-        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
 
 
 def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
