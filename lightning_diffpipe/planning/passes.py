@@ -108,7 +108,7 @@ def schedule_of_passes(
     if all(no_grad & {*range(first, first + size)} for first in firsts):
         programs = tuple(_after_waves(program, placement, size) for program in one_pass.programs)
     else:
-        programs = _greedy(placement, num_microbatches, spec.splits_backward)
+        programs = _greedy(placement, one_pass)
     return Schedule(placement, num_microbatches, programs)
 
 
@@ -139,8 +139,7 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
             for wave, program in zip(waves, schedule.programs, strict=True)
         )
     else:
-        splits = any(isinstance(i, BackwardInput) for program in schedule.programs for i in program)
-        programs = _greedy(placement, size, splits)
+        programs = _greedy(placement, schedule)
     return Schedule(placement, size, programs)
 
 
@@ -173,11 +172,12 @@ def _after_waves(program: Program, placement: Placement, size: int) -> Program:
     return (*wave, *trained)
 
 
-def _greedy(
-    placement: Placement, num_microbatches: int, splits_backward: bool
-) -> tuple[Program, ...]:
+def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
+    """List scheduling of all passes; backwards run in two parts where they do in a schedule of one."""
+    num_microbatches = one_pass.num_microbatches
+    splits = any(isinstance(i, BackwardInput) for program in one_pass.programs for i in program)
     order: dict[type[Work], int] = {Forward: 0, ForwardNoGrad: 0, Backward: 1}
-    if splits_backward:
+    if splits:
         order = {BackwardInput: 0, Forward: 1, ForwardNoGrad: 1, BackwardWeight: 2, Backward: 2}
     most = placement.num_stages - 1
     return list_schedule(
@@ -186,7 +186,7 @@ def _greedy(
         lambda kind, stage: 2 if kind is Backward else 1,
         lambda work: (order[type(work)], work.microbatch, -work.stage),
         lambda stage: most if stage == 0 else num_microbatches,
-        splits_backward,
+        splits,
     )
 
 
