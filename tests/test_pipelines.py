@@ -1,7 +1,8 @@
-"""Pipelines of diffusers are trained by their own call, as many as can be built.
+"""Pipelines of diffusers are trained and sampled by their own call, as many as can be built.
 
 Each is built in tiny. Its step runs plainly, and cut into two stages that are emulated one after the other in
-double precision; it is saved, opened by diffusers alone, and both draw. `docs/models.md` prints the same facts;
+double precision; it is saved, opened by diffusers alone, and both draw. The Predictor draws with it in one process
+and with two ranks, by each method, and is compared with diffusers alone. `docs/models.md` prints the same facts;
 after a change run `python -m tests.zoo.write_table Pipeline`.
 """
 
@@ -13,8 +14,16 @@ import pytest
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.errors import ConfigurationError
 from tests.zoo.pipelines import PIPELINES
-from tests.zoo.train_pipelines import measure, refused_by_class
-from tests.zoo.write_table import PATH, pipeline_facts, pipeline_row, refused_pipelines
+from tests.zoo.sample_pipelines import measure as sample
+from tests.zoo.train_pipelines import measure as train
+from tests.zoo.train_pipelines import refused_by_class
+from tests.zoo.write_table import (
+    PATH,
+    pipeline_row,
+    refused_pipelines,
+    sampling_facts,
+    training_facts,
+)
 
 FAST = ("FluxPipeline", "DDPMPipeline", "StableDiffusionPanoramaPipeline", "ErnieImagePipeline")
 """Packed, of pixels, refused, and told one time."""
@@ -41,15 +50,24 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipeline_is_trained_by_its_own_call_or_refused_by_name(name, tmp_path):
-    trained = measure(name, tmp_path)
+    trained = train(name, tmp_path)
     if trained.refusal is None:
         assert math.isfinite(trained.loss)
         assert trained.loss_error <= 1e-12
         assert trained.gradient_error <= 1e-9, f"{trained.worst} differs"
         assert trained.same, "the saved pipeline draws something else"
-    written = {pipeline_facts(line) for line in PATH.read_text().splitlines()}
-    row = pipeline_facts(pipeline_row(name, trained))
-    assert row in written, "run python -m tests.zoo.write_table Pipeline"
+    assert training_facts(pipeline_row(name, trained, {})) == training_facts(written_row(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_is_sampled_by_its_own_call_or_refused(name, tmp_path):
+    """If it fails because more can be sampled now: run python -m tests.zoo.write_table Pipeline."""
+    assert list(sample(name, tmp_path).values()) == sampling_facts(written_row(name))
+
+
+def written_row(name):
+    [row] = [line for line in PATH.read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    return row
 
 
 def test_the_table_of_pipelines_is_large_enough():

@@ -59,6 +59,7 @@ class Call:
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         channels: Channels of a prediction that the loop looks at; None means all.
         mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
+        by_place: Attention may treat rows by their place in the batch, which is not cut into branches then.
         rows: Of the latents, that this rank draws; None means all.
         divided: Where the branches of guidance were before they were divided over two halves of the
             ranks: `"batch"`, `"calls"`, or None if they are together.
@@ -78,6 +79,7 @@ class Call:
     step_arguments: dict[str, Any] = field(default_factory=dict)
     channels: int | None = None
     mixes: frozenset[str] = frozenset()
+    by_place: bool = False
     rows: list[int] | None = None
     divided: str | None = None
     index: int = 0
@@ -99,6 +101,7 @@ class Call:
             dry_run.step_arguments,
             dry_run.channels,
             dry_run.mixes,
+            dry_run.by_place,
         )
 
     @property
@@ -204,7 +207,9 @@ class Call:
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=restored(self.step_arguments, self.whole.device),
-            branches_in_batch=1 if divided else self._expansion_or_1 * self._copies,
+            branches_in_batch=1
+            if divided or self.by_place
+            else self._expansion_or_1 * self._copies,
             begin=lambda: self._begin(model, exchange, begun),
             stepped=stepped,
         )
@@ -319,6 +324,11 @@ class Call:
         """
         if len(self.steps[0]) == 2:
             return replace(self, index=index, divided="calls")
+        if self.by_place:
+            raise ConfigurationError(
+                f"guidance=2 divides the batch, whose rows {type(self.pipeline.pipeline).__name__} treats by their "
+                "place in it (it has attention processors of its own); leave guidance at 1"
+            )
         if len(self.steps[0]) > 2 or self.expansion != 2:
             raise ConfigurationError(
                 "guidance=2 divides the two branches of classifier-free guidance, but this request has one "

@@ -21,6 +21,7 @@ from lightning_diffpipe.sampling.loop import (
     PipelineCall,
     Prediction,
     Step,
+    attention_processors,
     latents_name,
     predicted_zeros,
     snapshot,
@@ -61,6 +62,8 @@ class DryRun:
         step_arguments: Further arguments of that.
         channels: Channels of predictions that are looked at; None means all.
         mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
+        by_place: The pipeline sets attention processors of its own, which may treat rows by their place in the
+            batch, as those of perturbed-attention guidance do.
         record: What other parts answered.
     """
 
@@ -71,6 +74,7 @@ class DryRun:
     step_arguments: dict[str, Any] = field(default_factory=dict)
     channels: int | None = None
     mixes: frozenset[str] = frozenset()
+    by_place: bool = False
     record: Record = field(default_factory=Record)
 
 
@@ -111,6 +115,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> DryRun:
     """One run with a denoiser that predicts zeros; recorded unless it ends after a number of steps."""
     found = DryRun()
     waiting: dict[str, list[dict[str, Any]]] = {}
+    processors = attention_processors(call.parts)
     begun = False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
@@ -126,6 +131,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> DryRun:
             _refuse_predicted_variance(scheduler, prediction, sample)
             found.latents, found.scheduler = sample, copy.deepcopy(scheduler)
             found.scheduler.__class__ = type(scheduler).__mro__[1]
+            found.by_place = attention_processors(call.parts) != processors
             found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
             found.step_arguments.pop("return_dict", None)
             if sample.ndim > 3 and not prediction.isnan().any():

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_diffpipe.coroutine import Coroutine
-from lightning_diffpipe.errors import SamplingError
+from lightning_diffpipe.errors import ConfigurationError, SamplingError
 from lightning_diffpipe.sampling.record import (
     Controlled,
     Controls,
@@ -220,9 +220,27 @@ class PipelineCall:
         )
 
 
+class _EqualToBase(type):
+    """The type of a class that passes for its base: pipelines compare the classes of schedulers."""
+
+    def __eq__(cls, other: object) -> bool:
+        return any(other is each for each in cls.__mro__[:2])
+
+    def __hash__(cls) -> int:
+        return hash(cls.__mro__[1])
+
+
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """A copy of a scheduler whose steps are answered; so are those of its own copies."""
+    """A copy of a scheduler whose steps are answered; so are those of its own copies.
+
+    Raises:
+        ConfigurationError: It has no step.
+    """
     plain = type(scheduler)
+    if not hasattr(plain, "step"):
+        raise ConfigurationError(
+            f"{plain.__name__} has no method `step`, by which a loop is followed; take another scheduler"
+        )
     signature = inspect.signature(plain.step)
 
     @functools.wraps(plain.step)  # pipelines look which arguments it takes
@@ -230,7 +248,7 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
         return on_step(self, plain.step, dict(signature.bind(self, *args, **kwargs).arguments))
 
     twin = copy.deepcopy(scheduler)
-    twin.__class__ = type(plain.__name__, (plain,), {"step": step})
+    twin.__class__ = _EqualToBase(plain.__name__, (plain,), {"step": step})
     return twin
 
 
@@ -264,8 +282,7 @@ def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
     modules = [part for part in parts.values() if isinstance(part, nn.Module)]
     tensors = [x for each in modules for x in itertools.chain(each.parameters(), each.buffers())]
     dtypes = [(x, x.dtype) for x in tensors]
-    layers = [x for each in modules for x in each.modules() if hasattr(x, "set_processor")]
-    processors = [(layer, layer.processor) for layer in layers]
+    processors = attention_processors(parts)
     try:
         yield
     finally:
@@ -275,6 +292,13 @@ def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
         for layer, processor in processors:
             if layer.processor is not processor:
                 layer.set_processor(processor)
+
+
+def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]]:
+    """Attention layers of parts, with the processor that each has."""
+    modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+    layers = [x for each in modules for x in each.modules() if hasattr(x, "set_processor")]
+    return [(layer, layer.processor) for layer in layers]
 
 
 def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,9 +335,29 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
     for name in _LATENTS:
         if isinstance(arguments.get(name), Tensor):
             return name
-    return next(
-        name for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim >= 3
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.ndim >= 3:
+            return name
+    raise ConfigurationError(
+        "the denoiser takes each sample as a tensor of its own, and no rank can share such a list; draw with "
+        "diffusers alone"
     )
+
+
+class Stepped(tuple):
+    """What a scheduler returns: a tuple, or an object with `prev_sample`."""
+
+    __slots__ = ()
+
+    @property
+    def prev_sample(self) -> Tensor:
+        """The latents after the step."""
+        return self[0]
+
+    @property
+    def pred_original_sample(self) -> Tensor:
+        """What the clean latents are taken for."""
+        return self[1]
 
 
 class Prediction(tuple):
@@ -332,8 +376,10 @@ def predicted_zeros(
 ) -> Prediction:
     """A prediction of zeros, with something else in channels beyond those of the latents."""
     latents = arguments[latents_name(arguments)]
-    channels = getattr(denoiser.config, "out_channels", None)
     given = getattr(denoiser.config, "in_channels", None)
+    channels = getattr(denoiser.config, "out_channels", None)
+    if channels is None and getattr(denoiser.config, "learn_sigma", False):
+        channels = 2 * given
     if latents.ndim < 4 or channels is None or latents.shape[1] != given:
         return Prediction((torch.zeros_like(latents),))
     out = latents.new_zeros(len(latents), channels, *latents.shape[2:])
@@ -370,9 +416,7 @@ class Step:
 
     def answer(self, latents: Tensor) -> Any:
         """What a scheduler returns that has stepped elsewhere."""
-        if self.arguments.get("return_dict", True):
-            return types.SimpleNamespace(prev_sample=latents, pred_original_sample=latents)
-        return (latents, latents)
+        return Stepped((latents, latents))
 
     def count(self) -> None:
         """Lets the scheduler take this step on zeros: some scale model inputs by what they have stepped."""

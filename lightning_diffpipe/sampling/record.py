@@ -110,6 +110,9 @@ class Recorder:
     def __len__(self) -> int:
         return self._ask("__len__", (), {})
 
+    def __iter__(self) -> Iterator[Any]:  # over the layers of a text encoder
+        return (getattr(self, str(index)) for index in range(len(self)))
+
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"
         given = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
@@ -178,6 +181,9 @@ class Replayed:
 
     def __len__(self) -> int:
         return self._answer("__len__", (), {})
+
+    def __iter__(self) -> Iterator[Any]:  # over the layers of a text encoder
+        return (getattr(self, str(index)) for index in range(len(self)))
 
     def _answer(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"

@@ -206,7 +206,7 @@ class DiffusersFolder:
             )
         cls = getattr(diffusers, class_name)
         weights: Weights = SafetensorsFolder(folder, variant)
-        present = [n for n, entry in index.items() if isinstance(entry, list | tuple) and entry[0]]
+        present = [name for name, entry in index.items() if _is_component(entry)]
         pipeline_class = getattr(diffusers, index["_class_name"])
         added = read_loras(loras or {}, pipeline_class, present)
         self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
@@ -256,9 +256,9 @@ class DiffusersFolder:
             return self._pipeline
         cls = getattr(diffusers, self._index["_class_name"])
         entries = {n: e for n, e in self._index.items() if n in inspect.signature(cls).parameters}
-        parts = {n: None if isinstance(e, list | tuple) else e for n, e in entries.items()}
+        parts = {n: None if _is_component(e) or _is_absent(e) else e for n, e in entries.items()}
         for name, entry in entries.items():
-            if isinstance(entry, list | tuple) and entry[0] == "diffusers":
+            if _is_component(entry) and entry[0] == "diffusers":
                 kind = getattr(diffusers, entry[1])
                 config = _config(kind, self._path / name)
                 is_module = issubclass(kind, nn.Module)
@@ -284,9 +284,11 @@ class DiffusersFolder:
             return self._given[name].to(self._device).eval()
         if name not in self._parts:
             library, class_name = self._index[name]
+            cls = getattr(importlib.import_module(library), class_name)
+            if not issubclass(cls, nn.Module):  # such as guidance
+                return cls.from_pretrained(str(self._path / name))
             with contextlib.ExitStack() as checks:
                 _check_as_they_load(checks, library, class_name)
-                cls = getattr(importlib.import_module(library), class_name)
                 options = {k: v for k, v in self._options.items() if v is not None}
                 part = cls.from_pretrained(str(self._path / name), **options)
             add_to_part(part, name, self._loras)
@@ -349,7 +351,7 @@ def _load_others(
     try:
         with contextlib.ExitStack() as checks:
             others = [entry for name, entry in index.items() if name not in parts]
-            for kind in {tuple(each): None for each in others if isinstance(each, list | tuple)}:
+            for kind in {tuple(each): None for each in others if _is_component(each)}:
                 _check_as_they_load(checks, *kind)
             pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
     except DiffPipeError:
@@ -361,6 +363,11 @@ def _load_others(
             part.to(device).eval()
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _is_component(entry: Any) -> bool:
+    """Whether an entry of `model_index.json` says of which library and class a part is; others are settings."""
+    return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
 def _is_absent(entry: Any) -> bool:
@@ -427,8 +434,12 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
         if option is not None:
             refuse_prompts(settings.prompts, option, getattr(config, "num_embeds_ada_norm", None))
             num = len(settings.prompts)
-            arguments = {k: _of_each_prompt(k, v, num) for k, v in arguments.items()}
-            arguments[option] = list(settings.prompts)
+            kind = str(known[option].annotation).lower()
+            if option == "prompt" and "str" in kind and "list" not in kind:
+                arguments[option] = _only_prompt(settings.prompts)
+            else:
+                arguments = {k: _of_each_prompt(k, v, num) for k, v in arguments.items()}
+                arguments[option] = list(settings.prompts)
         elif "batch_size" in known:
             arguments["batch_size"] = len(settings.prompts)
     arguments.setdefault("generator", settings.generator())
@@ -518,6 +529,15 @@ def refuse_prompts(
                     f"{prompt} is none of the {num_classes} classes of this model; choose 0 .. {num_classes - 1}, "
                     f"or {num_classes} for no class"
                 )
+
+
+def _only_prompt(prompts: Sequence[str]) -> str:
+    """The prompt of a pipeline that takes a text, but no list of them."""
+    if len(prompts) > 1:
+        raise ConfigurationError(
+            f"this pipeline draws one prompt at a time; got {len(prompts)}: call the predictor for each"
+        )
+    return prompts[0]
 
 
 def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:

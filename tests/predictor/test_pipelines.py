@@ -511,6 +511,21 @@ def test_a_request_leaves_no_attention_processors_behind(method, tmp_path):
         assert same(found, by_diffusers(tmp_path / "saved", **options))
 
 
+def test_a_batch_of_perturbed_attention_is_not_cut_into_branches(tmp_path):
+    """Its processors take halves of the batch apart: history, of one half they ended in a ValueError."""
+    parts = build("pixart", tmp_path / "words").components
+    pipeline = diffusers.PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
+    pipeline.save_pretrained(tmp_path / "saved")
+    predictor = Predictor.from_pretrained(tmp_path / "saved", "single")
+    calls, sample = [], predictor._sample
+    predictor._sample = lambda packed: calls.append(packed) or sample(packed)
+    predictor(["a"], 2, guidance_scale=1.0, pag_scale=3.0, **options_of("pixart"))
+    assert calls[0].expansion == 2
+    assert calls[0].request(predictor.source.denoiser).branches_in_batch == 1
+    with pytest.raises(ConfigurationError, match="has attention processors of its own"):
+        calls[0].branch(0)
+
+
 def test_a_request_that_failed_leaves_the_decoder_in_its_type(folder_of, tmp_path):
     """History: SDXL's stayed in float32 after its first run, and the next request ended in a traceback."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("sdxl")))

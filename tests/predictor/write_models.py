@@ -19,7 +19,6 @@ import diffusers
 import torch
 
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
@@ -58,13 +57,27 @@ def request_of(case):
 
 
 REASONS = {
-    "mixes rows of the latents outside": "no: rows are mixed outside attention",
-    "there is no rule for it": "no: {operator} has no rule",
-    "computes something else than on": "no: other results",
-    "an attention mask of shape": "no: a mask for each query",
-    "but the latents have": "no: too few rows",
-    "of which a rank would own": "no: unequal text",
-    "patches this model fails": "no: a block expects all tokens",
+    "mixes rows of the latents outside": "rows are mixed outside attention",
+    "there is no rule for it": "{operator} has no rule",
+    "computes something else than on": "other results",
+    "an attention mask of shape": "a mask for each query",
+    "but the latents have": "too few rows",
+    "rows beyond its band, but": "too few rows",
+    "of which a rank would own": "unequal text",
+    "patches this model fails": "a block expects all tokens",
+    "makes positions for all rows by itself": "positions of all rows",
+    "while it is probed this model fails": "fails while it is probed",
+    "tokens are mixed on the way to attention": "rows are mixed before attention",
+    "some tokens belong to no row": "rows are mixed outside attention",
+    "no block of the model sends image tokens": "no attention to image tokens",
+    "has the rows and columns of the latents": "its input has more rows than the latents",
+    "brings rows of the latents together": "its loop mixes rows",
+    "every step must look alike": "its steps differ",
+    "calls attention more often than": "its call changes attention",
+    "with a denoiser that predicts zeros": "its loop reads more of the denoiser than predictions",
+    "takes each sample as a tensor of its own": "its denoiser takes samples as a list",
+    "has no method `step`": "its scheduler has no `step`",
+    "cannot load the pipeline": "diffusers alone cannot load it",
 }
 
 
@@ -72,14 +85,18 @@ def outcome(run):
     """`yes`, or why not in a few words."""
     try:
         return "yes" if run() else "no: other results"
-    except DiffPipeError as error:
-        said = " ".join(str(error).split())
-        operator = re.match(r"\w+", said)[0]
-        operator = "an operator" if operator == "an" else operator
-        found = [words for part, words in REASONS.items() if part in said]
-        return found[0].format(operator=operator) if found else "no"
-    except Exception:
-        return "no"
+    except Exception as error:
+        reason = reason_of(error)
+        return f"no: {reason}" if reason else "no"
+
+
+def reason_of(error):
+    """What an error says, in a few words, if they are known."""
+    said = " ".join(str(error).split())
+    operator = re.match(r"\w+", f"{said} ")[0]
+    operator = "an operator" if operator == "an" else operator
+    found = [words for part, words in REASONS.items() if part in said]
+    return found[0].format(operator=operator) if found else None
 
 
 def row(case):

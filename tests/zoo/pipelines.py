@@ -98,17 +98,18 @@ def language_model(kind: str, head: str = "Model", **changes: Any) -> Callable[[
     return build
 
 
-def vision_language_model(kind: str, head: str, **sections: Any) -> Callable[[Path], nn.Module]:
+def vision_language_model(
+    kind: str, head: str, num_hidden_layers: int = 2
+) -> Callable[[Path], nn.Module]:
     """A decoder that could see pictures, too."""
 
     def build(_: Path) -> nn.Module:
         text = LANGUAGE | dict(
             rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
             max_position_embeddings=4096,
+            num_hidden_layers=num_hidden_layers,
         )
-        config = getattr(transformers, f"{kind}Config")(
-            text_config=text, vision_config=VISION, **sections
-        )
+        config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=VISION)
         return getattr(transformers, f"{kind}{head}")(config)
 
     return build
@@ -353,6 +354,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     "SemanticStableDiffusionPipeline": TinyPipeline(SD),
     "StableDiffusionGLIGENPipeline": TinyPipeline(
         SD | {"unet": of(tiny.unet, attention_type="gated")},
+        drawn={"gligen_phrases": ["a cat"], "gligen_boxes": [[0.1, 0.2, 0.6, 0.9]]},
     ),
     "StableDiffusionPipelineSafe": TinyPipeline(SD),
     "StableDiffusionModelEditingPipeline": TinyPipeline(SD),
@@ -594,12 +596,14 @@ PIPELINES: dict[str, TinyPipeline] = {
         PATCHED
         | FLOW
         | {
-            "text_encoder": vision_language_model("Qwen3VL", "Model"),
+            "text_encoder": vision_language_model("Qwen3VL", "Model", num_hidden_layers=36),
             "tokenizer": long_tokenizer,
-            "transformer": denoiser(
-                "Ideogram4Transformer2DModel", in_channels=16, llm_features_dim=16
+            **dict.fromkeys(
+                ("transformer", "unconditional_transformer"),
+                denoiser("Ideogram4Transformer2DModel", in_channels=16, llm_features_dim=13 * 16),
             ),
         },
+        drawn={"guidance_schedule": None, "guidance_scale": 4.0},
     ),
     "Kandinsky5T2IPipeline": TinyPipeline(
         {
@@ -724,7 +728,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             ),
         },
         {"complex_human_instruction": None, **SHORT},
-        drawn=UNBINNED,
+        drawn=UNBINNED | {"intermediate_timesteps": None},
     ),
     "ZImagePipeline": TinyPipeline(
         SHIFTED

@@ -14,6 +14,7 @@ import math
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
@@ -23,6 +24,8 @@ from . import CASES, FAMILIES
 from .case import Case
 from .measure import Outcome, measure
 from .pipelines import PIPELINES
+from .sample_pipelines import METHODS
+from .sample_pipelines import measure as sample
 from .train_pipelines import Trained, editing_by_class, refused_by_class
 from .train_pipelines import measure as train
 
@@ -64,7 +67,14 @@ the Predictor runs the loops of diffusers' pipelines; the samplers themselves ta
 """
 
 
-PIPELINE_COLUMNS = ("Pipeline", "Learns", "Frozen parts", "Gradient error", "Saved, draws the same")
+PIPELINE_COLUMNS = (
+    "Pipeline",
+    "Learns",
+    "Frozen parts",
+    "Gradient error",
+    "Saved, draws the same",
+    *(f"`{method}`" for method in METHODS),
+)
 PIPELINES_INTRODUCTION = """\
 ## Pipelines trained by their own call
 
@@ -73,6 +83,12 @@ own `__call__` with one step for training. {works} of {built} classes that draw 
 from nothing, or that edit a picture, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step
 into two stages, compares loss and gradients with one process in double precision, writes it with `save_pretrained`,
 opens that with diffusers alone, and draws with both from the same noise. The rest says what cannot be followed.
+
+The last columns say how the [Predictor](sampling.md) samples it, found by drawing. *Yes* under `single` is what
+diffusers alone draws, to the last bit; under the other methods it is the same to rounding on two ranks, while all
+steps are synchronous. `single` draws {single} of them, `sequence` {sequence}, `pipefusion` {pipefusion},
+`distrifusion` {distrifusion}; one of these three {either}. Pictures are as tiny as denoisers, and some have too few
+rows. *Diffusers alone fails* where its own call does, with {version}.
 """
 EDITING_INTRODUCTION = """\
 These {number} need a picture besides, which a batch may have (`condition`), but are not built in tiny here. They
@@ -85,24 +101,28 @@ refused before weights are read, with the argument's name; a LightningModule of 
 """
 
 
-def pipeline_row(name: str, trained: Trained) -> str:
+def pipeline_row(name: str, trained: Trained, sampled: Mapping[str, str]) -> str:
     """One line of the table of pipelines; with the reason if it is refused."""
-    if trained.refusal:
-        return f"| `{name}` | refused: {trained.refusal} | | | |"
-    cells = (
-        f"`{name}`",
-        trained.prediction,
-        ", ".join(f"`{part}`" for part in trained.frozen),
-        power_of_ten(trained.gradient_error),
-        "yes" if trained.same else "no",
-    )
-    return "| " + " | ".join(cells) + " |"
+    cells = [f"`{name}`", f"refused: {trained.refusal}", "", "", ""]
+    if not trained.refusal:
+        cells[1:] = [
+            trained.prediction,
+            ", ".join(f"`{part}`" for part in trained.frozen),
+            power_of_ten(trained.gradient_error),
+            "yes" if trained.same else "no",
+        ]
+    return "| " + " | ".join([*cells, *sampled.values()]) + " |"
 
 
-def pipeline_facts(line: str) -> str:
-    """A row without its error, which differs from machine to machine."""
-    cells = line.split("|")
-    return "|".join(cells[:4] + cells[5:])
+def training_facts(line: str) -> list[str]:
+    """What a row says of training, without the error, which differs from machine to machine."""
+    cells = line.removesuffix(" |").split(" | ")
+    return cells[:3] + cells[4:5]
+
+
+def sampling_facts(line: str) -> list[str]:
+    """What a row says of sampling."""
+    return line.removesuffix(" |").split(" | ")[5:]
 
 
 def refused_pipelines() -> str:
@@ -170,8 +190,16 @@ def table(rows: dict[str, str], pipeline_rows: dict[str, str]) -> str:
         lines += [rows[case.name] for case in sorted(cases, key=lambda case: case.name)]
         lines.append("")
     works = sum("| refused: " not in line for line in pipeline_rows.values())
+    cells = [sampling_facts(line) for line in pipeline_rows.values()]
+    counts = {method: sum(row[i] == "yes" for row in cells) for i, method in enumerate(METHODS)}
     lines += [
-        PIPELINES_INTRODUCTION.format(works=works, built=len(PIPELINES)),
+        PIPELINES_INTRODUCTION.format(
+            works=works,
+            built=len(PIPELINES),
+            version=diffusers.__version__,
+            either=sum("yes" in row[1:] for row in cells),
+            **counts,
+        ),
         "| " + " | ".join(PIPELINE_COLUMNS) + " |",
         "|" + "---|" * len(PIPELINE_COLUMNS),
         *(pipeline_rows[name] for name in sorted(PIPELINES)),
@@ -209,7 +237,8 @@ def main(wanted: list[str]) -> None:
     for name in PIPELINES:
         if not wanted or any(word in name for word in wanted) or name not in trained:
             with tempfile.TemporaryDirectory() as folder:
-                trained[name] = pipeline_row(name, train(name, Path(folder)))
+                sampled = sample(name, Path(folder))
+                trained[name] = pipeline_row(name, train(name, Path(folder)), sampled)
             print(trained[name], flush=True)
     PATH.write_text(table(rows, trained))
 

@@ -249,7 +249,13 @@ class PartRun(ForwardOnlyRun):
         def handler(
             attend: Attend, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any
         ) -> Tensor:
-            number = next(numbers)
+            number = next(numbers, None)
+            if number is None:
+                raise LayoutError(
+                    f"{block.name} calls attention more often than the {len(block.attention)} times that a probe "
+                    "has found, as with attention processors that a pipeline sets in its call; sample it with "
+                    "method=single"
+                )
             tokens = block.attention[number]
             if tokens is None:
                 return attend(q, k, v, attn_mask=attn_mask, **options)
