@@ -27,8 +27,8 @@ from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule, load_part, read_index
-from lightning_diffpipe.pipelines.one_step import OneStep, condition_of
-from lightning_diffpipe.pipelines.trial import Tail
+from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
+from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.source import call_of
 
@@ -165,7 +165,7 @@ class PipelineDiffusion(PartsModule):
     def tail(self) -> Tail:
         """What the pipeline does to latents before it decodes them; found at first use."""
         if self._tail is None:
-            self._tail = self.step.find_tail(self.parts)
+            self._tail = find_tail(self.step, self.parts)
         return self._tail
 
     def setup(self, stage: str) -> None:

@@ -20,7 +20,6 @@ decoder. Text encoders and denoiser run inside the call as they are, so a strate
 
 Sizes and crops, of which a call takes one for all samples, are told to the denoiser for each: two runs with other
 numbers show in which of its arguments they stand.
-
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -51,7 +51,6 @@ from lightning_diffpipe.pipelines.stand_ins import (
     TorchOfCall,
     checked_arguments,
 )
-from lightning_diffpipe.pipelines.trial import Tail, Trial
 
 DENOISERS = ("transformer", "unet", "prior")
 """Names under which pipelines register what is trained."""
@@ -82,6 +81,48 @@ _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
 """By the argument with a row for each sample: a value that any model takes."""
 
 
+@dataclass(frozen=True)
+class Tail:
+    """What a pipeline does to latents before they are decoded.
+
+    Attributes:
+        scale: Decoded is `scale * latents + shift`; `(1, C, 1, ...)` in the layout that is decoded, or a scalar.
+        shift: See `scale`.
+        axes: For every axis of what is decoded, that of the latents; None where one was inserted.
+        num_axes: Axes of the latents, that of the samples included.
+        patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
+            channels; scale and shift are those of the latents' channels.
+        frames_apart: The decoder takes each frame of a video as a picture. Axes are counted with frames as axis 1.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    axes: tuple[int | None, ...]
+    num_axes: int
+    patch: int = 1
+    frames_apart: bool = False
+
+    def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
+        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance."""
+        decoded = patched(decoded.float(), self.patch)
+        if self.scale.ndim and decoded.shape[1] != self.scale.shape[1]:
+            raise ConfigurationError(
+                f"latents of the pipeline have {self.scale.shape[1]} channels; got {decoded.shape[1]}"
+            )
+        shift, scale = (
+            value.to(decoded.device, non_blocking=True) for value in (self.shift, self.scale)
+        )
+        values = (decoded - shift) / scale
+        if self.frames_apart:
+            values = values.unflatten(0, (num_samples, -1))
+        there = [axis for axis in self.axes if axis is not None]
+        values = values.squeeze(tuple(d for d, axis in enumerate(self.axes) if axis is None))
+        values = values.permute(*sorted(range(len(there)), key=there.__getitem__))
+        for axis in range(self.num_axes):
+            values = values if axis in there else values.unsqueeze(axis)
+        return values
+
+
 class OneStep:
     """The call of a pipeline with one step, as a function of noisy latents, timesteps and prompts.
 
@@ -96,7 +137,11 @@ class OneStep:
         decoder: Name of the part that decodes latents; None where pictures themselves are denoised.
         condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
         neutral: A value of `condition` that any model takes.
+        arguments: Of every call, guidance off.
+        unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
         clock: How a denoiser that wants one number is told the times of samples; None where it takes theirs.
+        places: Where the denoiser is told sizes.
+        refused_picture: Why training cannot follow what becomes of the picture, if it cannot.
         picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.
         needs_picture: Whether it draws nothing without one.
         guides_by_picture: Whether it can be guided by the difference that the picture makes.
@@ -125,7 +170,7 @@ class OneStep:
         self.picture = picture_of(type(pipeline))
         self.needs_picture = self.picture in required_by(type(pipeline))
         self.guides_by_picture = self.needs_picture and "image_guidance_scale" in self._parameters
-        self._refused_picture: ConfigurationError | None = None
+        self.refused_picture: ConfigurationError | None = None
         given = dict(arguments or {})
         if unknown := [name for name in given if name not in self._parameters]:
             raise ConfigurationError(
@@ -133,13 +178,13 @@ class OneStep:
             )
         fixed = {name: value for name, value in _FIXED.items() if name in self._parameters}
         # Two steps, of which the scheduler knows one: some pipelines divide by half of their number.
-        self._arguments = fixed | given | {"num_inference_steps": 2}
+        self.arguments = fixed | given | {"num_inference_steps": 2}
         # Guidance adds a part of the difference, which is none at 1 for most pipelines, for others at 0.
-        self._unguided: list[dict[str, Any]] = [{}]
+        self.unguided: list[dict[str, Any]] = [{}]
         if "guidance_scale" in fixed and "guidance_scale" not in given:
-            self._unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
+            self.unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
         self.clock: Clock | None = None
-        self._places: tuple[Place, ...] = ()
+        self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
         self._drawing = _methods_that_draw(type(pipeline))
 
@@ -161,7 +206,7 @@ class OneStep:
             timesteps: In the scheduler's terms, `(B,)`.
             conditions: Prompts or class numbers, one for each sample.
             pixels: `height`, `width` and `num_frames`; what the pipeline does not take is left out.
-            tail: From `find_tail`.
+            tail: From `find_tail` of `trial.py`.
             parts: The pipeline's parts as they are now, by name.
             further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.picture`,
                 `(B, 3, H, W)` in [0, 1].
@@ -188,10 +233,12 @@ class OneStep:
                 raise Captured
             return prediction
 
-        def decode(latents: Tensor) -> None:
-            predicted.append(tail.undone(latents, len(noisy)))
-
-        arguments = {**pixels, **self._edited(further)}
+        decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
+        arguments: dict[str, Any] = dict(pixels)
+        if self.picture is not None and self.picture in further:
+            if self.refused_picture is not None:
+                raise self.refused_picture
+            arguments[self.picture] = further[self.picture]
         parts = {**parts, **self._for_samples(parts, further, shown)}
         self.run(draw, timesteps, conditions, arguments, parts, step, decode)
         if not predicted or predicted[0].shape != noisy.shape:
@@ -210,64 +257,16 @@ class OneStep:
             f"{tuple(encoded)}; give pictures of a size that the model can draw"
         )
 
-    def _edited(self, further: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The picture as an argument of the call, if there is one."""
-        if self.picture is None or self.picture not in further:
-            return {}
-        if self._refused_picture is not None:
-            raise self._refused_picture
-        return {self.picture: further[self.picture]}
-
     def _for_samples(
         self, parts: Mapping[str, Any], further: Mapping[str, Tensor], shown: Tensor | None
     ) -> dict[str, Any]:
         """Parts that treat each sample by itself: its sizes, and whether its picture is dropped."""
         own: dict[str, Any] = {}
-        if places := [place for place in self._places if place.argument in further]:
+        if places := [place for place in self.places if place.argument in further]:
             own[self.denoiser] = SizedDenoiser(parts[self.denoiser], places, further)
         if shown is not None and self.decoder is not None:
             own[self.decoder] = DroppingEncoder(parts[self.decoder], shown)
         return own
-
-    def find_tail(self, parts: Mapping[str, Any]) -> Tail:
-        """Runs the call at its default size with stand-ins, to see what can be trained and how.
-
-        Args:
-            parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
-                and decoder are not called.
-
-        Raises:
-            ConfigurationError: Training cannot follow: noise is drawn or the denoiser called several times in a
-                step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
-                undone, or the pipeline expects something else of its scheduler.
-        """
-        refusals = []
-        for one_time, arguments in itertools.product((False, True), self._unguided):
-            self._arguments |= arguments
-            self.clock = None
-            try:
-                with torch.no_grad():
-                    trial = Trial(self, parts)
-                    if one_time:
-                        self.clock = trial.clock()
-                    trial.check_samples_apart()
-                    self._places = trial.places()
-                    self._refused_picture = trial.refused_picture()
-                    if self.needs_picture and self._refused_picture is not None:
-                        raise self._refused_picture
-                    return trial.tail()
-            except ConfigurationError as refusal:
-                refusals.append(refusal)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                refusal = ConfigurationError(
-                    f"{self.name} cannot be trained by its own call: with one step at a timestep for each sample "
-                    f"it ended in {type(error).__name__}: {error}"
-                )
-                refusal.__cause__ = error
-                refusals.append(refusal)
-        raise refusals[0]
 
     def _only_denoiser(self, components: Mapping[str, Any]) -> str:
         there = [
@@ -329,7 +328,7 @@ class OneStep:
         if {"height", "width"} <= further.keys():
             further["max_area"] = further["height"] * further["width"]
         taken = {n: v for n, v in further.items() if v is not None and n in self._parameters}
-        arguments = self._arguments | taken
+        arguments = self.arguments | taken
         if self.condition is not None:
             arguments[self.condition] = conditions
         elif "batch_size" in self._parameters:
@@ -343,6 +342,11 @@ class OneStep:
             pixels: As in `predict`.
         """
         checked_arguments(self._pipeline, self._given([self.neutral], 1, pixels))
+
+
+def patched(decoded: Tensor, patch: int) -> Tensor:
+    """Takes height and width of what is decoded to those of the latents."""
+    return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
 
 
 def condition_of(cls: type) -> str | None:

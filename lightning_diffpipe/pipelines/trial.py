@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.pipelines.one_step import OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
     Clock,
     Draw,
@@ -28,50 +27,47 @@ from lightning_diffpipe.pipelines.stand_ins import (
     ReplayedEncoder,
 )
 
-if TYPE_CHECKING:
-    from lightning_diffpipe.pipelines.one_step import OneStep
 
+def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
+    """Runs the call at its default size with stand-ins, to see what can be trained and how.
 
-@dataclass(frozen=True)
-class Tail:
-    """What a pipeline does to latents before they are decoded.
+    Args:
+        step: The call; gets `arguments`, `clock`, `places` and `refused_picture`.
+        parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
+            and decoder are not called.
 
-    Attributes:
-        scale: Decoded is `scale * latents + shift`; `(1, C, 1, ...)` in the layout that is decoded, or a scalar.
-        shift: See `scale`.
-        axes: For every axis of what is decoded, that of the latents; None where one was inserted.
-        num_axes: Axes of the latents, that of the samples included.
-        patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
-            channels; scale and shift are those of the latents' channels.
-        frames_apart: The decoder takes each frame of a video as a picture. Axes are counted with frames as axis 1.
+    Raises:
+        ConfigurationError: Training cannot follow: noise is drawn or the denoiser called several times in a
+            step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
+            undone, or the pipeline expects something else of its scheduler.
     """
-
-    scale: Tensor
-    shift: Tensor
-    axes: tuple[int | None, ...]
-    num_axes: int
-    patch: int = 1
-    frames_apart: bool = False
-
-    def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
-        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance."""
-        decoded = _patched(decoded.float(), self.patch)
-        if self.scale.ndim and decoded.shape[1] != self.scale.shape[1]:
-            raise ConfigurationError(
-                f"latents of the pipeline have {self.scale.shape[1]} channels; got {decoded.shape[1]}"
+    refusals = []
+    for one_time, arguments in itertools.product((False, True), step.unguided):
+        step.arguments |= arguments
+        step.clock = None
+        try:
+            with torch.no_grad():
+                trial = Trial(step, parts)
+                if one_time:
+                    step.clock = trial.clock()
+                trial.check_samples_apart()
+                step.places = trial.places()
+                step.refused_picture = trial.refused_picture()
+                if step.needs_picture and step.refused_picture is not None:
+                    raise step.refused_picture
+                return trial.tail()
+        except ConfigurationError as refusal:
+            refusals.append(refusal)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            refusal = ConfigurationError(
+                f"{step.name} cannot be trained by its own call: with one step at a timestep for each sample "
+                f"it ended in {type(error).__name__}: {error}"
             )
-        shift, scale = (
-            value.to(decoded.device, non_blocking=True) for value in (self.shift, self.scale)
-        )
-        values = (decoded - shift) / scale
-        if self.frames_apart:
-            values = values.unflatten(0, (num_samples, -1))
-        there = [axis for axis in self.axes if axis is not None]
-        values = values.squeeze(tuple(d for d, axis in enumerate(self.axes) if axis is None))
-        values = values.permute(*sorted(range(len(there)), key=there.__getitem__))
-        for axis in range(self.num_axes):
-            values = values if axis in there else values.unsqueeze(axis)
-        return values
+            refusal.__cause__ = error
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 class Trial:
@@ -287,8 +283,8 @@ class Trial:
         unpatched = self._decoded(torch.zeros)
         drawn = self._drawn[0]
         patch = unpatched.shape[-1] // drawn[-1] if unpatched.ndim == len(drawn) == 4 else 1
-        decoded = lambda draw: _patched(self._decoded(draw), patch)
-        shift = _patched(unpatched, patch)
+        decoded = lambda draw: patched(self._decoded(draw), patch)
+        shift = patched(unpatched, patch)
         scale = decoded(torch.ones) - shift
         refusal = ConfigurationError(
             f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
@@ -322,11 +318,6 @@ class Trial:
         """Whether frames that are decoded apart come sample by sample, here 0 and 1."""
         both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
         return torch.allclose(both, torch.cat([shift, shift + scale]), rtol=1e-3, atol=1e-5)
-
-
-def _patched(decoded: Tensor, patch: int) -> Tensor:
-    """Takes height and width of what is decoded to those of the latents."""
-    return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:
