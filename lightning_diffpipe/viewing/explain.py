@@ -281,10 +281,13 @@ def _tries(
     count, stages = plan.num_microbatches, plan.num_stages
     fewer_or_more = [replace(fixed, num_microbatches=n) for n in (2 * count, count // 2) if n]
     tries = [
-        *(_Try(f"{o.num_microbatches} microbatches", o, profile) for o in fewer_or_more),
+        *(
+            _Try(count_of(o.num_microbatches, "microbatch", "es"), o, profile)
+            for o in fewer_or_more
+        ),
         _Try("cutting the layers anew", free, profile),
         *(
-            _Try(f"{n} stages", replace(free, num_stages=n), profile)
+            _Try(count_of(n, "stage"), replace(free, num_stages=n), profile)
             for n in (stages - 1, stages + 1)
             if n
         ),
