@@ -1,6 +1,6 @@
 """One step of a diffusers pipeline's own `__call__`: how its denoiser is fed in training.
 
-A pipeline knows how prompts become conditions, how latents are packed, what the denoiser is told of sizes,
+A pipeline knows how prompts become conditions, how latents are packed, what the denoiser is given of sizes,
 guidance and time, and how its prediction is unpacked. All of that is in `__call__`:
 
     head   prompts -> tokenizers -> text encoders -> conditions;  noise -> latents, packed or not
@@ -11,14 +11,14 @@ For training it is run with three things replaced, in a shallow copy of the pipe
 
     noise       the methods that draw it are given our noisy latents instead
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
-                and the denoiser is told those of the samples, by a factor and an offset that three runs give
+                and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
 Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the
 decoder. Text encoders and denoiser run inside the call as they are, so a strategy finds their layers there.
 
-Sizes and crops, of which a call takes one for all samples, are told to the denoiser for each: two runs with other
+Sizes and crops, of which a call takes one for all samples, are given to the denoiser for each: two runs with other
 numbers show in which of its arguments they stand.
 """
 
@@ -129,7 +129,7 @@ class OneStep:
     Args:
         pipeline: A diffusers pipeline, or one of your own derived from `DiffusionPipeline`.
         arguments: Further arguments of its `__call__`, such as `max_sequence_length`, or the `guidance_scale` that
-            a model is told (1 otherwise).
+            a model is given (1 otherwise).
 
     Attributes:
         name: Of the pipeline's class.
@@ -139,8 +139,8 @@ class OneStep:
         neutral: A value of `condition` that any model takes.
         arguments: Of every call, guidance off.
         unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
-        clock: How a denoiser that wants one number is told the times of samples; None where it takes theirs.
-        places: Where the denoiser is told sizes.
+        clock: How a denoiser that wants one number is given the times of samples; None where it takes theirs.
+        places: Where the denoiser is given sizes.
         refused_picture: Why training cannot follow what becomes of the picture, if it cannot.
         picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.
         needs_picture: Whether it draws nothing without one.

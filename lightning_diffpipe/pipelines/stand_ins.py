@@ -240,11 +240,11 @@ class Clock:
 
 
 class TimedDenoiser(StandIn):
-    """A denoiser that is told a time for each sample, whatever the pipeline tells it.
+    """A denoiser that is given a time for each sample, whatever the pipeline gives it.
 
     Args:
         real: Computes.
-        clock: Where the time is told, and how.
+        clock: Where the time is given, and how.
         timesteps: One for each sample, `(B,)`.
     """
 
@@ -264,7 +264,7 @@ class TimedDenoiser(StandIn):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a denoiser is told a number that belongs to a sample, such as the height of its picture.
+    """Where a denoiser is given a number that belongs to a sample, such as the height of its picture.
 
     Attributes:
         leaf: Which of the tensors among the denoiser's arguments, in the order of `pytree`.
@@ -280,11 +280,11 @@ class Place:
 
 
 class SizedDenoiser(StandIn):
-    """A denoiser that is told numbers for each sample where the pipeline tells it those of one.
+    """A denoiser that is given numbers for each sample where the pipeline gives it those of one.
 
     Args:
         real: Computes.
-        places: Where they are told.
+        places: Where they are given.
         sizes: The numbers, `(B, entries)`, by the argument of the pipeline's call.
     """
 

@@ -1,9 +1,9 @@
 """Runs of a pipeline's call in which nothing but its text encoders computes: what training must know of it.
 
-Runs with constant latents tell what the tail does to latents before they are decoded: an order of axes, a factor
+Runs with constant latents show what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
 
-Other runs tell how the denoiser is told times and sizes, whether samples are apart, and who sees a picture.
+Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees a picture.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Trial:
         return {self._step.picture: levels[:, None, None, None] * pattern}
 
     def clock(self) -> Clock:
-        """Finds how the denoiser is told the time, from runs with one time for all samples.
+        """Finds how the denoiser is given the time, from runs with one time for all samples.
 
         Raises:
             ConfigurationError: In no argument of its own, or not by a factor and an offset.
@@ -239,7 +239,7 @@ class Trial:
         return None
 
     def places(self) -> tuple[Place, ...]:
-        """Where the denoiser is told sizes, from two runs with other numbers.
+        """Where the denoiser is given sizes, from two runs with other numbers.
 
         Raises:
             ConfigurationError: In another way than by the numbers themselves.
