@@ -279,11 +279,11 @@ def _tries(
         schedule=DEFAULT_SCHEDULE,
     )
     count, stages = plan.num_microbatches, plan.num_stages
-    fewer_or_more = [replace(fixed, num_microbatches=n) for n in (2 * count, count // 2) if n]
     tries = [
         *(
-            _Try(count_of(o.num_microbatches, "microbatch", "es"), o, profile)
-            for o in fewer_or_more
+            _Try(count_of(n, "microbatch", "es"), replace(fixed, num_microbatches=n), profile)
+            for n in (2 * count, count // 2)
+            if n
         ),
         _Try("cutting the layers anew", free, profile),
         *(
