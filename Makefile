@@ -33,10 +33,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train on two processes as a pipeline, sample with both, show pictures and timeline
 	$(BIN)/diffpipe demo $(ARGS)
 
-# Tests that start several processes wait for each other half of the time: three at once, but not beside those of one.
+# Tests that start several processes wait for each other half of the time: four at once, but not beside those of one.
 test: setup  ## all tests but the rows of tables
 	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed and not table" $(ARGS)
-	$(BIN)/python -m pytest -q --durations=5 -n 3 --dist worksteal -m "distributed and not table" $(ARGS)
+	$(BIN)/python -m pytest -q --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
 
 test-tables: setup  ## every row of docs/models.md (each denoiser and pipeline of diffusers) and more ways to lose a rank
 	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m table $(ARGS)
@@ -45,7 +45,7 @@ test-fast: setup  ## the tests that take about a minute together
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)
 
 test-distributed: setup  ## the tests that start several processes
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m distributed $(ARGS)
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m distributed $(ARGS)
 
 test-random: setup  ## laws (hypothesis) with thousands of new examples, which `make test` draws alike each time
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -q -m hypothesis tests $(ARGS)
