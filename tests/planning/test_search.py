@@ -745,7 +745,7 @@ def test_the_expected_time_over_forms_is_minimised(shared):
 def test_what_the_benchmark_of_schedules_measures_can_be_planned(part, num_ranks):
     for case in chain.from_iterable(measured_steps.PARTS[part](num_ranks)):
         batch = torch.zeros(case.num_samples, *measured_steps.SAMPLE_SHAPE)
-        profile = measured_steps.profile_of(case.module(num_ranks, 1.0), batch)
+        profile = measured_steps.profile_of(case.module(num_ranks, 0.01), batch)
         if case.make is measured_steps.TwoBackbones:
             profile = separated(profile, (0, measured_steps.NUM_LAYERS // 2))
         options = PlanOptions(
@@ -753,5 +753,5 @@ def test_what_the_benchmark_of_schedules_measures_can_be_planned(part, num_ranks
             schedule=case.schedule, filling="shares" if case.filled else "none", data_parallel=1,
             frozen_group_size=1,
         )  # fmt: skip
-        planned = find_plan(profile, case.cluster(num_ranks, 1.0), options).planned
+        planned = find_plan(profile, case.cluster(num_ranks, 0.01), options).planned
         assert planned.iteration_s >= planned.no_bubble_limit_s * (1 - 1e-9)
