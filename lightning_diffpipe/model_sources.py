@@ -22,7 +22,7 @@ from torch import nn
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.modules.adapters import refuse_adapted
+from lightning_diffpipe.modules.adapters import merged, refuse_adapted
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.latent_diffusion import (
     LORA_LOADER,
@@ -495,6 +495,9 @@ def _settle(
     dtype: torch.dtype,
 ) -> None:
     """Adapts and moves all parts but the denoiser, whose placeholders must not be moved."""
+    for name, part in module.parts.items():
+        if isinstance(part, nn.Module):  # LoRA files are of plain weights
+            setattr(module, name, merged(part))
     add_to_others(module.parts, denoiser, loras)
     for name, part in module.parts.items():
         if isinstance(part, nn.Module) and name != denoiser:

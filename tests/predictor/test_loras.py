@@ -188,20 +188,29 @@ def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
         opened({folder / "first": 1.0}, tmp_path / "dit")
 
 
-@pytest.mark.parametrize("is_checkpoint", [False, True])
-@pytest.mark.parametrize("denoiser", ["unet", "transformer"])
-def test_models_of_the_project_take_loras(denoiser, is_checkpoint, tmp_path):
-    """History: they were refused, with the built-in models, too."""
-    plain, path = tiny_latent_diffusion(denoiser), tmp_path / "folder"
-    plain.save_pretrained(path)
+def with_adapters(path):
+    """A model of the project with adapters of all that is trained, which change pictures much."""
     module = LatentDiffusion.from_pretrained(path, lora=Lora(rank=2), train_text_encoder=True)
-    if is_checkpoint:
-        path = tmp_path / "last.ckpt"
-        save_checkpoint(plain, path)
     with torch.no_grad():
         for key, parameter in module.named_parameters():
             if ".lora_" in key:
                 parameter.normal_(std=0.5)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint", "checkpoint of a LoRA"])
+@pytest.mark.parametrize("denoiser", ["unet", "transformer"])
+def test_models_of_the_project_take_loras(denoiser, kind, tmp_path):
+    """History: they were refused, with the built-in models, too; later as other models if text encoders had one."""
+    plain, path = tiny_latent_diffusion(denoiser), tmp_path / "folder"
+    plain.save_pretrained(path)
+    if kind == "checkpoint of a LoRA":
+        plain = with_adapters(path)
+        plain.save_pretrained(path)
+    module = with_adapters(path)
+    if kind != "folder":
+        path = tmp_path / "last.ckpt"
+        save_checkpoint(plain, path)
     module.save_lora(tmp_path / "lora")
     draw = lambda module: pictures(
         module.sample(["a", "b"], 2, 4.0, torch.Generator().manual_seed(3))
