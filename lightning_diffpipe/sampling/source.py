@@ -21,6 +21,7 @@ from unittest import mock
 
 import diffusers
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
@@ -108,7 +109,8 @@ class Settings:
             raise ConfigurationError(
                 f"guidance_scale must be a number; got {self.guidance_scale!r}"
             )
-        for name, value in self.given().items():
+        given = [(name, each) for name, v in self.given().items() for each in pytree.tree_leaves(v)]
+        for name, value in given:
             if isinstance(value, Real) and not abs(value) <= _LARGEST:
                 raise ConfigurationError(f"{name} must be a finite number; got {value!r:.40}")
             if isinstance(value, Tensor) and (bad := int((~value.isfinite()).sum())):

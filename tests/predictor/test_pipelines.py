@@ -466,6 +466,8 @@ def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(f
          "latents must be finite; 2048 of its 2048 entries are infinite or NaN"),
         ("stable_diffusion", {"prompt_embeds": torch.eye(8, 16)[None].log()},
          "prompt_embeds must be finite; 120 of its 128 entries"),
+        ("stable_diffusion", {"ip_adapter_image_embeds": [torch.full((1, 4), torch.inf)]},
+         "ip_adapter_image_embeds must be finite; 4 of its 4 entries"),
         ("stable_diffusion", {"latents": torch.zeros(2, 3, 16, 16)},
          r"cannot be given latents=\(2, 3, 16, 16\): its unet fails on what becomes of that"),
         ("stable_diffusion", {"latents": torch.zeros(3, 4, 16, 16)}, r"latents=\(3, 4, 16, 16\)"),
