@@ -127,9 +127,8 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
 def _opened(name: str, file: Any) -> Any:
     from diffusers.utils import load_image
 
-    mode = "L" if "mask" in name else "RGB"
     try:
-        return load_image(str(file), convert_method=lambda picture: picture.convert(mode))
+        return load_image(str(file))
     except Exception as error:  # whatever a decoder meets in a broken file
         raise ConfigurationError(f"images.{name}={file} cannot be read: {error}") from error
 
