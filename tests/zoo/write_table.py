@@ -87,8 +87,8 @@ opens that with diffusers alone, and draws with both from the same noise. The re
 The last columns say how the [Predictor](sampling.md) samples it, found by drawing. *Yes* under `single` is what
 diffusers alone draws, to the last bit; under the other methods it is the same to rounding on two ranks, while all
 steps are synchronous. `single` draws {single} of them, `sequence` {sequence}, `pipefusion` {pipefusion},
-`distrifusion` {distrifusion}; one of these three {either}. Pictures are as tiny as denoisers, and some have too few
-rows. *Diffusers alone fails* where its own call does, with {version}.
+`distrifusion` {distrifusion}; at least one of these three {either}. Pictures are as tiny as denoisers, and
+some have too few rows. *Diffusers alone fails* where its own call does, with {version}.
 """
 EDITING_INTRODUCTION = """\
 These {number} need a picture besides, which a batch may have (`condition`), but are not built in tiny here. They
