@@ -147,11 +147,12 @@ class PipelineCall:
         own["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
         arguments = restored(snapshot(self.arguments))  # every run draws the same
+        leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # as if it had run once
-            for name, value in self.arguments.items():
-                if isinstance(value, torch.Generator):
-                    value.set_state(arguments[name].get_state())
+            for own, used in zip(pytree.tree_leaves(self.arguments), leaves, strict=True):
+                if isinstance(own, torch.Generator):
+                    own.set_state(used.get_state())
         return result
 
     def _method(

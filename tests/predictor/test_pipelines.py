@@ -453,10 +453,10 @@ def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(f
         found = predictor(None, **SETTINGS, **SIZE, **embeds, generator=generators[0])
         expected = by_diffusers(path, **SIZE, **embeds, generator=generators[1])
         assert same(found, expected)
-    several = [torch.Generator().manual_seed(i) for i in range(2)]
-    found = predictor(prompts_of("any"), **SETTINGS, **SIZE, generator=several)
-    several = [torch.Generator().manual_seed(i) for i in range(2)]
-    assert same(found, by_diffusers(path, **SIZE, generator=several))
+    several = [[torch.Generator().manual_seed(i) for i in range(2)] for _ in "ab"]
+    for _ in range(2):
+        found = predictor(prompts_of("any"), **SETTINGS, **SIZE, generator=several[0])
+        assert same(found, by_diffusers(path, **SIZE, generator=several[1]))
 
 
 @pytest.mark.parametrize(
