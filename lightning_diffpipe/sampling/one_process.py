@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.float32 import rounding_of
@@ -22,10 +21,9 @@ class OneProcess:
     def __init__(self) -> None:
         self.statistics = SamplingStatistics()
 
-    @torch.inference_mode()
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`."""
-        with measured(self, request) as watch:
+        with request.inferring(), measured(self, request) as watch:
             loop, latents = request.loop(), request.latents
             for index in range(request.num_steps):
                 try:

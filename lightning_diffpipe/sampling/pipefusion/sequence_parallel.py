@@ -95,7 +95,7 @@ class SequenceParallel:
 
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler`."""
-        with torch.inference_mode():
+        with request.inferring():
             layout = self.prepare(request)
             self._rehearse_once(request, layout)
             with measured(self, request, self.links) as watch:

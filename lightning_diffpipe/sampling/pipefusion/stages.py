@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_diffpipe.clock import clock_for
@@ -175,7 +174,7 @@ def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
 
         return timed
 
-    with torch.inference_mode(), forward_replaced(request.model, names, make):
+    with request.inferring(), forward_replaced(request.model, names, make):
         request.denoise(request.latents, request.timesteps[0])
     return times, now_s() - end_s
 

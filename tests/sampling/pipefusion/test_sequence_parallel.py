@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from diffusers import DDPMScheduler
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.sampling.pipefusion import SequenceParallel
+from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.tracing.layout import AttentionSize
@@ -46,6 +48,16 @@ def test_it_is_exact(name, mode):
         sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
         if name != "qwen":  # makes a mask from its tokens, which is collected besides
             assert dict(sent) == sequence_bytes(samplers[0], layout, request)
+
+
+@pytest.mark.parametrize("infers", [True, False])
+def test_a_request_decides_about_inference_mode(infers):
+    tiny = build("pixart")
+    request = replace(request_for("pixart", tiny=tiny), infers=infers)
+    for sampler in (OneProcess(), SequenceParallel(tiny.model), PipeFusion(tiny.model)):
+        found = sampler.sample(request)
+        assert found.is_inference() == infers
+        assert not found.requires_grad
 
 
 @pytest.mark.slow
