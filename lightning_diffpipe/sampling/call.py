@@ -106,7 +106,7 @@ class Call:
 
     @property
     def steps(self) -> list[list[dict[str, Any]]]:
-        """For the first and the last step of the first phase, arguments of each call of the denoiser."""
+        """Arguments of each call of the denoiser in the first and the last step of the first phase."""
         return [self.phases[0].calls[0], self.phases[0].calls[-1]]
 
     @property
@@ -153,9 +153,8 @@ class Call:
         """Raises ConfigurationError unless every step calls the denoiser alike, which most methods need."""
         name = type(self.pipeline.pipeline).__name__
         shapes = [tuple(phase.shape[1:]) for phase in self.phases]
-        if (
-            len(set(shapes)) > 1 and method != "single"
-        ):  # which shares no more than branches of guidance
+        # Method single shares no more than branches of guidance.
+        if len(set(shapes)) > 1 and method != "single":
             raise ConfigurationError(
                 f"{name} denoises latents {' and then '.join(map(str, shapes))}: the later denoiser is given all "
                 f"that the one before has drawn, of which with method={method} a rank has a part; sample with "
@@ -345,11 +344,8 @@ class Call:
         Raises:
             ConfigurationError: The scheduler cannot step samples apart.
         """
-        here, steps, scheduler = (
-            self.rows_of(start, stop),
-            dict(self.step_arguments),
-            self.scheduler,
-        )
+        here, steps = self.rows_of(start, stop), dict(self.step_arguments)
+        scheduler = self.scheduler
         if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own row
             steps["generator"] = [steps["generator"][i] for i in here]
         else:

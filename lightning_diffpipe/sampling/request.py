@@ -138,9 +138,9 @@ class Request:
 
 
 class PlainLoop:
-    """For every timestep: `x = scheduler.step(denoise(scale(x), t), t, x)`.
+    """The loop of diffusers' pipelines: `x = scheduler.step(denoise(scale(x), t), t, x)` for every timestep.
 
-    The same operations in the same order as diffusers' pipelines, so its latents equal theirs bit for bit.
+    It does the same operations in the same order, so its latents equal theirs bit for bit.
     """
 
     is_divided = mixes = False

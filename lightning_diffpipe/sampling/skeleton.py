@@ -41,7 +41,7 @@ class Weights(Protocol):
         """Reads some of them, one at a time."""
 
     def digests(self) -> dict[str, str]:
-        """Of each stored tensor, from samples of it: what ranks compare, see `digests.py`."""
+        """Digests of all stored tensors, from samples of each: what ranks compare, see `digests.py`."""
 
 
 class SafetensorsFolder:

@@ -179,7 +179,7 @@ class _CallRecorder:
 
 
 def _candidates(model: nn.Module, blocks: list[str]) -> set[str]:
-    """Between blocks every module that contains none; inside blocks those with weights."""
+    """Modules to look at: between blocks all that contain no block, inside blocks those with weights."""
     owning = {n for n, m in model.named_modules() if any(True for _ in m.parameters())}
     inside, found = tuple(f"{name}." for name in blocks), set[str]()
     for name in callable_modules(model):

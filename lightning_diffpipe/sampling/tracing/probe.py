@@ -144,7 +144,7 @@ class _Probe:
         return size
 
     def _owners(self, num_rows: int, per_unit: int) -> list[tuple[str, _Owners]]:
-        """For each call of a candidate, its name and the owners of the keys of its attention calls."""
+        """Names of the candidates in the order of their calls, each with the owners of the keys it attends to."""
         words = CodeWords(num_rows // per_unit)
         names: list[str] = []
         keys: list[list[list[Tensor]]] = []  # per bit, per call: lines of each attention call
