@@ -26,7 +26,7 @@ from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange
-from lightning_diffpipe.planning.profile import FrozenResult, ModelProfile, joined
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, joined
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
@@ -313,35 +313,55 @@ def _tries(
 def _with_largest_layer_split(
     plan: PipelinePlan, profile: ModelProfile
 ) -> tuple[ModelProfile, str]:
-    """Returns the profile with its slowest layer as two halves, and that layer's name."""
+    """Returns the profile with its slowest layer as two halves, in every pass, and that layer's name."""
     size = plan.microbatch_sizes[0]
     backbone, *others = profile.backbones
     times_s = [layer.forward_s.at(size) + layer.backward_s.at(size) for layer in backbone.layers]
     index = times_s.index(max(times_s))
-    whole = backbone.layers[index]
-    half = replace(
-        whole,
-        forward_s=whole.forward_s.scaled(0.5),
-        backward_s=whole.backward_s.scaled(0.5),
-        weight_gradient_s=whole.weight_gradient_s and whole.weight_gradient_s.scaled(0.5),
-        parameter_bytes=whole.parameter_bytes // 2,
-        gradient_bytes=whole.gradient_bytes // 2,
-        activation_bytes_per_sample=whole.activation_bytes_per_sample // 2,
-        flops_per_sample=whole.flops_per_sample // 2,
-        activation_bytes_per_microbatch=whole.activation_bytes_per_microbatch // 2,
+    inside = [first for first, stop in backbone.passes if first <= index < stop]
+    calls = [first + index - own for own in inside for first, _ in backbone.passes] or [index]
+
+    def moved(position: int) -> int:
+        return position + sum(call < position for call in calls)
+
+    def readers(positions: tuple[int, ...]) -> tuple[int, ...]:
+        both = (range(moved(p), moved(p) + 1 + (p in calls)) for p in positions)
+        return tuple(chain.from_iterable(both))
+
+    halves = ([_half(x)] * 2 if i in calls else [x] for i, x in enumerate(backbone.layers))
+    finer = replace(
+        backbone,
+        layers=tuple(chain.from_iterable(halves)),
+        skips=tuple(
+            replace(s, made=moved(s.made) + (s.made in calls), readers=readers(s.readers))
+            for s in backbone.skips
+        ),
+        passes=tuple((moved(first), moved(stop)) for first, stop in backbone.passes),
+        seen=replace(
+            backbone.seen,
+            forms=tuple((share, moved(first)) for share, first in backbone.seen.forms),
+        ),
     )
-    layers = (*backbone.layers[:index], half, half, *backbone.layers[index + 1 :])
-    finer = replace(backbone, layers=layers)
-
-    def readers_of(result: FrozenResult) -> FrozenResult:
-        both = ((r, r + 1) if r == index else (r + (r > index),) for r in result.readers)
-        return replace(result, readers=tuple(chain.from_iterable(both)))
-
     encoders = tuple(
-        replace(encoder, results=tuple(map(readers_of, encoder.results)))
-        for encoder in profile.encoders
+        replace(e, results=tuple(replace(r, readers=readers(r.readers)) for r in e.results))
+        for e in profile.encoders
     )
-    return replace(profile, backbones=(finer, *others), encoders=encoders), whole.name
+    name = backbone.layers[index].name
+    return replace(profile, backbones=(finer, *others), encoders=encoders), name
+
+
+def _half(layer: LayerProfile) -> LayerProfile:
+    return replace(
+        layer,
+        forward_s=layer.forward_s.scaled(0.5),
+        backward_s=layer.backward_s.scaled(0.5),
+        weight_gradient_s=layer.weight_gradient_s and layer.weight_gradient_s.scaled(0.5),
+        parameter_bytes=layer.parameter_bytes // 2,
+        gradient_bytes=layer.gradient_bytes // 2,
+        activation_bytes_per_sample=layer.activation_bytes_per_sample // 2,
+        flops_per_sample=layer.flops_per_sample // 2,
+        activation_bytes_per_microbatch=layer.activation_bytes_per_microbatch // 2,
+    )
 
 
 def _in_short(plan: PipelinePlan) -> str:

@@ -19,6 +19,8 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
     SelfConditioning,
+    Skip,
+    joined,
 )
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
@@ -238,6 +240,23 @@ def test_the_readers_of_an_encoding_move_with_the_layers():
     assert name == names[3] == names[4]
     readers = [[names[reader] for reader in result.readers] for result in finer.encoders[0].results]
     assert readers == [["layer1", name, name, "layer7"], ["layer2"], ["layer4"]]
+
+
+def test_a_layer_is_split_in_every_pass():
+    """History: passes, forms and skips stayed where they were, so that other layers were planned as one."""
+    half = SelfConditioning(0.5)
+    (backbone,) = joined(replace(equal_profile(4), self_conditioning=half)).backbones
+    layers = list(backbone.layers)
+    layers[6] = replace(layers[6], backward_s=layers[6].backward_s.scaled(2))
+    skips = tuple(Skip(1, start + 1, (start + 2, start + 3)) for start in (0, 4))
+    profile = ModelProfile("m", (replace(backbone, layers=tuple(layers), skips=skips),))
+    plan = find_plan(profile, Cluster(2), PlanOptions(4, 2, 4, 1, 1))
+    (finer,) = _with_largest_layer_split(plan, profile)[0].backbones
+    names = ["layer0", "layer1", "layer2", "layer2", "layer3"]
+    assert [layer.name for layer in finer.layers] == 2 * names
+    assert finer.passes == ((0, 5), (5, 10))
+    assert finer.seen.forms == ((0.5, 0), (0.5, 5))
+    assert finer.skips == (Skip(1, 1, (2, 3, 4)), Skip(1, 6, (7, 8, 9)))
 
 
 def test_data_parallelism_is_advised_next_to_interleaved_stages():
