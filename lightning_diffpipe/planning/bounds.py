@@ -6,9 +6,10 @@ gradient must go back through the earlier layers, or its own gradients must be s
 
     step >= frozen + F(0, first) + work(first, stop) + max(B(0, first), sync(first, stop))
 
-holds for every schedule of one backbone with whole backwards, however the other layers are cut. The
-bound of a stage grows with `stop` and falls with `first`. Hence a cut that meets a given time is found
-greedily: let every stage reach as far as it can, if only so far as the stage before it.
+holds for every schedule of one backbone, however the other layers are cut; with backwards in two parts without
+`B(0, first)`, as a stage may make weight gradients after it has sent its last gradient on. The bound of a stage
+grows with `stop` and falls with `first`. Hence a cut that meets a given time is found greedily: let every stage
+reach as far as it can, if only so far as the stage before it.
 
 Messages make a stage's need of memory go up and down with where it is cut: a U-Net's boundaries differ tenfold. So
 cuts that fit are not found by letting every stage reach as far as it can, as fast ones are; of all ways to cut, the

@@ -86,8 +86,7 @@ def _check_work(schedule: Schedule) -> None:
             work = Counter(kinds)
             _check_complete(stage, microbatch, work)
             del work[UpdateWeights]  # follows the last microbatch of a batch only
-            # A schedule splits all of its backwards in two parts or none; the one is as good as
-            # the other.
+            # A backward in two parts is as good as a whole one.
             if BackwardInput in work:
                 work = work - Counter([BackwardInput, BackwardWeight]) + Counter([Backward])
             if no_grad:

@@ -395,7 +395,7 @@ class ScheduleSpec:
         timed: The order of work depends on how long stages take.
         whole_groups: Microbatches move in groups, one for each rank: their number is a multiple of the ranks.
         keeps_all: A rank keeps the activations of all its microbatches.
-        splits_backward: Backwards run in two parts, which not every module allows.
+        splits_backward: Backwards run in two parts where a gradient is sent on, which not every module allows.
         warmup_depth: Forwards of a rank before its first backward, for each rank after it.
         auto: `schedule="auto"` tries it: it does the same work as others in another order.
         advice: What a plan that could be faster with it is advised; empty for none.

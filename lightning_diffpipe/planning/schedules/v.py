@@ -3,14 +3,15 @@
 Rank `r` of R holds stages `r` and `2R - 1 - r`: the first and the last, the second and the last but one. So
 both ends of a U-Net's skip lie on one rank, and need not travel; nor does anything at the turning point.
 
-    rank 0 | 0F0 0F1 0F2 3F0 3B0  -- 3F1 0B0  -- 3B1  -- 0F3 3F2 3B2  -- 0B1  -- ...
-    rank 1 |   . 1F0 2F0 1F1 2F1   . 2B0  -- 1B0  -- 2B1  -- 1F2 2F2 1B1  -- ...
+    rank 0 | 0F0 0F1 0F2 3F0 3B0  -- 3F1 3F2 3B1  -- 3B2  -- 0B0  -- 0F3 0B1  -- ...
+    rank 1 |   . 1F0 2F0 1F1 2F1 1F2 2F2 2B0  -- 1B0  -- 2B1  -- 1B1  -- 1F3 2F3 ...
 
 The order is found by list scheduling. With whole backwards forwards come first, and at most `2R - 1`
 microbatches are under way: with equal stages and free links the bubble is that of two interleaved stages on
-a rank, `R - 1` times a stage's forward and backward. With backwards in two parts (ZB-V) gradients of inputs come
-first, those of weights last, with the whole backwards of the first stage, for which nobody waits; a bubble of
-`R - 1` forwards is left of it.
+a rank, `R - 1` times a stage's forward and backward; with some numbers of ranks and microbatches a step takes up
+to 2 % longer. With backwards in two parts (ZB-V) gradients of inputs come first, those of weights last, with the
+whole backwards of the first stage, for which nobody waits; a bubble of `R - 1` forwards is left of it, with
+`2R - 1` microbatches or more.
 
 Sources:
     Zero bubble on this placement: Pipeline Parallelism with Controllable Memory, Qi et al. (2024),
