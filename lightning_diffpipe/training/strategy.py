@@ -391,6 +391,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.refuse_unfrozen()
         if pipeline.stop_ahead_if_changed() and pipeline.fills:
             self.upcoming = []
+            # Errors of ranks that wait in vain, as theirs were not changed, name this phase.
+            liveness.enter("training, with frozen layers changed")
             rank_zero_warn(
                 "weights of frozen layers, or buffers that feed them, were changed during training, so what "
                 "they gave for coming batches was thrown away, and they run when a batch is due from now on"

@@ -485,6 +485,32 @@ def test_a_changed_batch_is_noticed():
     assert ConfigurationError in run_ranks(changing, 2, settings, 2)
 
 
+class ChangesOnOneRank(L.Callback):
+    """Changes a frozen weight in the third batch, on rank 1 only."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 2 and trainer.global_rank == 1:
+            next(p for p in module.parameters() if not p.requires_grad).data.mul_(2)
+
+
+def changing_weights(rank, settings, world_size):
+    """What each rank raises."""
+    with pytest.raises(PipelineTimeoutError) as error:
+        train(rank, settings, world_size, [ChangesOnOneRank()])
+    return str(error.value)
+
+
+def test_a_rank_that_alone_changes_frozen_weights_is_named():
+    """History: ranks waited in vain for frozen results, and no error said why."""
+    settings = Settings(
+        trainer={"max_steps": 6, "max_epochs": -1},
+        strategy={"num_stages": 2, "num_microbatches": 2, "timeout_s": 4},
+    )
+    first, second = run_ranks(changing_weights, 2, settings, 2)
+    assert "(rank 1: training, with frozen layers changed)" in first
+    assert "rank 1 (training, with frozen layers changed) lost no rank" in second
+
+
 class Fails(TinyDiffusion):
     """Fails in the third batch, while a frozen run of the fourth is paused on the other rank."""
 
