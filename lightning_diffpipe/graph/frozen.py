@@ -6,8 +6,8 @@ The same callable runs with the frozen layers as its own, so that encoders need 
     results = view.whole(lambda: module.training_step(microbatch, 0), seed=17)
 
     run = view.start(lambda: module.training_step(next_microbatch, 0), seed=18)
-    while not run.advance():       # in a bubble: one layer of the fine graph
-        ...                        # anything else, e.g. a stage run of another microbatch
+    while not run.advance_while(there_is_time):     # in a bubble: asked before each layer of the fine graph
+        ...                                         # anything else, e.g. a stage run of another microbatch
     results = run.results
 
 A paused run waits in the middle of the model's code. It is a coroutine (`coroutine.py`), and what threads share is
@@ -119,7 +119,7 @@ class FrozenView:
         samples: Samples | None = None,
         group_size: int | None = None,
     ) -> PausedRun:
-        """Prepares a run that goes on only while `advance` or `finish` is called; see `whole`."""
+        """Prepares a run that goes on only inside `advance_while`; see `whole`."""
         run = FrozenRun(self._plan, self._groups(call, seed, samples, group_size))
         return PausedRun(
             run, self.interception, call, seed, self.graph.host_random, self._attributes
@@ -382,26 +382,9 @@ class PausedRun:
             GraphError: The run is not done.
         """
         if not self.done or self._coroutine.is_cancelled:
-            state = (
-                "was cancelled" if self._coroutine.is_cancelled else "is not done; call finish()"
-            )
+            state = "was cancelled" if self._coroutine.is_cancelled else "is not done"
             raise GraphError(f"the frozen run {state}")
         return self._run.results()
-
-    def advance(self, num_layers: float = 1) -> bool:
-        """Runs at most so many layers of the fine graph; says whether all is done.
-
-        Raises:
-            Exception: Whatever the step raised, with the name of the layer added.
-        """
-        left = num_layers
-
-        def goes_on(_name: str) -> bool:
-            nonlocal left
-            left -= 1
-            return left >= 0
-
-        return self.advance_while(goes_on)
 
     def advance_while(self, goes_on: Callable[[str], bool]) -> bool:
         """Runs layers of the fine graph for as long as a function says yes; says whether all is done.
@@ -411,17 +394,12 @@ class PausedRun:
                 thread, which costs no switch between threads.
 
         Raises:
-            Exception: As `advance`.
+            Exception: Whatever the step raised, with the name of the layer added.
         """
         if not self.done:
             self._goes_on = goes_on
             self._switch(self._coroutine.resume)
         return self.done
-
-    def finish(self) -> dict[TensorKey, Tensor]:
-        """Runs what is left."""
-        self.advance(float("inf"))
-        return self.results
 
     def cancel(self) -> None:
         """Unwinds the step where it is paused and frees what it holds."""

@@ -56,6 +56,18 @@ def views(root, graph, positions, interception):
     return pieces, frozen, stages
 
 
+def advance(run, num_layers):
+    """Runs at most so many layers of the fine graph; says whether all is done."""
+    left = iter(range(num_layers))
+    return run.advance_while(lambda name: next(left, None) is not None)
+
+
+def finish(run):
+    """Runs what is left."""
+    run.advance_while(lambda name: True)
+    return run.results
+
+
 def test_a_paused_run_gives_the_results_of_a_whole_one():
     root = Encoded(dropout=0.3)
     graph, positions = folded(root)
@@ -65,13 +77,13 @@ def test_a_paused_run_gives_the_results_of_a_whole_one():
         call = lambda: step(root, rows())
         whole = view.whole(call, seed=7)
         run, pauses = view.start(call, seed=7), 0
-        while not run.advance():
+        while not advance(run, 1):
             pauses += 1
             torch.rand(pauses)  # whoever runs in between must not matter
         assert pauses == 3
         assert run.results.keys() == whole.keys()
         assert all(torch.equal(run.results[key], whole[key]) for key in whole)
-        assert torch.equal(view.start(call, seed=7).finish()[0, 0], whole[0, 0])
+        assert torch.equal(finish(view.start(call, seed=7))[0, 0], whole[0, 0])
 
 
 def test_a_paused_run_stops_before_a_layer():
@@ -80,7 +92,7 @@ def test_a_paused_run_stops_before_a_layer():
     with intercepted(root) as interception:
         _, view, _ = views(root, graph, positions, interception)
         run, asked = view.start(lambda: step(root, rows()), seed=7), []
-        run.advance(2)
+        advance(run, 2)
         assert not run.advance_while(lambda name: asked.append(name))
         assert asked == ["encoder.blocks.2"]
         with pytest.raises(GraphError, match="is not done"):
@@ -98,7 +110,7 @@ def test_a_paused_run_leaves_random_numbers_alone():
         run = view.start(lambda: step(root, rows()), seed=7)
         torch.manual_seed(1)
         numbers = []
-        while not run.advance():
+        while not advance(run, 1):
             numbers.append(torch.rand(2))
         run.cancel()
     torch.manual_seed(1)
@@ -121,20 +133,18 @@ def test_a_paused_run_beside_stages_of_another_batch_is_bit_exact():
         for t, call in enumerate(calls):
             following = calls[(t + 1) % 4]
             run = view.start(following, seed=t + 1) if beside else None
-            advance = (
-                (lambda run=run: run.advance(choice.randint(0, 2))) if beside else lambda: None
-            )
-            advance()
+            go_on = (lambda run=run: advance(run, choice.randint(0, 2))) if beside else lambda: None
+            go_on()
             first = stages[0].forward(call, seed=t, received=frozen)
-            advance()
+            go_on()
             received = {k: v.detach() for k, v in first.outputs.items()}
             last = stages[1].forward(call, seed=t, received={**received, **frozen})
-            advance()
+            go_on()
             back = last.backward()
-            advance()
+            go_on()
             first.backward(back)
             losses.append(last.loss)
-            frozen = run.finish() if beside else view.whole(following, seed=t + 1)
+            frozen = finish(run) if beside else view.whole(following, seed=t + 1)
         return torch.stack(losses), take_gradients(root)
 
     with intercepted(root) as interception:
@@ -160,8 +170,8 @@ def test_the_thread_of_a_run_inherits_autocast_but_no_gradients():
         _, view, _ = views(root, graph, positions, interception)
         Looks.seen.clear()
         with torch.autocast("cpu", torch.bfloat16):
-            view.start(lambda: step(root, rows()), seed=1).finish()
-        view.start(lambda: step(root, rows()), seed=1).finish()
+            finish(view.start(lambda: step(root, rows()), seed=1))
+        finish(view.start(lambda: step(root, rows()), seed=1))
     assert Looks.seen == [(True, False, False), (False, False, False)]
 
 
@@ -181,9 +191,9 @@ def test_the_default_dtype_of_a_run_is_its_own():
     with intercepted(root) as interception:
         _, view, _ = views(root, graph, positions, interception)
         run = view.start(in_bfloat16, seed=1)
-        run.advance(2)
+        advance(run, 2)
         assert torch.get_default_dtype() == torch.float32
-        run.finish()
+        finish(run)
     assert ends == [torch.bfloat16]
 
 
@@ -241,15 +251,15 @@ def test_what_a_step_sets_for_a_while_stays_in_its_own_run():
         expected = view.whole(later, seed=2)
         assert as_before()
         run = view.start(later, seed=2)
-        run.advance(2)
+        advance(run, 2)
         assert as_before()
         frozen = view.whole(now, seed=1)
         first = stages[0].forward(now, seed=1, received=frozen)
-        run.advance(1)
+        advance(run, 1)
         received = {k: v.detach() for k, v in first.outputs.items()}
         last = stages[1].forward(now, seed=1, received={**received, **frozen})
         del root.scale
-        got = run.finish()
+        got = finish(run)
         assert as_before()
         assert all(torch.equal(got[key], expected[key]) for key in expected)
         first.backward(last.backward())
@@ -281,10 +291,10 @@ def test_an_error_in_a_paused_run_reaches_the_owner_with_the_layer():
         _, view, _ = views(root, graph, positions, interception)
         run = view.start(lambda: step(root, rows()), seed=1)
         with pytest.raises(RuntimeError, match="no more memory") as caught:
-            run.finish()
+            finish(run)
         assert caught.value.__notes__ == ["in a frozen run, at layer encoder.blocks.1"]
         root.encoder.broken = False
-        view.start(lambda: step(root, rows()), seed=1).finish()
+        finish(view.start(lambda: step(root, rows()), seed=1))
 
 
 @pytest.mark.parametrize("split", [(0, 2, 5), (0, 1, 2, 3, 4, 5)])
@@ -302,7 +312,7 @@ def test_parts_of_a_microbatch_add_up(split):
         joined = join_samples(graph, parts)
         assert joined.keys() == whole.keys()
         assert all(torch.allclose(joined[k], whole[k], rtol=0, atol=1e-12) for k in whole)
-        paused = view.start(call, seed=3, samples=ranges[0]).finish()
+        paused = finish(view.start(call, seed=3, samples=ranges[0]))
         assert torch.equal(paused[0, 0], parts[0][0, 0])
 
 
@@ -316,7 +326,7 @@ def test_groups_give_the_same_bits_whoever_runs_them(split):
         call = lambda: step(root, rows())
         whole = view.whole(call, seed=3, group_size=2)
         parts = [
-            view.start(call, seed=3, samples=samples, group_size=2).finish()
+            finish(view.start(call, seed=3, samples=samples, group_size=2))
             for samples in itertools.pairwise(split)
         ]
         joined = join_samples(graph, parts)
