@@ -107,8 +107,8 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
     """
     if group is None:
         return
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    tensors = [*named.values()]
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    tensors = [named[name] for name in sorted(named)]  # ranks may have them in another order
     own = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
     first, here = agree(own, group), dist.get_rank()
 

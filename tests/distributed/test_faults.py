@@ -11,6 +11,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.training_utils import EMAModel
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
@@ -25,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe import EMA, DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
+from lightning_diffpipe.comm.agreement import align_parameters
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.training import step_watch
 from lightning_diffpipe.training.processes import ProcessHooks
@@ -170,6 +172,21 @@ def test_ranks_that_build_other_modules_are_named(module_of_rank_1, message):
     """History: gloo ended processes without a word, as messages had other lengths."""
     with pytest.raises(RankError, match=message):
         run_ranks(fit_unlike, 2, module_of_rank_1)
+
+
+def align_in_other_order(rank):
+    """Parameters that a set of names, say, registers in the order of the process."""
+    module = nn.Module()
+    for name in ("ab", "ba")[rank]:
+        module.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name) + rank))))
+    align_parameters(module, dist.new_group(backend="gloo"))
+    return {name: value.tolist() for name, value in module.state_dict().items()}
+
+
+def test_weights_are_aligned_by_name():
+    """History: a rank got the weights that were registered first, whatever their name."""
+    first, second = run_ranks(align_in_other_order, 2)
+    assert first == second == {"a": [97.0] * 3, "b": [98.0] * 3}
 
 
 class Manual(TinyDiffusion):
