@@ -302,7 +302,7 @@ class PipelineMonitor(L.Callback):
         return numbers | {f"idle_s/rank_{rank}": idle for rank, idle in enumerate(spent.idle_s)}
 
     def _of_ranks(self, pipeline: Pipeline) -> dict[str, float]:
-        """The gradients' norm, and of each rank bytes sent and memory; a collective call of its pipeline."""
+        """Returns the gradients' norm, and each rank's bytes sent and memory; a collective call of its pipeline."""
         sent = pipeline.engine.num_bytes_sent
         per_step = (sent - self._bytes_sent) / max(self._interval.all_steps, 1)
         self._bytes_sent = sent

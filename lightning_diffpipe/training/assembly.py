@@ -241,7 +241,7 @@ def _connect(
 def _planned_graphs(
     probed: ProbedStep, plan: PipelinePlan, device: torch.device
 ) -> list[LayerGraph]:
-    """Graphs of the microbatches of a batch, if the step can only be probed on values: soon they are gone."""
+    """Returns graphs of a batch's microbatches, if the step can only be probed on values, which are soon gone."""
     graph = probed.graph
     if not graph.needs_values:
         return []

@@ -121,7 +121,7 @@ def prepare(
 
 
 def _microbatch_size(num_samples: int, options: PipelineOptions) -> int | None:
-    """The size of the largest microbatch, where the options say it."""
+    """Returns the size of the largest microbatch, where the options say it."""
     if not isinstance(options.num_microbatches, int):
         return None
     return math.ceil(num_samples / options.num_microbatches)
@@ -147,7 +147,7 @@ def _surveyed(
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
 ) -> tuple[LayerGraph, Forms]:
-    """The layers of a step, in the form with most calls, and the forms it takes."""
+    """Returns the layers of a step, in the form with most calls, and the forms it takes."""
     graph = _probed(module, step, batch, form, seed, planned)
     seed_of = partial(microbatch_seed, seed, 0)
     try:
@@ -186,7 +186,7 @@ def _probed(
     seed: int,
     planned: tuple[str, ...],
 ) -> LayerGraph:
-    """The layers of a step: those that a plan or profile names, which may be finer, if this module has them."""
+    """Returns the layers of a step: those that a plan or profile names, perhaps finer, if this module has them."""
     graph = probe(module, step, batch, seed=seed, form=form)
     if not planned or graph.path_names == planned:
         return graph
@@ -198,7 +198,7 @@ def _probed(
 
 
 def _least_samples(module: nn.Module, step: Step, sample: Any, size: int, graph: LayerGraph) -> int:
-    """Samples that each microbatch must have: two, where batch norms would see one value per channel."""
+    """Returns samples that each microbatch must have: two, where batch norms would see one value per channel."""
     norms = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
     if size == 1 or not norms:
         return 1
@@ -220,7 +220,7 @@ def _require_trainable(module: nn.Module) -> None:
 
 
 def _own_seed(options: PipelineOptions) -> int:
-    """The seed asked for, else `seed_everything`'s, else this process's own."""
+    """Returns the seed asked for, else `seed_everything`'s, else this process's own."""
     if options.seed is not None:
         return options.seed
     return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))

@@ -175,7 +175,7 @@ def _refuse_early_loader(trainer: Any) -> None:
 def refuse_averages(trainer: Any, module: nn.Module) -> None:
     """Refuses averages of weights that module or callbacks keep themselves, where there are several stages.
 
-    They would average the placeholders of other ranks' weights, which are NaN, and nothing would tell until
+    They would average the placeholders of other ranks' weights, which are NaN, and nothing would show it until
     somebody looks at the checkpoint.
 
     Raises:
@@ -200,7 +200,7 @@ def refuse_averages(trainer: Any, module: nn.Module) -> None:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Returns what an object holds, by name, and what its modules, lists and dictionaries hold."""
+    """Yields what an object holds, by name, and what its modules, lists and dictionaries hold."""
     held = vars(owner) | vars(owner).get("_modules", {})
     for name, value in held.items():
         if name in ("_modules", "_parameters", "_buffers"):
@@ -252,7 +252,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """Returns optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
+    """Yields optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
     for optimizer in optimizers:
         yield optimizer
         yield from _with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
