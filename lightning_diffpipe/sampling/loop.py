@@ -249,7 +249,8 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
         return on_step(self, plain.step, dict(signature.bind(self, *args, **kwargs).arguments))
 
     twin = copy.deepcopy(scheduler)
-    twin.__class__ = _EqualToBase(plain.__name__, (plain,), {"step": step})
+    meta = type(_EqualToBase.__name__, (_EqualToBase, type(plain)), {})  # that of an ABC is another
+    twin.__class__ = meta(plain.__name__, (plain,), {"step": step})
     return twin
 
 

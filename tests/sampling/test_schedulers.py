@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import pickle
 from types import SimpleNamespace
 
@@ -232,11 +233,28 @@ class OfTwo:
         return noise
 
 
-def call_with(generators):
-    parts = {"scheduler": make("DDPMScheduler"), "unet": unet_of_one_layer()}
+def call_with(generators, pipeline=OfTwo, scheduler=None):
+    parts = {"scheduler": scheduler or make("DDPMScheduler"), "unet": unet_of_one_layer()}
     arguments = {"generator": generators, "eta": 1.0}
-    call = PipelineCall(OfTwo(), "__call__", arguments, parts, tuple(parts), torch.device("cpu"))
+    call = PipelineCall(pipeline(), "__call__", arguments, parts, tuple(parts), torch.device("cpu"))
     return Call.of(call, dry_run_of(call))
+
+
+@pytest.mark.parametrize("bases", [(diffusers.DDPMScheduler,), (diffusers.DDPMScheduler, abc.ABC)])
+def test_pipelines_may_compare_the_class_of_their_scheduler(bases):
+    """Also one that has a metaclass of its own."""
+    kind = type("Own", bases, {})
+    compared = []
+
+    class Comparing(OfTwo):
+        def __call__(self, generator, eta):
+            own = type(self.scheduler)
+            compared.append((own == kind, own in [kind], own == bases[0], own is kind))
+            return super().__call__(generator, eta)
+
+    call = call_with([generator() for _ in range(2)], Comparing, kind())
+    assert set(compared) == {(True, True, False, False)}
+    assert type(call.scheduler) is kind
 
 
 def unet_of_one_layer():
