@@ -78,7 +78,13 @@ class SafetensorsFolder:
             raise CheckpointError(
                 f"{folder} has neither {whole.name} nor {names[0]}; {_what_to_do(folder, variant)}"
             )
-        paths = sorted({folder / n for n in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            stored = set(json.loads(index.read_text())["weight_map"].values())
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read the index {index} ({error!r}); a download that broke off? Copy it again"
+            ) from error
+        paths = sorted(folder / name for name in stored)
         if missing := [path for path in paths if not path.exists()]:
             raise CheckpointError(f"{index} names {missing[0].name}, which is not there")
         return paths

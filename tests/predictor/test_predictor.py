@@ -490,6 +490,11 @@ def test_a_folder_with_files_of_a_variant_only(shard, folder_of, tmp_path):
         next(whole.glob("*.index.json")).unlink()
         with pytest.raises(CheckpointError, match="not their index: copy the folder again"):
             SafetensorsFolder(whole)
+        index = whole / "diffusion_pytorch_model.safetensors.index.json"
+        for text in ("", "{}"):
+            index.write_text(text)
+            with pytest.raises(CheckpointError, match=r"cannot read the index .* Copy it again"):
+                SafetensorsFolder(whole)
     settings = SETTINGS | options_of("pixart")
     found = Predictor.from_pretrained(path, "single", variant="fp16")(["a", "b"], **settings)
     expected = Predictor.from_pretrained(folder_of("pixart"), "single")(["a", "b"], **settings)
