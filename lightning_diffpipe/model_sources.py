@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from torch import nn
 
@@ -36,6 +35,7 @@ from lightning_diffpipe.modules.parts import (
     checkpoint_part_weights,
     checkpoint_parts,
     folder_of_part,
+    outline_of_part,
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
@@ -225,7 +225,7 @@ def _refuse_lora(path: Path) -> None:
 def check_request(
     source: Source, settings: Settings, method: str = "single", num_patches: int | None = None
 ) -> None:
-    """Refuses what configs alone tell that a model cannot draw; the rest is told when it draws.
+    """Refuses what configs alone tell that a model cannot draw; the rest is refused when it draws.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
     latents into tokens, whose number only their call knows.
@@ -405,19 +405,20 @@ def _module_folder(
     added = read_loras(loras, LORA_LOADER, parts)
 
     def open_part(name: str) -> tuple[nn.Module, Weights]:
-        kind, path = getattr(diffusers, index[name][1]), folder / name
-        config, weights = kind.load_config(str(path)), SafetensorsFolder(path)
-        return _skeleton_of(name, kind, config, weights, added, device, dtype)
+        outline = outline_of_part(str(folder), name, *index[name])
+        weights = SafetensorsFolder(folder / name)
+        return _skeleton_of(name, outline.cls, outline.config, weights, added, device, dtype)
 
     name = _denoiser_name(parts, str(folder))
+    cls.check_parts(parts, f"{folder}/model_index.json")
     denoiser, weights = open_part(name)
     module, vae = None, None
     if leads:
         module = cls.from_pretrained(folder, **{name: denoiser})
         _settle(module, name, added, device, dtype)
     if "vae" in cls.part_names:
-        kind = getattr(diffusers, index["vae"][1])
-        vae = kind.load_config(folder_of_part(str(folder), index, "vae"), subfolder="vae")
+        path = folder_of_part(str(folder), index, "vae")
+        vae = outline_of_part(path, "vae", *index["vae"]).config
     return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)
 
 
@@ -446,6 +447,7 @@ def _checkpoint(
 
     cls = CascadedDiffusion if "upscaler" in parts else LatentDiffusion
     name = _denoiser_name(parts, str(path))
+    cls.check_parts(parts, str(path))
     denoiser, weights = open_part(name)
     module, vae = None, None
     if leads:

@@ -23,7 +23,7 @@ import json
 import pickle
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -61,7 +61,12 @@ def _class_of(library: str, name: str) -> Any:
             f"model_index.json asks for {library}.{name}; only parts from diffusers and "
             "transformers can be read"
         )
-    return getattr(importlib.import_module(library), name)
+    cls = getattr(importlib.import_module(library), name, None)
+    if cls is None:
+        raise ConfigurationError(
+            f"model_index.json asks for {library}.{name}, which this version of {library} does not have"
+        )
+    return cls
 
 
 def load_part(path: str, name: str, library: str, class_name: str) -> Any:
@@ -301,7 +306,7 @@ class PartsModule(L.LightningModule):
             for name in cls.part_names
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }
-        cls._check_parts({**stored, **kwargs}, f"{path}/model_index.json")
+        cls.check_parts({**stored, **kwargs}, f"{path}/model_index.json")
         given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
         cls._check_outlines(
             {
@@ -323,7 +328,8 @@ class PartsModule(L.LightningModule):
         return cls(**{**parts, **arguments})
 
     @classmethod
-    def _check_parts(cls, given: dict[str, Any], origin: str) -> None:
+    def check_parts(cls, given: Collection[str], origin: str) -> None:
+        """Raises ConfigurationError if a part that every such module needs is not among the names given."""
         required = [
             name
             for name, parameter in inspect.signature(cls.__init__).parameters.items()

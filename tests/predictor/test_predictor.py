@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
+from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
 from lightning_diffpipe.predictor import Predictor
@@ -441,6 +442,23 @@ def test_what_is_wrong_with_a_folder_is_named(changes, message, folder_of, tmp_p
     (tmp_path / "model_index.json").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vae": [None, None]}, "has no 'vae', which LatentDiffusion needs"),
+        ({"unet": ["diffusers", "NoSuchModel"]}, "diffusers.NoSuchModel, which this version"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_of_the_project_is_named(changes, message, leads, tmp_path):
+    """History: an AttributeError, and ranks that do not lead, and the command, ended in a KeyError."""
+    tiny_latent_diffusion("unet").save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | changes))
+    with pytest.raises(ConfigurationError, match=message):
+        open_source(tmp_path, leads, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("is_pipeline", [True, False])

@@ -103,7 +103,7 @@ def measure(name: str, folder: Path) -> dict[str, str]:
 
 
 def outcome(path: Path, method: str, settings: Mapping[str, Any], expected: list[Tensor]) -> str:
-    """Whether a method draws what is expected; later steps of patches only about so."""
+    """Whether a method draws what is expected while all steps are synchronous, and finite numbers after that."""
     torch.manual_seed(0)
     try:
         if method == "single":
