@@ -55,7 +55,7 @@ class DryRun:
     """What a loop will do, found by running it with a denoiser that predicts zeros.
 
     Attributes:
-        timesteps: One for each step, as the scheduler is told.
+        timesteps: One for each step, as the scheduler is given it.
         phases: Steps by the denoiser that they call.
         latents: What the first step is given.
         scheduler: As it is before the first step.

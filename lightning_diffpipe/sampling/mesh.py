@@ -187,7 +187,7 @@ class MeshLinks:
         return first, second
 
     def share_of(self, num_samples: int) -> list[tuple[int, int]]:
-        """Which samples each position of the data axis draws, as (start, stop); even, in order; the first some."""
+        """Samples of each position of the data axis, as (start, stop): as even as can be, the first never none."""
         edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 

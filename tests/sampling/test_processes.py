@@ -107,9 +107,7 @@ def killed(rank):
         )
     assert "timeout_s" not in str(noticed.value), "nobody waits so long"
     print("rank 0 noticed", flush=True)
-    raise RuntimeError(
-        "rank 0 noticed"
-    )  # the other never reports, so the test must fail on purpose
+    raise RuntimeError("rank 0 noticed")  # the other never reports, so this fails on purpose
 
 
 def test_a_killed_rank_is_noticed():

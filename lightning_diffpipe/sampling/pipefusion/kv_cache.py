@@ -252,7 +252,7 @@ class KvCache:
         return self._buffers[call.place]
 
     def _keys_of(self, call: AttentionCall, patches: frozenset[Part]) -> Selection:
-        """Keys of some patches."""
+        """Where the keys of some patches are among all keys; the same object for the same patches."""
         key = (patches, id(call.tokens))
         if key not in self._visible:
             index = [call.tokens.owned(patch, call.block.num_text).index for patch in patches]
