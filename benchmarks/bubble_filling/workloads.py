@@ -3,7 +3,7 @@
 * `stable_diffusion`: a diffusers VAE and a transformers CLIP text encoder; frozen work of about 0.43 of the
   trained forward and backward, as in Stable Diffusion v2.1 at batch 32.
 * `controlnet`: the same, and a locked trunk that sees noise; about 0.89, as in ControlNet v1.0 at batch 64.
-* `light_encoders`: large samples and small encoders, about 0.1, as where the denoiser is a large transformer.
+* `light_encoders`: large samples and small encoders, about 0.07, as where the denoiser is a large transformer.
 * `long_layer`: one frozen layer as long as all the others together.
 * `..._large`: the first two with samples of four times as many pixels and tokens, so that one sample is as much
   work to a core as in models of real size.

@@ -120,7 +120,7 @@ def explain(
 
     Args:
         plan: A plan with costs, as `find_plan` makes them; without costs only the limit is known.
-        profile: With the cluster, lets changes be tried; without, those kept in the plan are told. Where it is
+        profile: With the cluster, lets changes be tried; without, those kept in the plan are listed. Where it is
             another measurement than the plan was made from, the plan's stages are simulated with it first.
         cluster: Where the plan shall run; changes may use more ranks than it does.
         budget_s: Seconds to spend on changes; searches that take longer are cut short.

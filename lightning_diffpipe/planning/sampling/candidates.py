@@ -298,7 +298,7 @@ def _bands(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]
     peers = (ranks - 1) / ranks
     sent = share.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
     sent_s = sent / link.bandwidth_bytes_per_s
-    # Operators of each kind, and how many ranks each tells: all others, or two neighbours.
+    # Operators of each kind, and to how many ranks each sends: all others, or two neighbours.
     kinds = [(profile.num_attention, ranks - 1), (profile.num_norms, ranks - 1)]
     kinds.append((profile.num_halos, min(2, ranks - 1)))
     transport_s = sent_s + sum(count * peers_sent for count, peers_sent in kinds) * link.latency_s
@@ -311,7 +311,7 @@ def _bands(asked: _Asked, share: _Share, ranks: int) -> Iterator[SamplingChoice]
         warmup = asked.wish.warmup_steps
         if warmup is None:
             warmup = 4 if num_steps < 30 else 1
-        grouped = sum(-(-count // _CALLS_PER_MESSAGE) * told for count, told in kinds)
+        grouped = sum(-(-count // _CALLS_PER_MESSAGE) * peers_sent for count, peers_sent in kinds)
         grouped_s = sent_s + grouped * link.latency_s
         displaced_s = max(compute_s, grouped_s) + gather_s
         waited_for = min(warmup, num_steps)
