@@ -40,6 +40,7 @@ from lightning_diffpipe.errors import (
     GraphError,
     SamplingError,
     raised_by_all,
+    require_number,
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import (
@@ -187,6 +188,7 @@ class Predictor:
                 method, its options or the mesh cannot work; on all ranks.
         """
         choice = _options_of(method, options)
+        require_number("timeout_s", timeout_s, above=0)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
 
@@ -443,8 +445,7 @@ def _require_settings(dtype: torch.dtype, timeout_s: float) -> None:
         raise ConfigurationError(
             f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
         )
-    if timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be more than 0; got {timeout_s}")
+    require_number("timeout_s", timeout_s, above=0)
 
 
 def _world(

@@ -90,9 +90,6 @@ def _refuse_values(values: dict[str, Any]) -> None:
     accelerator = values["trainer"]["accelerator"]
     if accelerator not in ("cpu", "gpu", "cuda"):
         raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
-    timeout_s = values["timeout_s"]
-    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be a number of seconds; got {timeout_s!r}")
     for name, choices in (("output_type", tuple(_OUTPUT_TYPES)), ("video_format", _VIDEO_FORMATS)):
         if values[name] not in choices:
             raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")

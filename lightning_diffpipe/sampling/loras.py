@@ -169,9 +169,11 @@ def read_loras(
     """Reads all files.
 
     Raises:
-        ConfigurationError: See `StoredLora`.
+        ConfigurationError: They are no mapping; see `StoredLora`, too.
         CheckpointError: See `StoredLora`, or a file changes parts that the pipeline does not have.
     """
+    if not isinstance(loras, Mapping):
+        raise ConfigurationError(f"loras must be a mapping of files to their scales; got {loras!r}")
     read = [StoredLora(path, scale, cls) for path, scale in loras.items()]
     for lora in read:
         if others := sorted(lora.parts() - set(parts)):

@@ -177,6 +177,10 @@ def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
         opened({other: 1.0})
     with pytest.raises(CheckpointError, match=r"cannot read the LoRA .*nowhere"):
         opened({tmp_path / "nowhere": 1.0})
+    with pytest.raises(
+        ConfigurationError, match="loras must be a mapping of files to their scales"
+    ):
+        opened([folder / "first"])
     with pytest.raises(ConfigurationError, match="must be a number; got 'much'"):
         opened({folder / "first": "much"})
     none = tmp_path / "none.safetensors"

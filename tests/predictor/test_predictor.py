@@ -481,7 +481,8 @@ def test_hub_ids_on_this_machine(is_pipeline, folder_of, tmp_path, monkeypatch):
         ({"device": "gpu0"}, "device='gpu0'; choose cpu or cuda"),
         ({"dtype": "float32"}, "dtype='float32'; choose torch.float32, torch.bfloat16"),
         ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; choose torch.float32"),
-        ({"timeout_s": 0}, "timeout_s must be more than 0; got 0"),
+        ({"timeout_s": 0}, "timeout_s must be a number > 0; got 0"),
+        ({"timeout_s": "long"}, "timeout_s must be a number > 0; got 'long'"),
     ],
 )
 def test_devices_types_and_times_that_do_not_exist_are_refused(options, message, folder_of):
