@@ -267,7 +267,12 @@ class KvCache:
         for m, patch in enumerate(self._patches if self._verify else ()):
             step = self._step if m <= here else self._step - 1
             expected = step if step >= 0 else None
-            assert buffer.written.get(patch) == expected, (call.block.name, here, m, self._step)
+            if (found := buffer.written.get(patch)) != expected:
+                raise LayoutError(
+                    f"{call.block.name}: in step {self._step} patch {here} would read keys of patch {m} "
+                    f"from step {found}, not {expected}. This is a defect of PipeFusion, not of the request: "
+                    "draw with method=single, and report it with the name of the model"
+                )
         if self._freshness is None:
             return
         ages: Counter[int | None] = Counter()

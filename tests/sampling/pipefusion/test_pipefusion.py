@@ -12,6 +12,7 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError, LayoutError, PartitionError
 from lightning_diffpipe.graph.calltree import forward_replaced
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache
 from lightning_diffpipe.sampling.tracing.marks import AttentionIntercepted
 from lightning_diffpipe.sampling.tracing.tokens import Part
 from tests.sampling.models import (
@@ -54,6 +55,16 @@ def test_one_patch_or_only_synchronous_steps_are_one_process(name, tiny_models):
     expected = sample_plainly(request_for(name, tiny=tiny))
     assert torch.equal(emulate(name, tiny, 1, 0), expected)
     assert torch.equal(emulate(name, tiny, 4, STEPS), expected)
+
+
+def test_keys_of_another_step_are_refused_by_name(tiny_models, monkeypatch):
+    """History: a bare AssertionError with a tuple."""
+    start = KvCache.start_step
+    monkeypatch.setattr(
+        KvCache, "start_step", lambda cache, step, keep: start(cache, 2 * step, keep)
+    )
+    with pytest.raises(LayoutError, match="patch 0 would read keys of patch 1 from step 0, not 1"):
+        emulate("sd3", tiny_models("sd3"), 4, 1)
 
 
 @pytest.mark.parametrize("name", ALL)
