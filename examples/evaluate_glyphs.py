@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_diffpipe.callbacks.sample_images import picture_grid
 from lightning_diffpipe.data.glyphs import Glyph, GlyphDataset
 from lightning_diffpipe.modules import LatentDiffusion
-from lightning_diffpipe.modules.built_in import built_in
+from lightning_diffpipe.modules.parts import built_in
 
 ALPHABETS = ["digits", "latin", "greek", "cyrillic"]
 

@@ -246,7 +246,7 @@ def _local(path: str | Path) -> Path:
 
 def _folders(trainer: Any) -> Iterator[Path]:
     """Folders on this machine into which callbacks of a trainer save."""
-    from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
+    from lightning_diffpipe.callbacks.run_files import FinalCheckpoint
 
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):

@@ -1,6 +1,6 @@
 """Clocks: a stamp now, seconds between two stamps later.
 
-The host's clock tells the time at once. On a GPU kernels run after they were asked for, so a stamp is
+The host's clock shows the time at once. On a GPU kernels run after they were asked for, so a stamp is
 an event in the stream, and seconds are known once the device has caught up.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Tells what time passes between two points of a program."""
+    """Measures what time passes between two points of a program."""
 
     def stamp(self) -> Any:
         """Marks this point."""

@@ -1,7 +1,7 @@
-"""Code that waits in the middle of itself, and goes on when it is told to.
+"""Code that waits in the middle of itself, and goes on when it is resumed.
 
 It waits in a thread of its own. The hand-off is strict: one of the two threads always waits, so the result does not
-depend on who runs in between. The thread is kept for the next coroutine: in a new one all memory is first touched
+depend on who runs in between. The thread is reused for the next coroutine: in a new one all memory is first touched
 again, which costs up to half of the time of an encoder.
 
 Source:
@@ -26,7 +26,7 @@ class _Cancelled(BaseException):
 
 
 class _Worker:
-    """A thread that is kept for later coroutines."""
+    """A thread that is reused by later coroutines."""
 
     _idle: list[_Worker] = []  # noqa: RUF012
     _lock = threading.Lock()

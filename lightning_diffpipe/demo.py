@@ -1,4 +1,4 @@
-"""`diffpipe demo`: what this package does, told by one short run.
+"""`diffpipe demo`: what this package does, shown by one short run.
 
 Draws prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
 and its timeline, draws the same prompts again with both processes together, and lays the pictures side by side.
@@ -67,7 +67,7 @@ def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
 
 
 class DemoStory(L.Callback):
-    """Tells a training run: plan, timeline, loss, pictures before and after.
+    """Narrates a training run: plan, timeline, loss, pictures before and after.
 
     Args:
         folder: Where pictures go.
@@ -109,7 +109,7 @@ class DemoStory(L.Callback):
         print("2. Looking at the model, timing its layers, planning the pipeline.", flush=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Explains the timeline that the strategy has just printed, and keeps the plan."""
+        """Explains the timeline that the strategy has just printed, and stores the plan."""
         self._start_s = time.perf_counter()
         plan = getattr(trainer.strategy, "plan", None)
         if not trainer.is_global_zero:
@@ -137,7 +137,7 @@ class DemoStory(L.Callback):
     def end(self, checkpoint: Path) -> None:
         """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
         after = self._draw_together(checkpoint)
-        if after is None:  # rank 0 tells the story
+        if after is None:  # rank 0 narrates
             return
         rows = {"font": wanted_pictures(self.prompts, after.shape[-1])}
         if self._before is not None:

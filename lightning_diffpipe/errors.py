@@ -19,19 +19,22 @@
         └── LostRankError                      a rank was lost; says how, and in which phase
 
 User mistakes are also `ValueError`s, so that generic handlers keep working. Messages name what is wrong
-with the numbers, then the remedy. `assert` is kept for our own invariants.
+with the numbers, then the remedy. `assert` is for our own invariants.
 
-Where several ranks raise the same error, one may tell it for all; an error of one rank must be told by that rank,
-as no other knows it. `raised_by_all` marks the first kind.
+Where several ranks raise the same error, one may print it for all; an error of one rank must be printed by that
+rank, as no other knows it. `raised_by_all` marks the first kind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Iterator
 from numbers import Integral, Real
 from typing import Any
+
+_LONGEST_S = 1e8  # three years
 
 
 class DiffPipeError(Exception):
@@ -111,7 +114,7 @@ class LostRankError(PipelineTimeoutError):
 
     Args:
         message: Which rank, how, and in which phase.
-        by_signal: It was told to stop by SIGTERM.
+        by_signal: It was stopped by SIGTERM.
     """
 
     def __init__(self, message: str, by_signal: bool = False) -> None:
@@ -141,6 +144,16 @@ def raised_by_all() -> Iterator[None]:
     except DiffPipeError as error:
         error.is_of_all_ranks = True
         raise
+
+
+def clear_variables(error: BaseException | None) -> None:
+    """Clears the variables of functions that an error ended, which hold tensors: also of errors that led to it.
+
+    The traceback still says where it was raised.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def require_number(
@@ -178,3 +191,12 @@ def require_number(
         bounds = " and ".join(f"{sign} {bound:.10g}" for sign, bound in signs if bound is not None)
         number = "a whole number" if whole else "a number"
         raise ConfigurationError(f"{name} must be {f'{number} {bounds}'.strip()}; got {value!r}")
+
+
+def require_timeout(timeout_s: Any) -> None:
+    """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits.
+
+    Raises:
+        ConfigurationError: It is not above 0 and at most three years.
+    """
+    require_number("timeout_s", timeout_s, above=0, most=_LONGEST_S)

@@ -23,7 +23,7 @@ _ABANDONED_S = 3600.0
 
 
 def check_writable(path: Path) -> None:
-    """Finds out before long work whether its result can be written; leaves nothing behind.
+    """Finds out before long work whether its result can be written; leaves no file.
 
     Raises:
         OSError: The path is a folder, or its folder can neither be made nor written; has the path.

@@ -2,7 +2,7 @@
 
 A step frees all its activations. glibc gives large freed blocks back to the kernel, and the next step gets
 them again page by page, each one cleared: some ten thousand page faults in a step. A GPU's allocator keeps
-what it has got, and so does glibc when it is told to:
+what it has got, and so does glibc when it is asked to:
 
 * blocks at the top of a heap are given back only when they are very large (`M_TRIM_THRESHOLD`);
 * large blocks come from heaps, not each from the kernel (`M_MMAP_THRESHOLD`);
@@ -24,10 +24,10 @@ _LARGEST_IN_HEAP_BYTES = 1 << 25  # glibc takes no more
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory; does nothing elsewhere, or where the user has set it.
+    """Asks glibc to keep freed memory; does nothing elsewhere, or where the user has set it.
 
     Returns:
-        Whether it was told.
+        Whether it was asked.
     """
     if not sys.platform.startswith("linux") or any(
         name.startswith("MALLOC_") for name in os.environ

@@ -39,6 +39,7 @@ from lightning_diffpipe.modules.parts import (
     read_checkpoint,
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
+from lightning_diffpipe.sampling.digests import Identity
 from lightning_diffpipe.sampling.loras import StoredLora, adapted, add_to_others, read_loras
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
@@ -74,6 +75,7 @@ def open_source(
     vae: Collection[str] = (),
     loras: Mapping[str | Path, float] | None = None,
     pipeline_class: str | None = None,
+    ip_adapters: Mapping[str | Path, Any] | None = None,
 ) -> Source:
     """Opens the model at a path.
 
@@ -88,14 +90,16 @@ def open_source(
         vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
         loras: Scale of each LoRA file.
         pipeline_class: To draw with in place of the one that a diffusers folder names.
+        ip_adapters: Scale of each IP-Adapter's file; of diffusers folders.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
         CheckpointError: Its weights are missing or cannot be read.
     """
+    others = {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters}
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
-        _refuse_variant(variant, path, parts or {}, vae, pipeline_class)
+        _refuse_variant(variant, path, parts or {}, vae, others)
         return _checkpoint(Path(path), leads, device, dtype, ema, loras or {})
     folder = model_folder(str(path))
     try:
@@ -103,10 +107,10 @@ def open_source(
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") in _MODULES:
-        _refuse_variant(variant, path, parts or {}, vae, pipeline_class)
+        _refuse_variant(variant, path, parts or {}, vae, others)
         return _module_folder(folder, index, leads, device, dtype, loras or {})
     return DiffusersFolder(
-        folder, leads, device, dtype, variant, parts or {}, vae, loras, pipeline_class
+        folder, leads, device, dtype, variant, parts or {}, vae, loras, pipeline_class, ip_adapters
     )
 
 
@@ -115,10 +119,10 @@ def _refuse_variant(
     path: str | Path,
     parts: Mapping[str, Any],
     vae: Collection[str],
-    pipeline_class: str | None,
+    others: Mapping[str, Any],
 ) -> None:
-    others = ["pipeline_class"] if pipeline_class is not None else []
-    for name in [*parts, *(f"vae_{each}" for each in vae), *others]:
+    given = [name for name, value in others.items() if value]
+    for name in [*parts, *(f"vae_{each}" for each in vae), *given]:
         value = "None" if parts.get(name, name) is None else "..."
         raise ConfigurationError(
             f"{name}={value} is of diffusers folders; {path} was written by this project, and all its parts are "
@@ -225,7 +229,7 @@ def _refuse_lora(path: Path) -> None:
 def check_request(
     source: Source, settings: Settings, method: str = "single", num_patches: int | None = None
 ) -> None:
-    """Refuses what configs alone tell that a model cannot draw; the rest is refused when it draws.
+    """Refuses what a model cannot draw by its configs alone; the rest is refused when it draws.
 
     Of diffusers pipelines, what they check themselves before all else, and `num_patches` unless they pack
     latents into tokens, whose number only their call knows.
@@ -245,6 +249,7 @@ def check_request(
         refuse_method(source, method)
     else:
         assert isinstance(source, DiffusersFolder)
+        source.check_images(settings)
         rows = _checked_rows(source, settings)
     if (
         method == "pipefusion"
@@ -304,7 +309,7 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
 
 
 def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
-    """Rows of tokens in a picture, where configs tell them."""
+    """Rows of tokens in a picture, where configs have them."""
     try:
         pipeline = source.outline()
     except ConfigurationError:
@@ -333,7 +338,7 @@ class ModuleSource:
         weights: Where the weights of a skeleton are.
         module: The whole module, on the rank that leads.
         vae: Config of the autoencoder; None if pixels are drawn.
-        open_part: Skeleton and weights of another denoiser, on other ranks.
+        open_part: Skeleton and weights of another denoiser; None for a module in memory.
     """
 
     def __init__(
@@ -390,6 +395,12 @@ class ModuleSource:
             load_weights(part, weights)
             self._parts[name] = part.eval()
         return self._parts[name]
+
+    def identity(self, name: str) -> Identity:
+        """What ranks compare of that denoiser."""
+        if self._open_part is not None:
+            return Identity.of({}, *self._open_part(name))
+        return Identity.of({}, self.part(name), None)
 
 
 def _module_folder(

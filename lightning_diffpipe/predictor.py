@@ -5,7 +5,7 @@
 
 The journey of a request:
 
-    rank 0     prompts -> text encoders -> start noise -> Call          sampling/dry_run.py, record.py
+    rank 0     prompts -> text encoders -> start noise -> Call          sampling/call.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
     rank 0     latents -> autoencoder -> pictures, report               sampling/report.py
@@ -33,14 +33,14 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.comm.streams import ask_for_queues
+from lightning_diffpipe.comm.waiting import ask_for_queues
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
     GraphError,
     SamplingError,
     raised_by_all,
-    require_number,
+    require_timeout,
 )
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.model_sources import (
@@ -53,8 +53,8 @@ from lightning_diffpipe.model_sources import (
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
-from lightning_diffpipe.sampling.memory import forget_variables, release_memory
 from lightning_diffpipe.sampling.methods import MethodOptions, RankReport, Worker, fitted
+from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.world import World, join_world
@@ -105,6 +105,7 @@ class Predictor:
         self._chooser: Chooser | None = None
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
+        self._compared: set[str] = set()  # parts besides the denoiser that all ranks have alike
         self._announced = False
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
@@ -127,6 +128,7 @@ class Predictor:
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         pipeline_class: str | None = None,
+        ip_adapters: Mapping[str | Path, Any] | None = None,
         **further: Any,
     ) -> Self:
         """Opens a model for sampling by all ranks.
@@ -144,12 +146,12 @@ class Predictor:
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: Sample in this process only, whatever process groups there are.
-            loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8, "face.safetensors": 1.0}`;
-                added to the weights as they are read.
+            loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
             vae_tiling: Let the autoencoder work tile by tile, in less memory; pictures differ a little.
             vae_slicing: Let it work picture by picture.
-            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, to draw with the parts of a
-                folder that names another.
+            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, in place of the folder's own.
+            ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
+                encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
             further: The mesh (`data`, `guidance`, `parallel`, `sequence`, see `MethodOptions`) and options of the
                 method, such as `group_norm` of DistriFusion; or a part of the pipeline, the same on all ranks, such
                 as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of Stable Diffusion 3.
@@ -166,7 +168,7 @@ class Predictor:
         world, where = _world(device, alone, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
-        loading["pipeline_class"] = pipeline_class
+        loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters}
         source = _opened(path, options, world, where, loras, loading)
         return cls(source, options, world, where, timeout_s)
 
@@ -188,7 +190,7 @@ class Predictor:
                 method, its options or the mesh cannot work; on all ranks.
         """
         choice = _options_of(method, options)
-        require_number("timeout_s", timeout_s, above=0)
+        require_timeout(timeout_s)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
 
@@ -318,6 +320,7 @@ class Predictor:
     def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
         try:
             self._world.agree("comparing requests", compare)
+            self._compare_parts(packed)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
@@ -333,6 +336,14 @@ class Predictor:
         self.report = merge(reports) if self._world.rank == 0 else None
         _refuse_unless_finite(reports, packed)
         return latents
+
+    def _compare_parts(self, packed: Call) -> None:
+        """Compares parts that every rank reads whole, such as a second denoiser; collective."""
+        names = [name for name in packed.pipeline.needed if name not in self._compared]
+        for name in names if self._world.num_ranks > 1 else ():
+            look = partial(self.source.identity, name)
+            refuse_other_models(self._world, self._world.agree("comparing weights", look))
+            self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
         """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
@@ -445,7 +456,7 @@ def _require_settings(dtype: torch.dtype, timeout_s: float) -> None:
         raise ConfigurationError(
             f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
         )
-    require_number("timeout_s", timeout_s, above=0)
+    require_timeout(timeout_s)
 
 
 def _world(
@@ -482,6 +493,8 @@ def _opened(
     if world.num_ranks > 1:
         arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(loading)
         arguments["parts"] = list(loading["parts"])
+        # Files may lie elsewhere on each host; what is in them is among the weights.
+        arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source

@@ -39,6 +39,30 @@ def pytest_configure(config):
     """Hides GPUs from all tests but those marked `gpu`: on one, other last bits come out than on the CPU."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if servers := getattr(config, "workerinput", {}).get("servers"):
+        from tests import ranks
+
+        ranks.use_servers(servers)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Lets all workers fork from the same two servers, whose imports take a processor seven seconds each."""
+    from tests import ranks  # not before GPUs are hidden
+
+    if _only_distributed(node.config):
+        node.workerinput["servers"] = ranks.start_servers()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files that mark no test as distributed are not imported where only such tests run."""
+    if _only_distributed(config) and collection_path.name.startswith("test_"):
+        return b"distributed" not in collection_path.read_bytes() or None
+    return None
+
+
+def _only_distributed(config):
+    return config.option.markexpr.split(" ")[0] == "distributed"
 
 
 def pytest_report_header():

@@ -1,11 +1,12 @@
-"""Runs a function on several gloo processes, and leaves none of them behind.
+"""Runs a function on several gloo processes, and leaves none of them running.
 
     results = run_ranks(function, 4, argument)      # function(rank, *arguments) -> anything picklable
 
 Processes are forked from a server that has imported torch, Lightning and this project once and used them
 (`tests/warm.py`), so that a test pays milliseconds, not seconds, for each. Ranks with an odd number have another
 server, whose sets of strings have another order: a fork hashes as its server does, where processes that users start
-each have a seed of their own. Every wait has a deadline: a hanging test prints the stack of every rank and fails
+each have a seed of their own. Where pytest hands out such tests to workers, these share the two servers of the
+process that hands out. Every wait has a deadline: a hanging test prints the stack of every rank and fails
 in a minute, never in an hour.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,30 @@ _SERVERS = {"1": forkserver.ForkServer(), "2": forkserver.ForkServer()}
 """By the hash seed of their forks. They start with the first test that needs them."""
 for _server in _SERVERS.values():
     _server.set_forkserver_preload(["tests.warm"])
+
+
+def start_servers() -> dict[str, Any]:
+    """Starts the servers, which live as long as this process; returns their addresses by hash seed."""
+    for hash_seed, server in _SERVERS.items():
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=hash_seed):
+            server.ensure_running()
+    return {hash_seed: server._forkserver_address for hash_seed, server in _SERVERS.items()}
+
+
+def use_servers(addresses: dict[str, Any]) -> None:
+    """Forks from servers that another process has started (`start_servers`)."""
+    _SERVERS.update({seed: _ServerOfAnother(address) for seed, address in addresses.items()})
+
+
+class _ServerOfAnother(forkserver.ForkServer):
+    def __init__(self, address: Any) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        # Forks close what they get of the pipe by which a server sees its starter end.
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
 
 
 class RankError(AssertionError):

@@ -23,10 +23,11 @@ from PIL import Image
 from lightning_diffpipe import ModelProfile, PipelinePlan, cli
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.cli import launch, training
-from lightning_diffpipe.cli.main import _named, _quoted
+from lightning_diffpipe.cli.launch import quoted
+from lightning_diffpipe.cli.main import _named
 from lightning_diffpipe.cli.training import _run_to_go_on_with
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
-from lightning_diffpipe.modules.built_in import NAMES
+from lightning_diffpipe.modules.parts import BUILT_IN
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from tests.command import ROOT, call, run
 
@@ -86,7 +87,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "model=flux", "trainer.devices=1"],
             "diffpipe train: model=flux is known on paper only, without weights: plan with it",
         ),
-        # History: Hydra's lexer told that it had found no viable alternative.
+        # History: Hydra's lexer said that it had found no viable alternative.
         (
             ["train", "a=["],
             "diffpipe train: cannot read a=[: put texts in quotes, and all in those of",
@@ -153,7 +154,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
         ),
         (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
-        # History: 'limit_val_batches' was suggested, and the + told to nobody.
+        # History: 'limit_val_batches' was suggested, and the + mentioned to nobody.
         (
             ["train", "trainer.limit_train_batches=3"],
             "there is no setting or group 'trainer.limit_train_batches' in the config, but what it builds takes "
@@ -446,7 +447,7 @@ class Own:
 def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
     wrong, message, code, capsys, monkeypatch, tmp_path
 ):
-    """History: `assert False` was told as nothing at all, and a missing key as its name."""
+    """History: `assert False` was printed as nothing at all, and a missing key as its name."""
     monkeypatch.chdir(tmp_path)
     own = ["~model", "+model._target_=tests.test_cli.Own", f"+model.wrong={wrong}"]
     _, _, err = call(capsys, monkeypatch, "train", *own, "trainer.devices=1")
@@ -563,7 +564,7 @@ def test_a_run_of_wandb_goes_on_with_the_training(tmp_path, monkeypatch, by):
         assert started(tmp_path / "a", "last") == first
     else:
         assert started(tmp_path / "b", str(tmp_path / "a" / "checkpoints" / "x.ckpt")) == first
-        assert started(tmp_path / "b", "last") == first, "kept beside its own checkpoints, too"
+        assert started(tmp_path / "b", "last") == first, "stored next to its own checkpoints, too"
     assert started(tmp_path / "a") != first, "begun anew"
     config = OmegaConf.create({"output_dir": str(tmp_path), "ckpt_path": None})
     assert _run_to_go_on_with(config, OmegaConf.merge(node, {"id": "mine"})) == {}
@@ -804,9 +805,9 @@ def test_a_plan_tells_that_nobody_knows_whether_an_encoder_can_be_split(
 @pytest.mark.slow
 def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, monkeypatch):
     """History: a run's links were forgotten, and `show profile=` looked for advice as if they were free."""
-    kept, output = profile_path.with_name("cluster.json"), profile_path.with_name("plan.json")
-    kept.write_text(Cluster(3, p2p=Link(latency_s=1.0)).to_json())
-    costs = [f"profile={profile_path}", "cluster=measured", f"cluster.path={kept}"]
+    measured, output = profile_path.with_name("cluster.json"), profile_path.with_name("plan.json")
+    measured.write_text(Cluster(3, p2p=Link(latency_s=1.0)).to_json())
+    costs = [f"profile={profile_path}", "cluster=measured", f"cluster.path={measured}"]
     settings = ["global_batch_size=12", "strategy.num_stages=3", f"output={output}"]
     _, printed, err = call(capsys, monkeypatch, "plan", *settings, *costs)
     document = json.loads(output.read_text())
@@ -824,7 +825,7 @@ def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, mo
     rate = "+cluster.p2p.bandwidth_bytes_per_s=1e15"
     call(capsys, monkeypatch, "plan", *settings, *costs, rate, "explain=false")
     planned = json.loads(output.read_text())["planned"]
-    assert planned["iteration_s"] > 2.0  # the second that a message takes is kept
+    assert planned["iteration_s"] > 2.0  # the second that a message takes stays
 
 
 @pytest.mark.slow
@@ -860,7 +861,7 @@ def test_a_plan_is_shown_whatever_it_is_called(name, profile_path, capsys, monke
     "text", ["it's", "a=b", "日本", "a\\", "a\\'", "'", "\\", '"', "a,b", " a "]
 )
 def test_a_text_in_quotes_is_read_back(text):
-    [override] = OverridesParser.create().parse_overrides([f"path={_quoted(text)}"])
+    [override] = OverridesParser.create().parse_overrides([f"path={quoted(text)}"])
     assert override.value() == text
 
 
@@ -951,7 +952,7 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
     assert trained.returncode == 0, trained.stderr[-3000:]
     printed = trained.stdout + trained.stderr
     assert "1 pipeline of 2 stages" in printed
-    # History: nothing was told between the start of the processes and the plan, which took half a minute.
+    # History: nothing was printed between the start of the processes and the plan, which took half a minute.
     for phase in ("probing the layers of a step", "timing layers and links, and planning"):
         assert len(re.findall(rf"^{phase} took [\d.]+ s$", printed, re.MULTILINE)) == 1
     for noise in ("Tip:", "is deprecated", "Sparse CSR", "weights_only", "GLOBAL_RANK"):
@@ -1010,7 +1011,7 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path, capfd, monkeypatch)
 @pytest.mark.distributed
 def test_jobs_of_a_sweep_are_pipelines_of_their_own(tmp_path, capfd, monkeypatch):
     """History: every process began the whole sweep anew, later jobs started no second process, and what two
-    processes refuse was told by both.
+    processes refuse was printed by both.
     """
     monkeypatch.chdir(tmp_path)
     settings = ["experiment=glyphs", "callbacks=training", "logger=csv", "strategy.profile=flops"]
@@ -1045,7 +1046,7 @@ class Job:
 
 @pytest.mark.slow
 def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
-    """History: every process of a job began the whole sweep anew, and one failed job was told of several."""
+    """History: every process of a job began the whole sweep anew, and one failed job was reported for several."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch.subprocess, "Popen", Job)
     monkeypatch.setattr(Job, "started", [])
@@ -1214,7 +1215,7 @@ def test_a_wheel_holds_all_code_every_config_and_the_built_in_weights(tmp_path):
     there = {str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.yaml")}
     assert {name for name in packed if name.endswith(".yaml")} == there
     weights = {n for n in names if n.startswith("lightning_diffpipe/weights/")}
-    folders = [ROOT / "examples" / name for name in NAMES]
+    folders = [ROOT / "examples" / name for name in BUILT_IN]
     files = [p for folder in folders for p in folder.rglob("*") if p.is_file()]
     examples = ROOT / "examples"
     assert weights >= {f"lightning_diffpipe/weights/{p.relative_to(examples)}" for p in files}

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.cli.training import _build_trainer
-from lightning_diffpipe.modules.built_in import built_in
+from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel

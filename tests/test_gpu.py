@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.comm.streams import SideStreams
+from lightning_diffpipe.comm.waiting import SideStreams
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import attention_part, merged
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,

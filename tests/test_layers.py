@@ -44,7 +44,7 @@ THIRD_PARTY = {
     "profiling": {"torch", "numpy", "diffusers", "transformers", "rich"},
     "comm": {"torch"},
     "runtime": {"torch", "numpy"},
-    "sampling": {"torch", "numpy", "diffusers", "safetensors"},
+    "sampling": {"torch", "numpy", "diffusers", "safetensors", "transformers"},
     "pipelines": {"torch", "transformers"},
 }
 REASONS = {

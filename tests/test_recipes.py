@@ -106,7 +106,8 @@ def opens_in_diffusers(name, tmp_path):
     weights = safetensors.torch.load_file(
         next((tmp_path / "saved").glob("*.safetensors")), device="cpu"
     )
-    assert any(value.abs().max() > 0 for key, value in weights.items() if ".lora_B." in key)
+    raising = [value for key, value in weights.items() if re.search(r"lora(_B|\.up)\.", key)]
+    assert any(value.abs().max() > 0 for value in raising)
     return pipeline
 
 

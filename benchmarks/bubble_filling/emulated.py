@@ -26,10 +26,9 @@ from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Timeline
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
-from lightning_diffpipe.runtime.bubbles import Filling
+from lightning_diffpipe.runtime.upcoming import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
-from lightning_diffpipe.training.plan_source import pool_times
+from lightning_diffpipe.training.plan_source import PipelineOptions, pool_times
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.viewing.measured import measured_timeline
 

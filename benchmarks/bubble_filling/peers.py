@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.bubble_filling.workloads import LAYERS, Batch, Workload
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
-from lightning_diffpipe.runtime.bubbles import Filling
+from lightning_diffpipe.runtime.upcoming import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.preparation import prepare
 
 Step = Callable[[], Any]

@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.training.pipeline import Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.preparation import prepare
 
 SAMPLES, NUM_LAYERS, FORWARD_S = 16, 16, 6e-5

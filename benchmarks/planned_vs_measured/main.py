@@ -37,15 +37,13 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.profiling.cache import CACHE_VARIABLE, cache_folder
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
+from lightning_diffpipe.profiling.profiler import CACHE_VARIABLE, cache_folder
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
-from lightning_diffpipe.training.plan_source import pool_times
+from lightning_diffpipe.training.plan_source import PipelineOptions, pool_times
 from lightning_diffpipe.training.preparation import prepare
-from lightning_diffpipe.viewing.gap import explain_gap
-from lightning_diffpipe.viewing.measured import measured_timeline
+from lightning_diffpipe.viewing.measured import explain_gap, measured_timeline
 
 WARMUP = 3
 TOLERANCE, POINTS = 0.03, 2.0

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.data.glyphs import GlyphDataset
-from lightning_diffpipe.modules.built_in import built_in
-from lightning_diffpipe.modules.text import tokenize
+from lightning_diffpipe.modules.encoders import tokenize
+from lightning_diffpipe.modules.parts import built_in
 
 ALPHABETS = ("digits", "latin")
 

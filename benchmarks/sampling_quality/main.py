@@ -32,11 +32,10 @@ from benchmarks.sampling_quality.denoisers import (  # noqa: E402
 from lightning_diffpipe import LatentDiffusion  # noqa: E402
 from lightning_diffpipe.callbacks.sample_images import picture_grid  # noqa: E402
 from lightning_diffpipe.data.glyphs import GlyphDataset  # noqa: E402
-from lightning_diffpipe.modules.text import tokenize  # noqa: E402
+from lightning_diffpipe.modules.encoders import tokenize  # noqa: E402
 from lightning_diffpipe.sampling.distrifusion import emulate  # noqa: E402
-from lightning_diffpipe.sampling.one_process import OneProcess  # noqa: E402
 from lightning_diffpipe.sampling.pipefusion import PipeFusion  # noqa: E402
-from lightning_diffpipe.sampling.request import Request  # noqa: E402
+from lightning_diffpipe.sampling.request import OneProcess, Request  # noqa: E402
 
 PARTS = (2, 4, 8)
 WARMUPS = (0, 1, 2, 4)

@@ -32,9 +32,12 @@ from benchmarks.harness import environment, table
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling.candidates import DenoiserProfile, SamplingChoice
-from lightning_diffpipe.planning.sampling.choice import choose_sampling
-from lightning_diffpipe.planning.sampling.wish import SamplingWish
+from lightning_diffpipe.planning.sampling_choice import (
+    DenoiserProfile,
+    SamplingChoice,
+    SamplingWish,
+    choose_sampling,
+)
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import environment, interleaved, medians, on_ranks, table
 from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.planning.sampling.choice import choose_sampling
+from lightning_diffpipe.planning.sampling_choice import choose_sampling
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
@@ -109,10 +109,10 @@ def compare(
     }
     layout = pipefusion.prepare(request).layout
     for mode in ("Ulysses", "ring"):
-        exact[mode].know(request, layout)
+        exact[mode].layouts.add(request, layout)
     exact = {name: sampler for name, sampler in exact.items() if name in others}
     emulator = PipeFusion(model, num_patches=num_patches, warmup_steps=WARMUP)
-    emulator.know(request, layout)
+    emulator.layouts.add(request, layout)
     check(request, emulator, pipefusion, exact)
     candidates = {
         "one rank": lambda: plainly(request) if rank == 0 else None,
@@ -138,7 +138,7 @@ def compare(
     row["of what patches allow"] = row["PipeFusion"] / allowed(num_patches, seconds)
     link = measure_cluster(links.control, torch.device("cpu"), budget_s=0.5).p2p
     if rank == 0:
-        choice = choose_sampling(profile_request(request, 1, 1, layout), link, 2, STEPS)
+        choice = choose_sampling(profile_request(request, 1, 1), link, 2, STEPS)
         row["planner"] = choice.method + (f", M={choice.num_patches}" if choice.num_patches else "")
     dist.barrier()
     return row

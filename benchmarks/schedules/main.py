@@ -31,10 +31,10 @@ from benchmarks.sleeping import nap
 from lightning_diffpipe.comm.transport import MessageKey, P2PTransport
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
-from lightning_diffpipe.runtime.bubbles import Filling
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.upcoming import Filling
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.preparation import prepare
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import interleaved, main, medians, on_ranks
 from lightning_diffpipe.training.pipeline import Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
+from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.preparation import prepare
 
 WIDTH, TOKENS, LAYERS, BATCH = 256, 256, 12, 8

@@ -3,10 +3,9 @@
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
-from lightning_diffpipe.callbacks.final_checkpoint import FinalCheckpoint
-from lightning_diffpipe.callbacks.monitor import PipelineMonitor
+from lightning_diffpipe.callbacks.monitor import PipelineMonitor, Throughput
+from lightning_diffpipe.callbacks.run_files import FinalCheckpoint
 from lightning_diffpipe.callbacks.sample_images import SampleImages
-from lightning_diffpipe.callbacks.throughput import Throughput
 
 __all__ = [
     "EMA",

@@ -28,7 +28,8 @@ import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
-from lightning_diffpipe.runtime.bubbles import Filling, FillingMode
+from lightning_diffpipe.runtime.bubbles import FillingMode
+from lightning_diffpipe.runtime.upcoming import Filling
 from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline
 
@@ -112,21 +113,17 @@ class BubbleFilling(L.Callback):
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         known = pipeline.engine.num_prepared_after(number)
         coming = _next_batches(trainer)[: _num_left(trainer) if pipeline.runs_ahead else 0]
-        strategy.upcoming = [
-            (later, self._on_device(strategy, pl_module, batch, later))
-            for later, batch in enumerate(coming, 1)
-            if later > known
-        ]
-
-    @staticmethod
-    def _on_device(strategy: Any, module: L.LightningModule, batch: Any, later: int) -> Any:
-        """Returns a batch on the device, as Lightning will bring it when it is due."""
-        # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
-        batch = pytree.tree_map_only(torch.Tensor, _copied, batch)
-        batch = strategy.precision_plugin.convert_input(batch)
-        with strategy.transfer.of_later_batch(later):
-            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-            return strategy.batch_to_device(batch, dataloader_idx=0)
+        strategy.upcoming = []
+        for later, batch in enumerate(coming, 1):
+            if later <= known:
+                continue
+            # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
+            batch = pytree.tree_map_only(torch.Tensor, _copied, batch)
+            batch = strategy.precision_plugin.convert_input(batch)
+            with strategy.transfer.of_later_batch(later):
+                batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+                on_device = strategy.batch_to_device(batch, dataloader_idx=0)
+            strategy.upcoming.append((later, on_device))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Frees what was encoded for a batch that does not come, and checks the last one that did."""

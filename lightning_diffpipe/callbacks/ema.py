@@ -35,11 +35,6 @@ def _dtype_of_average(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _outline(parameter: nn.Parameter) -> Tensor:
-    """Returns what stands for the average of a parameter of another rank: its shape and dtype, no memory."""
-    return torch.empty((), dtype=_dtype_of_average(parameter)).expand(parameter.shape)
-
-
 class EMA(L.Callback):
     """Keeps an exponential moving average of the trained weights.
 
@@ -125,15 +120,7 @@ class EMA(L.Callback):
 
     def _swap_in(self, module: nn.Module) -> None:
         weights = dict(module.named_parameters())
-        self._refuse_mixture(weights)
-        for name, average in self.averages.items():
-            # Exchanging storage keeps the Parameter objects the optimizer knows.
-            weight = weights[name]
-            self._weights[name] = weight.data
-            weight.data = average.to(weight.device, weight.dtype)
-
-    def _refuse_mixture(self, weights: dict[str, nn.Parameter]) -> None:
-        """Refuses a module that is whole again, of which this rank has averaged its own stage only."""
+        # Of a module that is whole again this rank has averaged its own stage only.
         missing = [
             name
             for name in self._names
@@ -148,6 +135,11 @@ class EMA(L.Callback):
                 "(FinalCheckpoint, ModelCheckpoint) hold all of them: LatentDiffusion.from_checkpoint(path) takes "
                 "them, and so does `diffpipe sample path=...`"
             )
+        for name, average in self.averages.items():
+            # Exchanging storage keeps the Parameter objects the optimizer knows.
+            weight = weights[name]
+            self._weights[name] = weight.data
+            weight.data = average.to(weight.device, weight.dtype)
 
     def _swap_out(self, module: nn.Module) -> None:
         weights = dict(module.named_parameters())
@@ -201,11 +193,13 @@ class EMA(L.Callback):
         gather = getattr(trainer.strategy, "gather_by_name", None)
         if gather is None or "callbacks" not in checkpoint or not self._names:
             return
-        parameters = dict(pl_module.named_parameters())
-        averages = {
-            name: self.averages[name] if name in self.averages else _outline(parameters[name])
-            for name in self._names
-        }
+        parameters, averages = dict(pl_module.named_parameters()), dict[str, Tensor]()
+        for name in self._names:
+            if name in self.averages:
+                averages[name] = self.averages[name]
+            else:  # on another rank: shape and dtype, no memory
+                dtype = _dtype_of_average(parameters[name])
+                averages[name] = torch.empty((), dtype=dtype).expand(parameters[name].shape)
         checkpoint["callbacks"][self.state_key]["averages"] = gather(averages)
 
     def state_dict(self) -> dict[str, Any]:

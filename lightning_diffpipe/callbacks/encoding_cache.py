@@ -36,10 +36,9 @@ from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.memo import Entry, LayerMemo, repeatable, why_not_remembered
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
-from lightning_diffpipe.runtime.stage import PartitionedStep
+from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from lightning_diffpipe.training.pipeline import Pipeline
-from lightning_diffpipe.viewing.units import percent, size
+from lightning_diffpipe.viewing.text import percent, size
 
 _USELESS_SHARE = 0.1
 
@@ -110,7 +109,7 @@ class EncodingCache(L.Callback):
         )
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
-        """Modules to remember; notes why the other frozen ones are not."""
+        """Returns names of modules to remember; notes why the other frozen ones are not."""
         steps = pipeline.engine.layout.steps
         sizes = microbatch_sizes(num_samples(batch, steps.form), pipeline.plan.num_microbatches)
         microbatch = split(batch, sizes, steps.form)[0]
@@ -123,7 +122,11 @@ class EncodingCache(L.Callback):
         }
         if not all(reasons.values()):
             call = partial(trainer.strategy._run_training_step, pipeline.module, microbatch)
-            steady = repeatable(_frozen_view(pipeline, partitioned), call, pipeline.seed)
+            view = partitioned.frozen_view
+            if view is None:  # a rank alone runs frozen layers where they are called
+                interception = next(iter(partitioned.stage_views.values())).interception
+                view = FrozenView(pipeline.module, graph, cut(graph, ()).frozen, interception)
+            steady = repeatable(view, call, pipeline.seed)
             for name, why in reasons.items():
                 if not why and name not in steady:
                     reasons[name] = (
@@ -178,15 +181,6 @@ def _covers_data(trainer: L.Trainer) -> bool:
         if trainer.num_training_batches < num_batches or num_drawn < share * size_of_data / 2:
             return False
     return True
-
-
-def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:
-    """Returns the frozen layers as a view; a rank alone has none, as it runs them where they are called."""
-    if partitioned.frozen_view is not None:
-        return partitioned.frozen_view
-    interception = next(iter(partitioned.stage_views.values())).interception
-    frozen = cut(partitioned.graph, ()).frozen
-    return FrozenView(pipeline.module, partitioned.graph, frozen, interception)
 
 
 _FORMAT = "diffpipe-encoding/1"

@@ -8,6 +8,8 @@ Every rank stamps its instructions anyway. Now and then, at the same step on all
 that one step are brought to the first rank, where clocks are aligned and waits taken out. So a number that
 is logged describes one whole step, and the steps between pay nothing. Pictures take longer than a step
 may, and are drawn only as long as drawing stays below a given share of the run.
+
+`Throughput` logs samples per second alone, with any strategy.
 """
 
 from __future__ import annotations
@@ -27,20 +29,24 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_diffpipe.callbacks.run_folder import run_folder
-from lightning_diffpipe.callbacks.throughput import num_pipelines, num_samples
-from lightning_diffpipe.comm.gathering import gather_spans
+from lightning_diffpipe.callbacks.run_files import run_folder
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.graph.step import count_samples
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.profiling.device_model import flops_per_sample, peak_flops
+from lightning_diffpipe.profiling.modelled import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline
-from lightning_diffpipe.viewing.chrome_trace import chrome_trace
-from lightning_diffpipe.viewing.gap import MeasuredStep, final_report, typical_step
-from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
-from lightning_diffpipe.viewing.plot import plot
+from lightning_diffpipe.viewing.measured import (
+    MeasuredStep,
+    final_report,
+    measured_timeline,
+    occupation,
+    typical_step,
+    without_posts,
+)
+from lightning_diffpipe.viewing.plot import chrome_trace, plot
 
 _EARLY_STEPS = (3, 10)
 _PICTURE_S = 2.0  # what the first picture is expected to take, matplotlib's import included
@@ -60,7 +66,7 @@ class _Interval:
 
 
 @dataclass
-class _Clock:
+class _StepTimes:
     """This rank's step: when the one before was done with and it began, and how much of that was loading."""
 
     ended_s: float | None = None
@@ -122,7 +128,7 @@ class PipelineMonitor(L.Callback):
         self.samples.clear()
         self._num_steps = self._num_looks = 0
         self._interval = _Interval()
-        self._clock = _Clock()
+        self._clock = _StepTimes()
         self._last: tuple[StepResult, float] | None = None
         self._before_last: tuple[StepResult, float] | None = None
         self._written_to: Path | None = None
@@ -198,7 +204,7 @@ class PipelineMonitor(L.Callback):
         clock.ended_s, clock.loaders_s = time.perf_counter(), _loaders_s(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What happens until the next batch is no part of a step."""
+        """Stops the clock: what happens until the next batch is no part of a step."""
         self._clock.ended_s = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -206,7 +212,7 @@ class PipelineMonitor(L.Callback):
         self._clock.ended_s = None
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starting workers for the next epoch is no part of a step."""
+        """Stops the clock: starting workers for the next epoch is no part of a step."""
         self._clock.ended_s = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -214,8 +220,19 @@ class PipelineMonitor(L.Callback):
         kept = self._before_last or self._last
         if _pipeline(trainer) is not None and not self._num_looks and kept:
             self._sample(trainer, *kept)
-        if trainer.is_global_zero and self.samples:
-            self._close(trainer)
+        if not trainer.is_global_zero or not self.samples:
+            return
+        plan = getattr(trainer.strategy, "plan", None)
+        assert plan is not None
+        report = self.report(plan)
+        rank_zero_info(
+            "\nPlanned and measured, a typical step of %d:\n\n%s\n", self._num_steps, report
+        )
+        if self._written_to is not None:
+            with _going_on(self._written_to):
+                write_atomically(self._written_to / "report.txt", report + "\n", durable=False)
+                _keep(trainer, self._written_to / "report.txt", "report")
+            self._draw(trainer, plan)
 
     # --------------------------------------------------------------------------------- measuring
 
@@ -265,10 +282,11 @@ class PipelineMonitor(L.Callback):
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
         assert pipeline is not None
-        gathered = gather_spans(pipeline.mesh, result.recording.spans)
-        if gathered is None or not result.recording.spans:
+        mesh, spans = pipeline.mesh, list(result.recording.spans)
+        with mesh.naming(mesh.pipeline_ranks):
+            offsets_s, noted = mesh.clock_offsets_s(), mesh.on_first(spans)
+        if not noted or not spans:
             return None
-        noted, offsets_s = gathered
         if pipeline.plan.runs_free:  # each rank's step begins at a time of its own
             offsets_s = [min(span.start_s for span in spans) for spans in noted]
             ended_s -= offsets_s[0]
@@ -308,12 +326,16 @@ class PipelineMonitor(L.Callback):
         self._bytes_sent = sent
         numbers = {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
         self._grad_norm = None
-        memory, planned = _memory_of(pipeline), pipeline.plan.planned.peak_memory_bytes
-        for rank, (rank_sent, rank_memory) in enumerate(
-            pipeline.mesh.gathered([per_step, memory[1]], patient=True)
-        ):
+        device, planned = pipeline.mesh.device, pipeline.plan.planned.peak_memory_bytes
+        if device.type == "cuda":  # what tensors took, which is what is planned
+            name, memory = "peak_memory_bytes", float(torch.cuda.max_memory_allocated(device))
+        else:  # all that the process has, torch itself included
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            name, memory = "peak_resident_bytes", 1024.0 * used
+        of_ranks = pipeline.mesh.gathered([per_step, memory], patient=True)
+        for rank, (rank_sent, rank_memory) in enumerate(of_ranks):
             numbers[f"bytes_sent/rank_{rank}"] = rank_sent
-            numbers[f"{memory[0]}/rank_{rank}"] = rank_memory
+            numbers[f"{name}/rank_{rank}"] = rank_memory
         named = {f"planned_peak_memory_bytes/rank_{rank}": b for rank, b in enumerate(planned)}
         return numbers | named
 
@@ -345,19 +367,6 @@ class PipelineMonitor(L.Callback):
             for name, text in kept.items():
                 write_atomically(self._written_to / f"{name}.json", text)
                 _keep(trainer, self._written_to / f"{name}.json", name)
-
-    def _close(self, trainer: L.Trainer) -> None:
-        plan = getattr(trainer.strategy, "plan", None)
-        assert plan is not None
-        report = self.report(plan)
-        rank_zero_info(
-            "\nPlanned and measured, a typical step of %d:\n\n%s\n", self._num_steps, report
-        )
-        if self._written_to is not None:
-            with _going_on(self._written_to):
-                write_atomically(self._written_to / "report.txt", report + "\n", durable=False)
-                _keep(trainer, self._written_to / "report.txt", "report")
-            self._draw(trainer, plan)
 
     def _draw_now_and_then(self, trainer: L.Trainer) -> None:
         plan, clock = getattr(trainer.strategy, "plan", None), self._clock
@@ -406,23 +415,94 @@ def _keep(trainer: L.Trainer, path: Path, kind: str) -> None:
             keep(str(path), name=f"pipeline_{kind}", type=kind)
 
 
-def _memory_of(pipeline: Pipeline) -> tuple[str, float]:
-    """Returns what this rank's memory is called, and the most of it that was used so far.
-
-    Of a GPU what tensors took, which is what is planned; of a host all that its process has, torch itself included.
-    """
-    device = pipeline.mesh.device
-    if device.type == "cuda":
-        return "peak_memory_bytes", float(torch.cuda.max_memory_allocated(device))
-    return "peak_resident_bytes", 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def _pipeline(trainer: L.Trainer) -> Pipeline | None:
     return getattr(trainer.strategy, "pipeline", None)
 
 
 def _loaders_s(trainer: L.Trainer) -> float:
-    """Seconds that were spent in training loaders so far; 0 where they do not tell."""
+    """Returns seconds that were spent in training loaders so far; 0 where these do not measure it."""
     combined = trainer.fit_loop._combined_loader
     loaders = combined.flattened if combined is not None else ()
     return sum(loader.loading_s for loader in loaders if isinstance(loader, AlignedLoader))
+
+
+def num_samples(trainer: L.Trainer, batch: Any) -> int:
+    """Returns the number of samples of the batch that was trained on last; 0 if nothing tells it."""
+    result = getattr(trainer.strategy, "last_step", None)
+    return count_samples(batch) or 0 if result is None else int(result.num_samples)
+
+
+def num_pipelines(trainer: L.Trainer) -> int:
+    """Returns the number of batches that are trained side by side."""
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("num_replicas", 1))
+
+
+class Throughput(L.Callback):
+    """Logs `samples_per_s` every few batches; validation and what happens between epochs is not counted.
+
+    The clock is read on the host and nothing waits for the device, so with CUDA the value is right on
+    average over many steps only.
+
+    Args:
+        every_n_steps: Batches per measurement, also over ends of epochs; 0 logs nothing.
+
+    Raises:
+        ConfigurationError: It is negative.
+    """
+
+    def __init__(self, every_n_steps: int = 20) -> None:
+        if every_n_steps < 0:
+            raise ConfigurationError(
+                f"every_n_steps must be at least 1, or 0 to log nothing; got {every_n_steps}"
+            )
+        self.every_n_steps = every_n_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self._batches = self._samples = 0
+        self._elapsed_s = 0.0
+        self._since_s: float | None = None
+
+    def _stop_clock(self) -> None:
+        if self._since_s is not None:
+            self._elapsed_s += time.perf_counter() - self._since_s
+            self._since_s = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forgets the run before."""
+        self._reset()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Starts the clock where it stands."""
+        if self._since_s is None:
+            self._since_s = time.perf_counter()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Counts samples, and logs on the last batch of a measurement."""
+        self._batches += 1
+        self._samples += num_samples(trainer, batch)
+        if self._batches != self.every_n_steps:
+            return
+        self._stop_clock()
+        rate = self._samples * num_pipelines(trainer) / self._elapsed_s
+        for logger in trainer.loggers:
+            logger.log_metrics({"samples_per_s": rate}, step=trainer.global_step)
+        self._reset()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops the clock until the next batch."""
+        self._stop_clock()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """As `on_validation_start`."""
+        self._stop_clock()

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_diffpipe.callbacks.ema import EMA
-from lightning_diffpipe.callbacks.run_folder import run_folder
+from lightning_diffpipe.callbacks.run_files import run_folder
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.training.drawing import draw_on_stages
 
@@ -202,8 +202,19 @@ class SampleImages(L.Callback):
             return
         # Asking for the folder is a collective operation, so all ranks ask.
         folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / "samples"
-        if trainer.is_global_zero:
-            self._publish(trainer, images, folder, step)
+        if not trainer.is_global_zero:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        rows, columns = [images], 8
+        if self.conditions is not None:  # on top of what is drawn to them
+            rows, columns = [self.conditions.to(images) / 255, images], len(images)
+        picture_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
+        pictures = [
+            picture_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)
+        ]
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_image"):
+                logger.log_image("samples", pictures, step=step, caption=self.prompts)
 
     @torch.no_grad()
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
@@ -247,19 +258,6 @@ class SampleImages(L.Callback):
             drawn = draw_on_stages(pipeline, call, self.num_patches)
         self.draws_by_layers = drawn is None
         return torch.stack(drawn) if isinstance(drawn, list) else drawn
-
-    def _publish(self, trainer: L.Trainer, images: Tensor, folder: Path, step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        rows, columns = [images], 8
-        if self.conditions is not None:  # on top of what is drawn to them
-            rows, columns = [self.conditions.to(images) / 255, images], len(images)
-        picture_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
-        pictures = [
-            picture_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)
-        ]
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_image"):
-                logger.log_image("samples", pictures, step=step, caption=self.prompts)
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:

@@ -1,4 +1,4 @@
-"""Several processes for one verb, started by the first of them; and a process for each job of a sweep.
+"""Processes: what holds for one, several for one verb, started by the first, and one for each job of a sweep.
 
 The first process starts the others with its own command line, and waits for them at the end. If any ends with an
 error, or is killed, the others find out by a broken connection or a timeout and end, too; what is left is
@@ -10,7 +10,10 @@ command line do that job and no other, and what a job leaves in its environment,
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,15 +24,124 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    raised_by_all,
+)
 
 _GRACE_S = 15.0
 _FLAGS = {("command-line", "file"): "dir", ("main", "file"): "path"}
 """Hydra's options for places of configs, by who named a place and what it is; this package's own needs none."""
+
+
+def own_rank() -> int:
+    """This process among those of a launcher: torchrun and diffpipe set `RANK`, Lightning `LOCAL_RANK` only."""
+    in_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    names = ("RANK", *(["SLURM_PROCID"] if in_slurm else []), "LOCAL_RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+
+
+@functools.cache
+def announce_loading() -> None:
+    """Says once that imports will take seconds, unless they are done."""
+    if "torch" not in sys.modules and own_rank() == 0:
+        print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
+
+
+def _built_in(name: str) -> str:
+    """Returns the folder of the weights of a model that ships with this package."""
+    announce_loading()
+    from lightning_diffpipe.modules.parts import built_in
+
+    return str(built_in(name))
+
+
+def _device_of(accelerator: str) -> str:
+    """Returns the first device of a kind, as Lightning's strategy for a single one wants it."""
+    import torch
+
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"gpu": "cuda:0", "cuda": "cuda:0", "mps": "mps:0"}.get(accelerator, "cpu")
+
+
+for _name, _resolver in (
+    # One value where somebody looks at a terminal, another one in a log.
+    ("in_terminal", lambda shown, else_: shown if sys.stdout.isatty() else else_),
+    ("built_in", _built_in),
+    ("device_of", _device_of),
+):
+    OmegaConf.register_new_resolver(_name, _resolver, replace=True)
+
+
+def _be_quiet() -> None:
+    """Silences what every run would print and no user can act on."""
+    import warnings
+
+    import diffusers
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    for message in (
+        ".*LeafSpec.*is deprecated",
+        ".*module.s. in eval mode at the start of training",
+        ".*local_dir_use_symlinks.* argument is deprecated",
+        ".*Sparse CSR tensor support is in beta",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    of_no_use = (  # of other products, devices and defaults; and of each rank's start, of which one line is enough
+        *("💡 Tip", "TPU available", "`Trainer(limit_", "`weights_only` was not set"),
+        "Initializing distributed: GLOBAL_RANK",
+    )
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(lambda record: not record.getMessage().startswith(of_no_use))
+
+
+@raised_by_all()
+def prepare(config: DictConfig) -> None:
+    """Sets what holds for a whole process: offline, log, threads, seed."""
+    import lightning as L
+    import torch
+
+    if config.offline:
+        # Hubs and loggers read these when they are imported; the constant, when they were already.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("WANDB_MODE", "offline")
+        import huggingface_hub
+
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+    _be_quiet()
+    logger = logging.getLogger("lightning_diffpipe")
+    logger.setLevel(logging.WARNING if own_rank() else logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+
+
+def module_of(config: DictConfig) -> Any:
+    """Makes the module of the group `model`.
+
+    Raises:
+        ConfigurationError: It is one that can only be planned with.
+    """
+    if config.model._target_.endswith("ModelOnPaper"):
+        raise ConfigurationError(
+            f"model={config.model.name} is known on paper only, without weights: plan with it (diffpipe "
+            f"plan model={config.model.name} cluster=8x_h100 global_batch_size=256), or take "
+            "model=pretrained model.path=FOLDER for one you have"
+        )
+    return hydra.utils.instantiate(config.model)
 
 
 def is_job_of_sweep(values: Any) -> bool:
@@ -48,30 +160,35 @@ def run_job(verb: str) -> None:
     Raises:
         DiffPipeError: It failed; it has said why.
     """
-    hydra = HydraConfig.get()
-    # Of Hydra's own settings those that change what a job sees, not those of the sweep.
-    kept = [
-        override
-        for override in hydra.overrides.hydra
-        if override.startswith(("hydra.searchpath", "hydra.job.", "hydra/"))
-        and not override.startswith(("hydra/launcher", "hydra/sweeper"))
-    ]
-    places = {(s.provider, s.schema): s.path for s in hydra.runtime.config_sources}
-    flags = [f"--config-{_FLAGS[kind]}={path}" for kind, path in places.items() if kind in _FLAGS]
-    flags.append(f"--config-name={hydra.job.config_name}")
-    # The sweep has written what there is to say about the job into its folder.
-    place = [f"hydra.run.dir={_quoted(hydra.runtime.output_dir)}", "hydra.output_subdir=null"]
-    number = [f"hydra.job.num={hydra.job.num}", f"hydra.job.id={hydra.job.id}"]
-    command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *flags]
-    job = subprocess.Popen(
-        [*command, *hydra.overrides.task, *kept, *number, *place], cwd=hydra.runtime.cwd
-    )
+    job_config = HydraConfig.get()
+    job = subprocess.Popen(_command_of_job(verb, job_config), cwd=job_config.runtime.cwd)
     with _ended_together(job):
         job.wait()
     if job.returncode:
         called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
-        swept = ", ".join(o for o in hydra.overrides.task if o.lower() not in called)
-        raise DiffPipeError(f"job {hydra.job.num} ({swept}) ended with exit code {job.returncode}")
+        swept = ", ".join(o for o in job_config.overrides.task if o.lower() not in called)
+        raise DiffPipeError(
+            f"job {job_config.job.num} ({swept}) ended with exit code {job.returncode}"
+        )
+
+
+def _command_of_job(verb: str, job_config: Any) -> list[str]:
+    """The command line that does one job of a sweep alone, from Hydra's config of it."""
+    # Of Hydra's own settings those that change what a job sees, not those of the sweep.
+    own = [
+        override
+        for override in job_config.overrides.hydra
+        if override.startswith(("hydra.searchpath", "hydra.job.", "hydra/"))
+        and not override.startswith(("hydra/launcher", "hydra/sweeper"))
+    ]
+    places = {(s.provider, s.schema): s.path for s in job_config.runtime.config_sources}
+    flags = [f"--config-{_FLAGS[kind]}={path}" for kind, path in places.items() if kind in _FLAGS]
+    flags.append(f"--config-name={job_config.job.config_name}")
+    # The sweep has written what there is to say about the job into its folder.
+    place = [f"hydra.run.dir={quoted(job_config.runtime.output_dir)}", "hydra.output_subdir=null"]
+    number = [f"hydra.job.num={job_config.job.num}", f"hydra.job.id={job_config.job.id}"]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *flags]
+    return [*command, *job_config.overrides.task, *own, *number, *place]
 
 
 @contextmanager
@@ -99,11 +216,11 @@ def refuse_shared_outputs(config: Any) -> None:
     Raises:
         ConfigurationError: An output is the same for all jobs.
     """
-    hydra = HydraConfig.get()
-    if hydra.mode != RunMode.MULTIRUN:
+    job_config = HydraConfig.get()
+    if job_config.mode != RunMode.MULTIRUN:
         return
     called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
-    swept = [o.partition("=")[0] for o in hydra.overrides.task if o.lower() not in called]
+    swept = [o.partition("=")[0] for o in job_config.overrides.task if o.lower() not in called]
     for name in ("save_to", "save_lora", "output", "cluster_output", "output_dir"):
         path = config.get(name)
         if not swept or path is None or name in swept or OmegaConf.is_interpolation(config, name):
@@ -179,7 +296,7 @@ def device_of(values: dict[str, Any], rank: int) -> str:
         return "cpu"
     import torch
 
-    from lightning_diffpipe.comm.streams import ask_for_queues
+    from lightning_diffpipe.comm.waiting import ask_for_queues
 
     present = torch.cuda.device_count()
     index = int(os.environ.get("LOCAL_RANK", rank % max(present, 1)))
@@ -247,7 +364,7 @@ def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
     }
     # They write nothing, so they need no folder of their own.
     folder = HydraConfig.get().runtime.output_dir
-    quiet = [f"hydra.run.dir={_quoted(folder)}", "hydra.output_subdir=null"]
+    quiet = [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
     command = [sys.executable, "-m", "lightning_diffpipe.cli", *sys.argv[1:], *quiet]
     return [
         subprocess.Popen(command, env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)})
@@ -255,9 +372,14 @@ def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
     ]
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace("'", r"\'")
-    return f"'{escaped}'"
+def quoted(text: str) -> str:
+    r"""A text as Hydra reads it back, whatever is in it; backslashes count before a quote only.
+
+    Example:
+        >>> quoted("it's")
+        "'it\\'s'"
+    """
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), text) + "'"
 
 
 def _wait_for(children: Sequence[subprocess.Popen[bytes]], patience_s: float) -> None:

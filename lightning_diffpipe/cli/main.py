@@ -1,4 +1,4 @@
-"""Finds the verb, lets Hydra compose its config, and tells errors in a line.
+"""Finds the verb, lets Hydra compose its config, and says errors in a line.
 
 Hydra reads the arguments after the verb; the verb itself is hidden from Hydra while it parses, and
 put back before the function runs, because Lightning starts further processes with `sys.argv`.
@@ -33,10 +33,21 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_diffpipe.cli.launch import is_job_of_sweep, refuse_shared_outputs, run_job
-from lightning_diffpipe.cli.registry import POSITIONS, VERBS
-from lightning_diffpipe.cli.session import own_rank, tell_loading
-from lightning_diffpipe.cli.values import in_settings, is_of_library, refuse_values
+from lightning_diffpipe.cli.launch import (
+    announce_loading,
+    is_job_of_sweep,
+    own_rank,
+    quoted,
+    refuse_shared_outputs,
+    run_job,
+)
+from lightning_diffpipe.cli.values import (
+    POSITIONS,
+    VERBS,
+    in_settings,
+    is_of_library,
+    refuse_values,
+)
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
@@ -80,7 +91,7 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
         argument = re.sub("^--as=", "as=", argument)
         by_position = names and not argument.startswith("-")
         if by_position and Path(argument).is_file():
-            named.append(f"{names.pop(0)}={_quoted(argument)}")
+            named.append(f"{names.pop(0)}={quoted(argument)}")
         elif by_position and "=" not in argument:
             named.append(_legible(f"{names.pop(0)}={argument}", sweeps))
         else:
@@ -100,18 +111,8 @@ def _legible(argument: str, sweeps: bool) -> str:
         OverridesParser.create().parse_overrides([argument])
     except OverrideParseException:
         paths = value.split(",") if sweeps and not Path(value).exists() else [value]
-        return f"{setting}={','.join(map(_quoted, paths))}"
+        return f"{setting}={','.join(map(quoted, paths))}"
     return argument
-
-
-def _quoted(text: str) -> str:
-    r"""A text as Hydra reads it back, whatever is in it; backslashes count before a quote only.
-
-    Example:
-        >>> _quoted("it's")
-        "'it\\'s'"
-    """
-    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), text) + "'"
 
 
 @raised_by_all()
@@ -126,29 +127,32 @@ def _refuse_arguments(arguments: Sequence[str]) -> None:
         if before in _VALUED and not equals:
             continue
         if argument.startswith("-"):
-            if setting in ("--shell-completion", "-sc"):
-                raise ConfigurationError(
-                    f"there is no completion for diffpipe ({setting}): Hydra's calls commands without a verb; "
-                    "diffpipe VERB --help lists groups, options and settings"
-                )
-            if setting not in _FLAGS:
-                near = difflib.get_close_matches(setting, _FLAGS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
-                raise ConfigurationError(f"there is no flag {setting}; {hint}")
+            _refuse_flag(setting)
             continue
         if not setting.lstrip("+~") or not (equals or argument.startswith("~")):
             raise ConfigurationError(
                 f"cannot read {argument}: write setting=value, or group=option"
             )
         folder = files("lightning_diffpipe.conf") / setting
-        if not setting.isidentifier() or not folder.is_dir():
-            continue
-        if option == "null" or re.fullmatch(r"[-+.\d]+|true|false", option, re.IGNORECASE):
+        is_no_name = re.fullmatch(r"[-+.\d]+|true|false|null", option, re.IGNORECASE)
+        if is_no_name and setting.isidentifier() and folder.is_dir():
             names = (f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
             options = ", ".join(sorted(name.removesuffix(".yaml") for name in names))
             raise ConfigurationError(
                 f"{argument} chooses no option; leave it out, or take one of {options}"
             )
+
+
+def _refuse_flag(flag: str) -> None:
+    if flag in ("--shell-completion", "-sc"):
+        raise ConfigurationError(
+            f"there is no completion for diffpipe ({flag}): Hydra's calls commands without a verb; "
+            "diffpipe VERB --help lists groups, options and settings"
+        )
+    if flag not in _FLAGS:
+        near = difflib.get_close_matches(flag, _FLAGS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
+        raise ConfigurationError(f"there is no flag {flag}; {hint}")
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
@@ -166,7 +170,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             if is_job_of_sweep(config):
                 return run_job(name)
             if "trainer" in config:
-                tell_loading()
+                announce_loading()
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
@@ -214,10 +218,12 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     groups = [key for key in config.hydra.runtime.choices if not key.startswith("hydra/")]
     with flag_override(config, ["struct", "readonly"], False):
         config.pop("hydra")
-    if _takes(config, wrong):
+    node, _, last = wrong.rpartition(".")
+    parent = OmegaConf.select(config, node, throw_on_missing=False) if node else None
+    builds = OmegaConf.is_dict(parent) and "_target_" in parent
+    if builds and last in inspect.signature(get_object(parent["_target_"])).parameters:
         return f" in the config, but what it builds takes it: write +{wrong}=..."
     known = [key for key in {*_flatten(config), *groups} if key != wrong]
-    last = wrong.rpartition(".")[2]
     elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
     near = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.0)
     near = near or difflib.get_close_matches(wrong, sorted(known), n=1)
@@ -227,15 +233,6 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
         else ""
     )
     return (f"; did you mean {near[0]!r}?" if near else "") + further
-
-
-def _takes(config: DictConfig, setting: str) -> bool:
-    """Whether what a node of the config builds has a parameter of this name."""
-    node, _, last = setting.rpartition(".")
-    parent = OmegaConf.select(config, node, throw_on_missing=False) if node else None
-    if not OmegaConf.is_dict(parent) or "_target_" not in parent:
-        return False
-    return last in inspect.signature(get_object(parent["_target_"])).parameters
 
 
 def _explain_call(error: InstantiationException, cause: Exception) -> str:
@@ -251,13 +248,6 @@ def _explain_call(error: InstantiationException, cause: Exception) -> str:
     return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
 
 
-def _explain_illegible(argument: str) -> str:
-    """Says how to write an argument that Hydra cannot read; most often it is a text with special characters."""
-    setting, _, value = argument.partition("=")
-    text = '["...", "..."]' if value.startswith("[") else f'"{value}"'
-    return f"cannot read {argument}: put texts in quotes, and all in those of the shell: '{setting}={text}'"
-
-
 def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     """Says in one or a few lines what is wrong and what to do."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
@@ -267,7 +257,12 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     if isinstance(error, DiffPipeError):
         return str(error)
     if isinstance(error, OverrideParseException) and "=" in error.override:
-        return _explain_illegible(error.override)
+        setting, _, value = error.override.partition("=")
+        text = '["...", "..."]' if value.startswith("[") else f'"{value}"'
+        return (
+            f"cannot read {error.override}: put texts in quotes, and all in those of the shell: "
+            f"'{setting}={text}'"
+        )
     if isinstance(error, MissingMandatoryValue):
         summary, _ = VERBS[name]
         key = re.search(r"^\s*full_key: (\S+)", str(error), re.MULTILINE)
@@ -313,38 +308,27 @@ def _is_of_all_ranks(error: Exception) -> bool:
     return isinstance(error, alike)
 
 
-def _usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in VERBS.items()]
-    return "\n".join(
-        [
-            "diffpipe VERB [group=option] [key=value] ...",
-            "",
-            *lines,
-            "",
-            "diffpipe VERB --help lists the groups and settings of a verb;",
-            "diffpipe VERB --cfg job prints the composed config without running it.",
-        ]
-    )
-
-
 def main() -> None:
     """Entry point of the `diffpipe` command; exits with 2 if it was called wrongly."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(_usage())
+        width = max(map(len, VERBS))
+        lines = [f"  {verb:{width}}  {summary}" for verb, (summary, _) in VERBS.items()]
+        print("diffpipe VERB [group=option] [key=value] ...", "", *lines, "", sep="\n")
+        print("diffpipe VERB --help lists the groups and settings of a verb;")
+        print("diffpipe VERB --cfg job prints the composed config without running it.")
         return
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"verbs: {', '.join(VERBS)}"
         sys.exit(f"diffpipe: there is no verb {name!r}; {hint}")
-    # Exceptions come to us whole, so that expected ones can be told in a line.
+    # Exceptions come to us whole, so that expected ones can be said in a line.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         _run(name, arguments)
     except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
         rank = own_rank()
-        if rank == 0 or not _is_of_all_ranks(error):  # else rank 0 tells it for all
+        if rank == 0 or not _is_of_all_ranks(error):  # else rank 0 says it for all
             who = f"rank {rank}: " if rank else ""
             print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)
         sys.exit(2)

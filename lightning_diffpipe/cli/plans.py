@@ -12,16 +12,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from lightning_diffpipe.cli.launch import num_ranks_of, on_ranks
-from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import (
-    module_of,
-    plain,
-    prepare,
-    require_writable,
-    telling,
-)
-from lightning_diffpipe.cli.values import named
+from lightning_diffpipe.cli.launch import module_of, num_ranks_of, on_ranks, prepare
+from lightning_diffpipe.cli.values import file_errors, named, plain, require_writable, verb
 from lightning_diffpipe.errors import ConfigurationError
 
 _PATIENCE = timedelta(seconds=120)
@@ -41,7 +33,7 @@ def profile(config: DictConfig) -> Any:
         return None
     from lightning_diffpipe.profiling import profile as measure
     from lightning_diffpipe.profiling.profiler import default_step, in_precision
-    from lightning_diffpipe.training.example_batch import why_empty
+    from lightning_diffpipe.training.before_training import why_empty
 
     module = module_of(config)
     data = hydra.utils.instantiate(config.data)
@@ -81,7 +73,7 @@ def _measure_links(config: DictConfig) -> None:
     import torch
 
     from lightning_diffpipe.comm.bandwidth import measure_launched
-    from lightning_diffpipe.viewing.units import seconds, size
+    from lightning_diffpipe.viewing.text import seconds, size
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
@@ -107,7 +99,7 @@ def plan(config: DictConfig) -> Any:
     from lightning_diffpipe.planning.search import find_plan
     from lightning_diffpipe.viewing.explain import explain
     from lightning_diffpipe.viewing.report import cache_advice, report
-    from lightning_diffpipe.viewing.units import seconds
+    from lightning_diffpipe.viewing.text import seconds
 
     values = plain(config)
     if values["output"] is not None:
@@ -145,18 +137,12 @@ def plan(config: DictConfig) -> Any:
     if config.profile is not None and (unknown := _unknown_splits(found, profile)):
         print(f"\n{unknown}")
     if values["output"] is not None:
-        print(f"wrote {values['output']}{_batch_to_train_with(found)}")
+        batch = (
+            f"; train with data.batch_size={found.samples_per_pipeline}, the samples of one of its "
+            f"{found.num_pipelines} pipelines"
+        )
+        print(f"wrote {values['output']}{batch if found.num_pipelines > 1 else ''}")
     return found
-
-
-def _batch_to_train_with(plan: Any) -> str:
-    """What to say of the loader's batch where it is not the whole one."""
-    if plan.num_pipelines == 1:
-        return ""
-    return (
-        f"; train with data.batch_size={plan.samples_per_pipeline}, the samples of one of its "
-        f"{plan.num_pipelines} pipelines"
-    )
 
 
 def _unknown_splits(plan: Any, profile: Any) -> str:
@@ -207,14 +193,14 @@ def _cluster(group: dict[str, Any]) -> Any:
 
 
 def _read(path: str) -> str:
-    with telling("read", path):
+    with file_errors("read", path):
         return Path(path).read_text()
 
 
 def _write(path: str, content: str) -> None:
     from lightning_diffpipe.files import write_atomically
 
-    with telling("write", path):
+    with file_errors("write", path):
         write_atomically(Path(path), content)
 
 
@@ -236,10 +222,9 @@ def show(config: DictConfig) -> None:
     """Shows `plan` as a report, a timeline, a trace or a picture; a profile as a table of its layers."""
     from lightning_diffpipe.planning.plan import PipelinePlan
     from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
-    from lightning_diffpipe.viewing.ascii import render
-    from lightning_diffpipe.viewing.chrome_trace import chrome_trace
-    from lightning_diffpipe.viewing.plot import plot
+    from lightning_diffpipe.viewing.plot import chrome_trace, plot
     from lightning_diffpipe.viewing.report import cost_table, report
+    from lightning_diffpipe.viewing.text import render
 
     values = plain(config)
     form, output = values["as"], values["output"]
@@ -270,7 +255,7 @@ def show(config: DictConfig) -> None:
         case "trace":
             _write(output, chrome_trace({"planned": found.timeline}))
         case "picture":
-            with telling("write", output):
+            with file_errors("write", output):
                 Path(output).parent.mkdir(parents=True, exist_ok=True)
                 plot({"planned": found.timeline}, output, f"plan {found.digest}")
     if output is not None:
@@ -283,7 +268,7 @@ def _explained(
     """The plan with the changes that would help, which are searched for; both by the costs of this profile."""
     from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.viewing.explain import explain
-    from lightning_diffpipe.viewing.units import seconds
+    from lightning_diffpipe.viewing.text import seconds
 
     costs = ModelProfile.from_json(_read(profile), profile)
     ranks = _cluster({"num_ranks": plan.num_ranks} if cluster is None else cluster)
@@ -302,7 +287,7 @@ def _explained(
 @verb("say how two plans differ: diffpipe diff before.json after.json")
 def diff(config: DictConfig) -> None:
     """Compares `before` with `after`."""
-    from lightning_diffpipe.viewing.plan_diff import diff as difference
+    from lightning_diffpipe.viewing.report import diff as difference
 
     values = plain(config)
     print(difference(_read_plan(values["before"]), _read_plan(values["after"])))

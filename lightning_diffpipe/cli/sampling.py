@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from lightning_diffpipe.cli.launch import (
     is_launched,
     num_ranks_of,
     on_ranks,
+    prepare,
     refuse_missing_gpus,
     share_cores,
 )
-from lightning_diffpipe.cli.registry import verb
-from lightning_diffpipe.cli.session import plain, prepare, require_writable_folder
-from lightning_diffpipe.cli.values import named
+from lightning_diffpipe.cli.values import named, plain, require_writable_folder, verb
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 from lightning_diffpipe.files import write_atomically
 
@@ -58,7 +56,7 @@ def sample(config: DictConfig) -> Any:
 
 
 def _written_earlier(folder: Path) -> set[str]:
-    """What an earlier run of this command wrote into a folder, as its report tells."""
+    """What an earlier run of this command wrote into a folder, as its report lists."""
     try:
         files = json.loads((folder / _REPORT).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -110,7 +108,7 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
         several, num = isinstance(files, list), len(values["prompts"])
-        if several and len(files) != num:
+        if several and len(files) != num and not name.startswith("ip_adapter_"):  # of each adapter
             raise ConfigurationError(
                 f"images.{name} has {len(files)} files for {num} prompts; give one for each, or one for all"
             )
@@ -131,7 +129,7 @@ def _opened(name: str, file: Any) -> Any:
 
 
 def _refuse_by_model(values: dict[str, Any]) -> None:
-    """Refuses what files of the model tell that it cannot draw, before there are several processes.
+    """Refuses what the model cannot draw by its files, before there are several processes.
 
     Raises:
         ConfigurationError: The model is missing or broken, or takes no such request; or no encoder is there.
@@ -204,6 +202,11 @@ def _sample(values: dict[str, Any]) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _written_earlier(folder):  # which might be taken for pictures of this run
         (folder / name).unlink(missing_ok=True)
+
+    def write_numbers(found: dict[str, Any]) -> None:
+        text = json.dumps(found, indent=2, default=str, allow_nan=False)
+        write_atomically(folder / _REPORT, text + "\n")
+
     files = [_REPORT, *_write_drawn(pictures, values, folder)]
     if values["output_type"] == "pil":
         files.append(_GRID)
@@ -212,10 +215,10 @@ def _sample(values: dict[str, Any]) -> Any:
         print(f"{folder / _GRID}  all of them")
     print(f"\n{report}")
     numbers = report.to_dict() | {"files": files}
-    _write_numbers(numbers, folder)  # before what may fail, or be killed for memory
+    write_numbers(numbers)  # before what may fail, or be killed for memory
     if values["report"]:
         files.append(_DIFFERENCE)
-        _write_numbers(numbers | _compared(pictures, values, folder), folder)
+        write_numbers(numbers | _compared(pictures, values, folder))
         print(_timelines(report))
         if report.freshness is not None:
             print(f"\nfresh share of what was read\n{report.freshness}")
@@ -224,19 +227,21 @@ def _sample(values: dict[str, Any]) -> Any:
 
 def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
     """Pictures and report of the request, without the model, which is gone when this returns."""
+    from tqdm import tqdm
+
     from lightning_diffpipe.predictor import Predictor
 
-    common = _common(values, rank)
-    with Predictor.from_pretrained(values["path"], **common, **values["sampler"]) as predictor:
-        bar = _bar(values["progress"] and rank == 0)
-        pictures = predictor(**_request(values), on_step=bar)
-        bar(None, None)
-        return pictures, predictor.report
+    common, hidden = _common(values, rank), rank > 0 or not values["progress"]
+    with (
+        Predictor.from_pretrained(values["path"], **common, **values["sampler"]) as predictor,
+        tqdm(unit="step", desc="denoising", disable=hidden) as bar,
+    ):
 
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
 
-def _write_numbers(numbers: dict[str, Any], folder: Path) -> None:
-    text = json.dumps(numbers, indent=2, default=str, allow_nan=False)
-    write_atomically(folder / _REPORT, text + "\n")
+        return predictor(**_request(values), on_step=advance), predictor.report
 
 
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -250,33 +255,13 @@ def _opening(values: dict[str, Any]) -> dict[str, Any]:
     """Arguments by which a model is opened, here and by the Predictor."""
     import torch
 
-    names = ("variant", "loras", "pipeline_class")
+    names = ("variant", "loras", "pipeline_class", "ip_adapters")
     return {name: values[name] for name in names} | {"dtype": getattr(torch, str(values["dtype"]))}
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
     names = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
     return {name: values[name] for name in names} | values["options"]
-
-
-def _bar(shown: bool) -> Callable[[int | None, int | None], None]:
-    """A bar over the denoising steps; called with None it ends."""
-    from tqdm import tqdm
-
-    bars: list[Any] = []
-
-    def advance(done: int | None, total: int | None) -> None:
-        if not shown:
-            return
-        if done is None:
-            for bar in bars:
-                bar.close()
-            return
-        if not bars:
-            bars.append(tqdm(total=total, unit="step", desc="denoising"))
-        bars[0].update(done - bars[0].n)
-
-    return advance
 
 
 def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
@@ -432,7 +417,7 @@ def _how_far(decibels: list[float]) -> str:
 
 
 def _timelines(report: Any) -> str:
-    from lightning_diffpipe.viewing.ascii import render, side_by_side
+    from lightning_diffpipe.viewing.text import render, side_by_side
 
     if not report.measured.spans:
         return ""

@@ -14,17 +14,15 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.cli.registry import verb
+from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
 from lightning_diffpipe.cli.sampling import refuse_request
-from lightning_diffpipe.cli.session import (
-    module_of,
-    own_rank,
+from lightning_diffpipe.cli.values import (
+    file_errors,
+    named,
     plain,
-    prepare,
     require_writable_folder,
-    telling,
+    verb,
 )
-from lightning_diffpipe.cli.values import named
 from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
@@ -119,7 +117,7 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
 
 
 def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
-    """The id of the run that W&B shall write: that of the run this one goes on from, or one that is kept for later.
+    """The id of the run that W&B shall write: that of the run this one goes on from, or a new one.
 
     Args:
         config: The whole config.
@@ -167,7 +165,7 @@ def _require_checkpoint(config: DictConfig) -> None:
     Raises:
         CheckpointError: The file is missing or cannot be read, or a run would begin anew beside another's.
     """
-    from lightning_diffpipe.checkpoint_files import look_at, newest
+    from lightning_diffpipe.checkpoint_files import look_at
 
     path = config.ckpt_path
     if path == "":
@@ -177,18 +175,23 @@ def _require_checkpoint(config: DictConfig) -> None:
     if path == "last":
         _require_last_checkpoints(config)
     elif path is None:
-        folders = _checkpoint_folders(config)
-        try:
-            found = newest(file for folder in folders for file in folder.glob("*.ckpt"))
-        except CheckpointError:
-            return  # nothing there that anybody could lose
-        if found.path is not None and not config.trainer.get("fast_dev_run"):
-            raise CheckpointError(
-                f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
-                "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
-            )
+        _refuse_to_begin_beside_another_run(config)
     elif path not in ("best", "hpc") and not str(path).startswith("registry"):
         look_at(path)
+
+
+def _refuse_to_begin_beside_another_run(config: DictConfig) -> None:
+    from lightning_diffpipe.checkpoint_files import newest
+
+    try:
+        found = newest(f for folder in _checkpoint_folders(config) for f in folder.glob("*.ckpt"))
+    except CheckpointError:
+        return  # nothing there that anybody could lose
+    if found.path is not None and not config.trainer.get("fast_dev_run"):
+        raise CheckpointError(
+            f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
+            "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
+        )
 
 
 def _checkpoint_folders(config: DictConfig) -> list[Path]:
@@ -211,7 +214,7 @@ def _require_folders(config: DictConfig) -> None:
                     require_writable_folder(f"{group}.{name}.{key}", node[key])
     final = (config.get("callbacks") or {}).get("final_checkpoint")
     if OmegaConf.is_dict(final) and final.get("path") is not None and own_rank() == 0:
-        with telling("write", f"callbacks.final_checkpoint.path={final.path}"):
+        with file_errors("write", f"callbacks.final_checkpoint.path={final.path}"):
             check_writable(Path(str(final.path)))
 
 
@@ -251,7 +254,7 @@ def _require_last_checkpoints(config: DictConfig) -> None:
 
 
 def _require_final_checkpoint(config: DictConfig, use: str) -> None:
-    """Refuses a run that would find out after training that nothing was kept of it.
+    """Refuses a run that would find out after training that nothing was saved of it.
 
     Args:
         config: The whole config.
@@ -278,6 +281,7 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
     from lightning_diffpipe.checkpoint_files import chosen
+    from lightning_diffpipe.training.before_training import why_empty
     from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
     for name in ("save_to", "save_lora"):
@@ -306,24 +310,13 @@ def train(config: DictConfig) -> Any:
         if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
             path = chosen(trainer, path, fits=True)  # which ours does by itself
         _fit(config, trainer, module, data, path)
-    _require_batches(trainer)
-    if (config.save_to or config.save_lora) is not None and trainer.is_global_zero:
-        _export(config, type(module), _last_checkpoint(trainer))
-    return trainer.callback_metrics
-
-
-def _require_batches(trainer: Any) -> None:
-    """Refuses to end well without any data, which Lightning passes over.
-
-    Raises:
-        ConfigurationError: The training data loader gave no batch.
-    """
-    from lightning_diffpipe.training.example_batch import why_empty
-
-    # Without a loader none was asked for: limit_train_batches=0.
+    # Lightning passes over a loader without a batch; none was asked for where limit_train_batches=0.
     if trainer.num_training_batches == 0 and trainer.train_dataloader is not None:
         with raised_by_all():
             raise ConfigurationError(why_empty(trainer.train_dataloader))
+    if (config.save_to or config.save_lora) is not None and trainer.is_global_zero:
+        _export(config, type(module), _last_checkpoint(trainer))
+    return trainer.callback_metrics
 
 
 def _last_checkpoint(trainer: Any) -> Path:
@@ -362,7 +355,7 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
 
 @verb("train the built-in model as a pipeline for a few minutes, and show what it draws")
 def demo(config: DictConfig) -> Any:
-    """Trains on two processes, and tells what happens."""
+    """Trains on two processes, and explains what happens."""
     _require_final_checkpoint(config, "the pictures after training are drawn")
     prepare(config)
     devices = config.trainer.devices

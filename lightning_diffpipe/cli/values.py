@@ -3,6 +3,8 @@
 What a `_target_` takes is in its signature: each value below it is compared with the annotation of its
 argument, before anything is built. What a verb takes itself is in `SETTINGS`. Further mistakes are found by
 what is built; those errors name an argument, and get the name of its setting.
+
+Verbs register themselves here (`verb`), and have the files written and read here that a setting names.
 """
 
 from __future__ import annotations
@@ -24,12 +26,33 @@ from typing import Any, Literal
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_diffpipe.cli.launch import own_rank
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
     raised_by_all,
     require_number,
 )
+
+VERBS: dict[str, tuple[str, Callable[[DictConfig], Any]]] = {}
+
+# Settings that may be given by position: `diffpipe show plan.json`.
+POSITIONS = {"show": ("plan",), "diff": ("before", "after")}
+
+
+def verb(summary: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[DictConfig], Any]]:
+    """Registers a function as a verb of the command line.
+
+    Args:
+        summary: One line for `diffpipe --help`.
+    """
+
+    def register(function: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+        VERBS[function.__name__] = (summary, function)
+        return function
+
+    return register
+
 
 SETTINGS: dict[str, Any] = {
     "seed": int | None,
@@ -62,6 +85,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": str,
     "variant": str | None,
     "loras": dict | None,
+    "ip_adapters": dict | None,
     "timeout_s": float,
     # profile
     "cluster_output": str,
@@ -162,8 +186,7 @@ def with_settings(message: str, arguments: Mapping[str, str]) -> str:
 def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
     """What went wrong when something was built, about the setting that it names.
 
-    An error of somebody else's installed code is told of an argument of the node that it names, or else of one
-    whose value it names. One of the user's own code stays what it is.
+    That of installed code becomes one of an argument that it names, or whose value; one of the user's code stays.
     """
     cause, found = error.__cause__, re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
     if found is None or not isinstance(cause, Exception):
@@ -176,21 +199,24 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
     if isinstance(cause, DiffPipeError):
         cause.args = (with_settings(str(cause), settings), *cause.args[1:])
         return error
-    frames = traceback.extract_tb(cause.__traceback__)
-    if not all(is_of_library(frame.filename) for frame in frames):
+    if not all(is_of_library(f.filename) for f in traceback.extract_tb(cause.__traceback__)):
         return error
     message = " ".join(str(cause).split())
     values = {name: _written(_plain(node, name)) for name in settings}
-    marks = [rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in settings]
-    found = [name for name, mark in zip(settings, marks, strict=True) if re.search(mark, message)]
-    found += [name for name, value in values.items() if value.strip("'") in message.split()]
-    found += [name for name, value in values.items() if value.startswith("'") and value in message]
-    about = (
-        f"{settings[found[0]]}={values[found[0]]}" if found else f"{key}: {type(cause).__name__}"
-    )
+    name = _named_in(message, values)
+    about = f"{settings[name]}={values[name]}" if name else f"{key}: {type(cause).__name__}"
     refusal = ConfigurationError(f"{about}: {message}")
     refusal.__cause__ = cause
     return refusal
+
+
+def _named_in(message: str, values: Mapping[str, str]) -> str | None:
+    """The first argument that a message names, or else the first whose value it names."""
+    named = [name for name in values if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message)]
+    words = message.split()
+    valued = [name for name, value in values.items() if value.strip("'") in words]
+    quoted = [name for name, value in values.items() if value.startswith("'") and value in message]
+    return next(iter((*named, *valued, *quoted)), None)
 
 
 def is_of_library(path: str) -> bool:
@@ -327,3 +353,56 @@ def _written(value: Any) -> str:
     if isinstance(value, float) and "e" in (short := f"{value:g}") and float(short) == value:
         return short.replace("e+", "e")
     return json.dumps(value) if isinstance(value, bool | None) else repr(value)
+
+
+@contextmanager
+def file_errors(verb: str, path: str) -> Iterator[None]:
+    """Says in a line why a file that the user named cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"cannot {verb} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"cannot {verb} {path}: it is not text; plans, profiles and clusters are JSON"
+        ) from error
+
+
+def require_writable(path: str) -> None:
+    """Finds out before long work whether its result can be written.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    from lightning_diffpipe.files import check_writable
+
+    with file_errors("write", path):
+        check_writable(Path(path))
+
+
+def require_writable_folder(setting: str, path: str | None) -> None:
+    """The same for a folder, which need not be there; rank 0 is who writes.
+
+    Args:
+        setting: What it was given as.
+        path: None if nothing shall be written.
+
+    Raises:
+        ConfigurationError: It cannot be written.
+    """
+    from lightning_diffpipe.files import check_writable
+
+    if path is not None and own_rank() == 0:
+        with file_errors("write", f"{setting}={path}"):
+            check_writable(Path(path) / "any")
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Resolves a config to plain values.
+
+    Raises:
+        MissingMandatoryValue: The user has to say something more.
+    """
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from lightning_diffpipe.comm.waiter import Pending
+from lightning_diffpipe.comm.waiting import Pending
 from lightning_diffpipe.errors import PipelineTimeoutError
 
 Word = Literal[
     "busy",
     "step",  # it goes on, and will note more
     "done",
-    "refused",  # it raised, and will tell all others what
+    "refused",  # it raised, and will broadcast what
     "gone",  # it raised, and will not come back
 ]
 

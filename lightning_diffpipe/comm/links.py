@@ -13,7 +13,7 @@ What all positions send each other at the same point of their programs begins at
     x = a.wait()                                                              # blocks, or times out
 
 A message is waited for as long as `timeout_s`. Plain objects are made on the way, by a probe perhaps, so that they
-are waited for as long as their maker lives: its heartbeat tells, or in training `liveness.py`.
+are waited for as long as their maker lives: its heartbeat shows that, or in training `liveness.py`.
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
   turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
@@ -41,7 +41,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.mesh import open_edge
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.comm.streams import SideStreams
+from lightning_diffpipe.comm.waiting import SideStreams, no_message
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
 
 MessageKind = Literal[
@@ -416,7 +416,7 @@ class ProcessLinks:
         self.traffic.messages_sent[kind] += 1
 
     def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
-        """Keeps what is sent until it has left."""
+        """Holds what is sent until it has left."""
         self._held.append((work, buffers))
         while self._held and self._held[0][0].is_completed():
             self._await(self._held.popleft()[0], "a sent message", None)
@@ -522,15 +522,9 @@ class ProcessLinks:
 
     def _lost(self, what: str, source: int | None, waited_s: float) -> PipelineTimeoutError:
         peer = "a peer" if source is None else f"rank {self.ranks[source]}"
-        reason = (
-            f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={self.timeout_s:g})"
-            if waited_s >= 0.9 * self.timeout_s
-            else f"lost {peer}, which stopped; its own error says why"
-        )
         phase = "" if self.heartbeat is None else f" while {self.heartbeat.phase}"
-        return PipelineTimeoutError(
-            f"rank {self.ranks[self.rank]} waited for {what}{phase}: {reason}"
-        )
+        rank = self.ranks[self.rank]
+        return no_message(rank, what + phase, peer, waited_s, self.timeout_s)
 
 
 @dataclass

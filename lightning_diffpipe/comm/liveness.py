@@ -4,10 +4,9 @@
     rank 2 ──┼── rank 0 ──> all others: who was lost, how, and in which phase
     rank 3 ──┘
 
-A collective that breaks says which address has closed a connection, and one that waits for a rank that is stopped,
-or behind a dead link, says nothing for as long as ranks may be busy between two steps. Here a thread of each
-process listens: one that ends closes its connection at once, one that is stopped falls silent, and one that is
-busy, for however long, does neither. So
+A collective that breaks names an address, and one that waits for a rank that is stopped, or cut off by a dead
+link, says nothing for as long as ranks may be busy between two steps. Here a thread of each process listens: one
+that ends closes its connection at once, one that is stopped falls silent, and one that is busy does neither. So
 
     phase        turns what a lost rank raises, in anybody's collective, into an error with its rank, phase and end
     run          ends a process that would go on without the others: one that waits in vain, or is busy with itself
@@ -48,9 +47,7 @@ _log = logging.getLogger(__name__)
 _KEY = "diffpipe/liveness"
 _STARTING, _MET = "starting processes", "setting up"
 _PERIOD_S = 2.0  # between two signs of life, at most
-_LEAST_SILENCE_S = (
-    10.0  # a busy machine, or a call that holds the interpreter, keeps a thread so long
-)
+_LEAST_SILENCE_S = 10.0  # a thread may wait so long for a busy machine, or the interpreter
 _GRACE_S = 5.0  # for a rank that has lost another to end by its own error
 _VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
 _JOIN_S = 60.0
@@ -113,7 +110,7 @@ class _Line:
             self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
 
     def received(self) -> list[dict[str, Any]] | None:
-        """Returns what has come; None at the end of the connection."""
+        """Returns what has come; None at the end of the connection, or where it is not of this protocol."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -124,7 +121,11 @@ class _Line:
             return None
         self.heard_s = time.monotonic()
         *whole, self._incoming = (self._incoming + data).split(b"\n")
-        return [json.loads(each) for each in whole]
+        try:
+            messages = [json.loads(each) for each in whole]
+        except ValueError:  # of a stranger: a scanner of ports, perhaps
+            return None
+        return messages if all(isinstance(each, dict) for each in messages) else None
 
 
 class Liveness:
@@ -176,20 +177,8 @@ class Liveness:
         Raises:
             LostRankError: A rank was lost, or a collective waited in vain.
         """
-        before = list(self._phases)
-        try:
-            with self._lock:
-                self._phases.append(name)
-                self._broadcast(phase=name)
+        with self._phase_of(name), self._explaining():
             yield
-        except Exception as error:
-            if (self._runs or self._group is not None) and _is_of_peers(error):
-                raise self._explained(error) from error
-            raise
-        finally:
-            with self._lock:
-                self._phases = before
-                self._broadcast(phase=self.phase)
 
     @contextlib.contextmanager
     def run(self, rank: int) -> Iterator[None]:
@@ -209,17 +198,41 @@ class Liveness:
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._runs, self._num_runs = self._runs + 1, self._num_runs + 1
         try:
-            with self.inside(_STARTING):
-                yield
-        except BaseException as error:
-            self._broadcast_failure(error)
-            raise
+            with self._phase_of(_STARTING):
+                try:
+                    with self._explaining():
+                        yield
+                except BaseException as error:  # the others hear of it before the phase is over
+                    self._broadcast_failure(error)
+                    raise
         finally:
             self._runs -= 1
             if in_main:
                 signal.set_wakeup_fd(before)
             for loss in list(self._losses.values()):
                 _end_frozen(loss)
+
+    @contextlib.contextmanager
+    def _phase_of(self, name: str) -> Iterator[None]:
+        before = list(self._phases)
+        try:
+            with self._lock:
+                self._phases.append(name)
+                self._broadcast(phase=name)
+            yield
+        finally:
+            with self._lock:
+                self._phases = before
+                self._broadcast(phase=self.phase)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if (self._runs or self._group is not None) and _is_of_peers(error):
+                raise self._explained(error) from error
+            raise
 
     def connect(self, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Connects all ranks, once the default process group is there; collective.
@@ -239,7 +252,7 @@ class Liveness:
         self.rank, self._group, self._connections = rank, group, self._connections + 1
         key = f"{_KEY}/{self._connections}"
         with self._lock:
-            self._hang_up()
+            self._leave()
             self._left.clear()
             self._silence_s = max(timeout_s, _LEAST_SILENCE_S)
             self._period_s = min(_PERIOD_S, timeout_s / 5)
@@ -248,11 +261,9 @@ class Liveness:
             self._token = secrets.token_hex(8)
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
-            server = socket.create_server(
-                ("", 0), family=family, backlog=num_ranks, dualstack_ipv6=dual
-            )
+            options: dict[str, Any] = {"family": family, "dualstack_ipv6": dual}
+            self._server = server = socket.create_server(("", 0), backlog=num_ranks, **options)
             server.setblocking(False)
-            self._server = server
             self._selector.register(server, selectors.EVENT_READ)
             store.set(key, json.dumps([server.getsockname()[1], self._token, *_place()]))
         else:
@@ -299,17 +310,14 @@ class Liveness:
         with self._lock:
             others = {line.rank: line.phase for line in self._lines.values()}
         others |= dict.fromkeys(self._left, "has left")
-        doing = (
-            "; ".join(f"rank {rank}: {each}" for rank, each in sorted(others.items()))
-            or "none answers"
-        )
-        raw = "" if first else f". torch said: {error}"
+        said = [f"rank {rank}: {each}" for rank, each in sorted(others.items())]
+        doing, raw = "; ".join(said) or "none answers", "" if first else f". torch said: {error}"
         return LostRankError(
             f"{first}{here} lost no rank, but could not communicate ({doing}){raw}"
         )
 
     def _may_still_hear(self, waited_s: float) -> bool:
-        """Returns whether what others say may yet tell who was lost first."""
+        """Returns whether what others say may yet show who was lost first."""
         with self._lock:
             loss, now_s = self.loss(), time.monotonic()
             if loss is not None and (loss.kind != "followed" or not self._lines):
@@ -389,11 +397,18 @@ class Liveness:
             if messages is None:
                 self._lose_connection(line)
             for message in messages or ():
+                if line.rank is None and message.get("token") != self._token:  # a stranger
+                    self._drop(line)
+                    return
                 self._take(line, message)
 
     def _take(self, line: _Line, message: Mapping[str, Any]) -> None:
         if line.rank is None:
-            self._welcome(line, message)
+            self._unknown.remove(line)
+            line.rank, line.phase = message["rank"], _MET
+            line.pid, line.host = message["place"]
+            self._lines[message["rank"]] = line
+            line.send(phase=self.phase)
             return
         match message:
             case {"phase": phase}:
@@ -407,16 +422,6 @@ class Liveness:
                 self._end_in(_GRACE_S)
             case {"left": rank}:
                 self._left.add(rank)
-
-    def _welcome(self, line: _Line, message: Mapping[str, Any]) -> None:
-        if message.get("token") != self._token:  # a stranger
-            self._drop(line)
-            return
-        self._unknown.remove(line)
-        line.rank, line.phase = message["rank"], _MET
-        line.pid, line.host = message["place"]
-        self._lines[message["rank"]] = line
-        line.send(phase=self.phase)
 
     def _pass_on(self, message: Mapping[str, Any]) -> None:
         if self.rank == 0:
@@ -523,18 +528,15 @@ class Liveness:
         self._selector.unregister(line.socket)
         line.socket.close()
 
-    def _hang_up(self) -> None:
-        for line in list(self._lines.values()):
-            line.send(left=self.rank)
-            self._drop(line)
-        if self._server is not None:
-            self._selector.unregister(self._server)
-            self._server.close()
-            self._server = None
-
     def _leave(self) -> None:
         with self._lock:
-            self._hang_up()
+            for line in list(self._lines.values()):
+                line.send(left=self.rank)
+                self._drop(line)
+            if self._server is not None:
+                self._selector.unregister(self._server)
+                self._server.close()
+                self._server = None
 
     def forget(self) -> None:
         """Closes connections in a forked process: they would look alive for as long as it lives."""
@@ -562,7 +564,7 @@ def _place() -> tuple[int, str]:
 
 
 def _siblings() -> dict[int, int]:
-    """Returns processes that torchrun or srun has started for this run on this host, by rank; only Linux tells."""
+    """Returns processes that torchrun or srun has started for this run on this host, by rank; on Linux only."""
     found: dict[int, int] = {}
     for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours
@@ -583,11 +585,10 @@ def _started_with(pid: str) -> dict[str, str]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Returns whether a process of this host is stopped, by SIGSTOP or a terminal; only Linux tells."""
-    try:
+    """Returns whether a process of this host is stopped, by SIGSTOP or a terminal; known on Linux only."""
+    with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
+    return False
 
 
 def _end_frozen(loss: Loss) -> None:

@@ -1,31 +1,46 @@
-"""Where the processes of a run meet: a store in which each says that it has come.
+"""Where the processes of a run meet, and what they must have in common before there is a pipeline.
+
+They meet at a store, in which each says that it has come:
 
     rank 0 | opens the store, has come     waits: a warning that names rank 2      all are there
     rank 1 |         connects, has come    waits                                   all are there
     rank 2 |                                                 connects, has come    all are there
 
 Torch's own meeting says nothing for as long as it waits, and then not for whom.
+
+Then every rank builds the module by itself. Rank 0's weights count where they differ, and its values where one is
+asked for (`agree`); what one rank refuses, all refuse, with the same words (`on_all_ranks`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_diffpipe.comm.waiter import Pending
-from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
+from lightning_diffpipe.comm.mesh import broadcast_object, gathered_objects
+from lightning_diffpipe.comm.waiting import Pending
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    PipelineTimeoutError,
+    raised_by_all,
+)
 
 _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
 _LONGEST_PAUSE_S = 0.5  # between two looks at who has come
+_PLANNING_TIMEOUT_S = 1800.0
 _FROZEN_S = 5.0  # after the store should have said who has not
 
 
@@ -36,7 +51,7 @@ def open_meeting_place() -> dist.TCPStore:
     default process group of this process takes over the store of its `MASTER_PORT`, and keeps it.
 
     Returns:
-        To be kept until that group is there; its port is `.port`.
+        To be held until that group is there; its port is `.port`.
     """
     while True:
         place = _store("127.0.0.1", 0)
@@ -105,7 +120,7 @@ class _Arrival:
             is_master=opens,
             wait_for_workers=False,
             multi_tenant=opens,
-            timeout=datetime.timedelta(seconds=self.patience_s / 2),  # it tries twice
+            timeout=timedelta(seconds=self.patience_s / 2),  # it tries twice
         )
         turn = store.add(f"{self.name}/come/{self.rank}", 1)  # processes may meet more than once
         come, pause_s = [False] * self.num_ranks, 0.01
@@ -161,3 +176,108 @@ def gloo_of_all_hosts() -> Iterator[None]:
             f"interface between them (`ip -br addr` lists them), as NCCL_SOCKET_IFNAME does for NCCL. "
             f"torch said: {error}"
         ) from error
+
+
+def world_group(world_size: int, timeout_s: float) -> dist.ProcessGroup | None:
+    """Makes a group of all ranks for what comes before there is a pipeline; None where there is one rank only.
+
+    It is patient, as rank 0 may measure for long.
+    """
+    if world_size == 1:
+        return None
+    with gloo_of_all_hosts():
+        patience = timedelta(seconds=max(timeout_s, _PLANNING_TIMEOUT_S))
+        return dist.new_group(backend="gloo", timeout=patience)
+
+
+def close_group(group: dist.ProcessGroup | None) -> None:
+    """Destroys the group, on all of its ranks."""
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def agree(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's value on every rank."""
+    if group is None:
+        return value
+    return broadcast_object(value, 0, group)
+
+
+def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Returns what `make`, which communicates with no rank, gives here; raises the first rank's error on all."""
+    if group is None:
+        return make()
+    value, error = None, None
+    try:
+        value = make()
+    except DiffPipeError as raised:
+        error = raised
+    errors = gathered_objects(error, group)
+    first = next((each for each in errors if each is not None), None)
+    if first is not None:
+        # This rank's own one, which knows where it was raised, if it says the same.
+        with raised_by_all():
+            raise error if error is not None and str(error) == str(first) else first
+    return value
+
+
+def require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
+    """Refuses ranks that see other layers than rank 0, by the digest of their graphs.
+
+    Raises:
+        ConfigurationError: There are some; names them.
+    """
+    if group is None:
+        return
+    digests = gathered_objects(digest, group)
+    if len(set(digests)) > 1:
+        ranks = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        raise ConfigurationError(
+            f"ranks {ranks} see other layers in training_step than rank 0; build the same module with "
+            "the same options on every rank, and keep rank-dependent branches out of training_step"
+        )
+
+
+def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives every rank rank 0's weights where they differ.
+
+    Without `seed_everything` each process initialises other weights; from checkpoints they are
+    equal, and then nothing but sums travels.
+
+    Raises:
+        ConfigurationError: A rank has other tensors than rank 0; names the first.
+    """
+    if group is None:
+        return
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    tensors = [named[name] for name in sorted(named)]  # ranks may have them in another order
+    own = {name: f"{tuple(x.shape)} of {x.dtype}" for name, x in named.items()}
+    first, here = agree(own, group), dist.get_rank()
+
+    def require_same_tensors() -> None:
+        name = next((n for n in {**first, **own} if first.get(n) != own.get(n)), None)
+        if name is not None:
+            raise ConfigurationError(
+                f"ranks built different modules: {name!r} is {own.get(name, 'missing')} on rank {here}, and "
+                f"{first.get(name, 'missing')} on rank 0; build the same module with the same options on every rank"
+            )
+
+    on_all_ranks(require_same_tensors, group)
+    sums = torch.stack([_checksum(tensor) for tensor in tensors]) if tensors else torch.zeros(0, 2)
+    expected = sums.clone()
+    dist.broadcast(expected, src=0, group=group)
+    differs = (sums != expected).any(dim=1).to(torch.uint8)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
+    with torch.no_grad():
+        for tensor, differing in zip(tensors, differs.tolist(), strict=True):
+            if differing:
+                value = tensor.detach().cpu().contiguous()
+                dist.broadcast(value.reshape(-1).view(torch.uint8), src=0, group=group)
+                tensor.copy_(value)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Returns two sums that tell different weights apart, NaN counted as a value."""
+    value = torch.nan_to_num(tensor.detach().cpu().to(torch.float64).reshape(-1))
+    weights = torch.arange(1, value.numel() + 1, dtype=torch.float64)
+    return torch.stack([value.sum(), (value * (weights % 8191)).sum()])

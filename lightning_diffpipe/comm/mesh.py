@@ -33,6 +33,7 @@ ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
 _PATIENCE_S = 1800.0
 _MOST_NAMED = 8
+_CLOCK_TAG, _CLOCK_ROUNDS = 3_888_888, 6
 
 
 @dataclass(frozen=True)
@@ -236,10 +237,47 @@ class Mesh:
 
     def on_first(self, value: Any) -> list[Any]:
         """Returns plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""
+        if self.layout.ranks_per_pipeline == 1:
+            return [value]
         first = self.local_rank == 0
         found: list[Any] = [None] * self.layout.ranks_per_pipeline if first else []
         dist.gather_object(value, found or None, dst=self.world_rank(0), group=self.transfers)
         return found
+
+    def clock_offsets_s(self) -> list[float]:
+        """Estimates by how many seconds each rank's clock (`time.perf_counter`) is ahead of the first rank's.
+
+        A few messages go there and back: the answer has the peer's time, which is taken to lie half-way between
+        departure and arrival of the quickest round, so that the error is at most half of that round.
+
+            first rank   t0 ------------.                 .------------> t1
+            peer                         '--> t (its) ---'               ahead by t - (t0 + t1) / 2
+
+        Returns:
+            By position on the first rank of the pipeline; empty elsewhere. A collective call.
+        """
+        clock, buffer, group = (
+            time.perf_counter,
+            torch.zeros(1, dtype=torch.float64),
+            self.transfers,
+        )
+        first, *others = self.pipeline_ranks
+        if self.local_rank:
+            for _ in range(_CLOCK_ROUNDS):
+                dist.recv(buffer, first, group=group, tag=_CLOCK_TAG)
+                dist.send(buffer.fill_(clock()), first, group=group, tag=_CLOCK_TAG)
+            return []
+        offsets_s = [0.0]
+        for peer in others:
+            rounds = []
+            for _ in range(_CLOCK_ROUNDS):
+                start_s = clock()
+                dist.send(buffer, peer, group=group, tag=_CLOCK_TAG)
+                dist.recv(buffer, peer, group=group, tag=_CLOCK_TAG)
+                stop_s = clock()
+                rounds.append((stop_s - start_s, float(buffer) - (start_s + stop_s) / 2))
+            offsets_s.append(min(rounds)[1])
+        return offsets_s
 
     def send_to_first(self, tensor: Tensor) -> None:
         """Sends a tensor of the host to the first rank of the pipeline."""

@@ -1,15 +1,16 @@
-"""How messages travel: between processes, or inside one for tests.
+"""How messages of training travel between processes.
 
 A message is known by its `MessageKey`: what it is (activation or gradient), the stage that consumes it
 and its microbatch. Both ends derive from the plan when it is sent and how large it is, so no header
-travels. Receives are posted early. Sends keep their buffer alive until a later message tells that it has arrived:
-nothing else does on gloo, and on NCCL the host is ahead of the device.
+travels. Receives are posted early. Sends keep their buffer alive until a later message confirms that it has
+arrived: nothing else does on gloo, and on NCCL the host is ahead of the device.
 
-* `P2PTransport`: `torch.distributed`. On gloo each message has a tag of its own, so the order of
-  posting cannot deadlock, and a posted receive begins at once. On NCCL each directed edge has a communicator of its
-  own, and a receive occupies the device: it begins where no host that waits for its device can wait for it in vain
-  (`planning/lowering.py`), in a stream of its own, since what was computed after it was posted has no say in it.
-* `LoopbackTransport`: all ranks in one process; a dict is the network.
+On gloo each message has a tag of its own, so the order of posting cannot deadlock, and a posted receive begins at
+once. On NCCL each directed edge has a communicator of its own, and a receive occupies the device: it begins where
+no host that waits for its device can wait for it in vain (`planning/lowering.py`), in a stream of its own, since
+what was computed after it was posted has no say in it.
+
+`Transport` is what the runtime asks for; tests have one that passes messages inside one process.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.comm.streams import SideStreams
-from lightning_diffpipe.comm.waiter import Pending, Waiter
-from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.comm.waiting import Pending, SideStreams, Waiter, no_message
 from lightning_diffpipe.planning.instruction import Instruction
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
@@ -135,7 +134,7 @@ class P2PTransport:
         mesh: Positions and groups.
         num_stages: Stages of the plan; keeps tags apart.
         delivered: By message: what this rank has sent that has arrived when the message has. What no
-            message tells is stored until `finish`.
+            message confirms is stored until `finish`.
         due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
             waited for.
     """
@@ -326,17 +325,9 @@ class P2PTransport:
             else:  # with a timeout NCCL would block the host; its groups have one of their own
                 work.wait()
         except RuntimeError as error:
-            waited_s = time.monotonic() - started_s
             peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
-            lost = waited_s < 0.9 * self._mesh.timeout_s
-            reason = (
-                f"lost {peer}, which stopped; its own error says why"
-                if lost
-                else f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={self._mesh.timeout_s:g})"
-            )
-            raise PipelineTimeoutError(
-                f"rank {self._mesh.rank} waited for {what}: {reason}"
-            ) from error
+            waited_s = time.monotonic() - started_s
+            raise no_message(self._mesh.rank, what, peer, waited_s, self._mesh.timeout_s) from error
 
 
 @dataclass
@@ -361,76 +352,3 @@ class _P2PWork:
             self.transport.await_works(self.works, self.what)
         self.works.clear()  # gloo's hold what they sent
         self.then()
-
-
-class LoopbackTransport:
-    """All ranks of a pipeline in one process; messages are copied through a shared dict.
-
-    Args:
-        network: The dict that all ranks of the pipeline share.
-        rank: This rank's position.
-    """
-
-    def __init__(self, network: dict[tuple[int, MessageKey], Tensor], rank: int) -> None:
-        self._network = network
-        self._rank = rank
-        self._posted: dict[MessageKey, Tensor] = {}
-        self.num_bytes_sent = 0
-
-    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
-        """Puts a copy of the buffer into the peer's mailbox."""
-        self._network[to, key] = buffer.clone()
-        self.num_bytes_sent += buffer.numel()
-
-    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
-        """Remembers where the message shall go."""
-        self._posted[key] = buffer
-
-    def come_to(self, instruction: Instruction) -> None:
-        """Begins posted receives that are due before an instruction, to which this rank's program has come."""
-
-    def is_ready(self, key: MessageKey) -> bool:
-        """Returns whether the peer has sent."""
-        return (self._rank, key) in self._network
-
-    def wait(self, key: MessageKey) -> Tensor:
-        """Takes the message out of the mailbox; the caller has checked `is_ready`."""
-        buffer = self._posted.pop(key)
-        buffer.copy_(self._network.pop((self._rank, key)))
-        return buffer
-
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
-        """Puts all sends into their mailboxes."""
-        for parcel in sends:
-            self.send(parcel.key, parcel.buffer, parcel.peer)
-        for parcel in receives:
-            self.receive(parcel.key, parcel.buffer, parcel.peer)
-        return _LoopbackWork(self, [parcel.key for parcel in receives])
-
-    def awaited(
-        self, works: Sequence[dist.Work], what: str, then: Callable[[], None]
-    ) -> PendingWork:
-        """Raises, as nothing is started elsewhere in one process."""
-        raise NotImplementedError(f"no {what} between processes in one process")
-
-    def follow(self, *_facts: Any) -> None:
-        """Mailboxes need to know no schedule."""
-
-    def finish(self) -> None:
-        """Does nothing, as sends are copies."""
-
-    def close(self) -> None:
-        """Does nothing, as nothing outlives a step."""
-
-
-@dataclass
-class _LoopbackWork:
-    transport: LoopbackTransport
-    keys: list[MessageKey]
-
-    def is_ready(self) -> bool:
-        return all(map(self.transport.is_ready, self.keys))
-
-    def wait(self) -> None:
-        for key in self.keys:
-            self.transport.wait(key)

@@ -35,8 +35,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample
-from lightning_diffpipe.data.conditions import MADE
+from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 _LONGEST = 8
@@ -74,7 +73,7 @@ def _scaled_and_cropped(
 
 
 def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
-    """Returns what models such as SDXL are told of a picture that `to_square` has cut.
+    """Returns what models such as SDXL are given with a picture that `to_square` has cut.
 
     Args:
         picture: Before it is scaled and cropped.
@@ -406,7 +405,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the picture, or the key of
             `metadata.jsonl` that names a second picture of the same shape; None for nothing.
         on_error: What becomes of lines and pictures that cannot be used: `"raise"` ends the run with an error that
-            names file and line, `"skip"` leaves them out and tells their number. Broken pictures are found when
+            names file and line, `"skip"` leaves them out and says their number. Broken pictures are found when
             they are loaded; the next one takes the place of each.
         num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; None for
             pictures.

@@ -21,11 +21,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.captioned import Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.conditions import MADE
+from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
 from lightning_diffpipe.data.image_folder import read_sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
-from lightning_diffpipe.runtime.seeding import derived_seed
+from lightning_diffpipe.graph.rng import derived_seed
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class _Epochs(IterableDataset[Batch]):
             given that, the worker and their number.
         read: Makes samples of them.
         leaves_out: Whether that leaves some out.
-        epoch: Tells which epoch begins.
+        epoch: Returns which epoch begins.
         num_batches: Batches of an epoch.
         batch_size: Samples of a batch.
         seed: Of all orders.
@@ -152,7 +151,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         condition: What a ControlNet is shown: `"edges"` of the picture, or the extension under which shards have a
             second picture, such as `"cond.png"`; None for nothing.
         on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
-            `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and tells
+            `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
 
     Raises:

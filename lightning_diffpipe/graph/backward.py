@@ -11,10 +11,10 @@ computes only what is asked for, so the two halves are two kinds of questions to
     first half    gradients of the inputs; what flows into each u is noted on the way
     second half   for each u, from what was noted, the gradients of the weights that hang off it
 
-A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for
-where its way leaves the u's: that gradient is noted in the first half, and continued in the second. Weights of a
-group norm are asked for in the first half: all its gradients come from the same sums, and torch's kernel for
-channels-last tensors on CPUs ends the process where those of its weights alone are asked for.
+A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for where its
+way leaves the u's: that gradient is noted in the first half, and continued in the second. Weights of a group norm
+are asked for in the first half: all its gradients come from the same sums, and torch's kernel for channels-last
+tensors on CPUs ends the process where those of its weights alone are asked for.
 
 Autograd gives a parameter its first gradient without a copy, if nobody else holds that tensor, and adds all later
 ones to it in place. But a tensor that nobody else holds may be a view of memory that somebody does hold:
@@ -186,8 +186,8 @@ class _Graph:
         """Returns the nodes at which ways to weights leave the ways to inputs.
 
         Returns:
-            Nodes with weights that hang off them alone; and, for all other weights, the edges (node,
-            input number) below the exit. No exit of the second kind lies below another.
+            Nodes with weights that hang off them alone; and, for all other weights, the edges (node, input number)
+            below the exit. No exit of the second kind lies below another.
         """
         leaving: dict[tuple[Node, int], set[Node]] = {}
         for node in self._order:
@@ -202,7 +202,16 @@ class _Graph:
                 (node,) = nodes
                 have = apart.setdefault(node, [])
                 have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
-        return apart, self._highest([exit_ for exit_ in leaving if exit_ in shared])
+        heads = {child for child, _ in shared}
+        below = _post_order(c for head in heads for c, _ in head.next_functions)
+        if not heads.isdisjoint(below):  # their gradients would be counted twice
+            raise NestedExits
+        return apart, [
+            exit_
+            for node in self._order
+            for exit_ in leaving
+            if exit_ in shared and exit_[0] is node
+        ]
 
     def _shared(self, leaving: dict[tuple[Node, int], set[Node]]) -> set[tuple[Node, int]]:
         """Returns exits from which some weight can be reached that hangs off another node, too."""
@@ -218,16 +227,6 @@ class _Graph:
                 return shared
             shared |= more
             contested |= frozenset().union(*(self._weights[child] for child, _ in more))
-
-    def _highest(self, shared: Sequence[tuple[Node, int]]) -> list[tuple[Node, int]]:
-        """Refuses exits below other exits, whose gradients would be counted twice."""
-        children = {child for child, _ in shared}
-        below = set(
-            _post_order([c for n in children for c, _ in n.next_functions if c is not None])
-        )
-        if children & below:
-            raise NestedExits
-        return [exit_ for node in self._order for exit_ in shared if exit_[0] is node]
 
 
 class NestedExits(Exception):

@@ -1,7 +1,7 @@
 """Which module calls become layers: the frontier of the tree of calls, by cost.
 
-One run of the step records the tree of module calls and what each costs. From the top, a call dearer
-than `max_share` of the whole is replaced by the calls inside it, until no layer dominates:
+One run of the step records the tree of module calls and what each costs. From the top, a call dearer than
+`max_share` of the whole is replaced by the calls inside it, until no layer dominates:
 
     unet ── conv_in                    conv_in
          ├─ down_blocks.0 ─ resnets.0  down_blocks.0.resnets.0      (dear container: expanded)
@@ -9,9 +9,9 @@ than `max_share` of the whole is replaced by the calls inside it, until no layer
          ├─ mid_block                  mid_block                    (cheap enough: one layer)
          └─ ...
 
-A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what
-is a layer. Calls without parameters are glue, unless they are dear. Modules that differentiate what they call
-(`side_effects`) are not expanded.
+A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what is a layer.
+Calls without parameters are glue, unless they are dear. Modules that differentiate what they call (`side_effects`)
+are not expanded.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _refuse_collective(func: Any) -> None:
 class OwnFunctions:
     """Tells whether code runs inside an `autograd.Function` that has a gradient to give.
 
-    Checkpointing of a model's own (CompVis' U-Nets have one) calls layers there without gradients, and once more in
-    the backward, all of them: what is called inside cannot be spread over stages.
+    Checkpointing of a model's own (CompVis' U-Nets have one) calls layers there without gradients, and once more
+    in the backward, all of them: what is called inside cannot be spread over stages.
 
     Attributes:
         depth: So many functions the code is inside of.

@@ -9,8 +9,8 @@ computes its gradients without the others, and their stages may run in opposite 
     upscaler  down_blocks.0  mid_block  up_blocks.0  ->  its loss  -+
 
 Whether the terms are independent is tried: the code after the last layer is run with random numbers in place of
-what layers give, and the gradient of every chain must be the same whatever the other chains give, NaN included.
-No layer runs for that, so it takes milliseconds, and only steps are looked at that have several chains.
+what layers give, and the gradient of every chain must be the same whatever the other chains give, NaN included. No
+layer runs for that, so it takes milliseconds, and only steps are looked at that have several chains.
 
 Passes are stretches of the path in which the same layers are called again, found by their names. A step that
 estimates first and then trains on the estimate (self-conditioning), a teacher and a student of one network,
@@ -19,7 +19,7 @@ consistency steps: all call their denoiser several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,11 +29,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph.cut import StageCut, tail
-from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.placement import own_tensors
-from lightning_diffpipe.graph.step import StepCall
+from lightning_diffpipe.graph.step import StepCall, untouched
 from lightning_diffpipe.graph.view import StageView
 
 
@@ -158,10 +157,11 @@ def _mixed_loss(
         }
         for chain, start in enumerate(starts):
             own = {key for key in end.needed if chain_of.get(key[0], chain) == chain}
-            found = [
-                _gradients(view, call, values, own & {*keys})
-                for values in _fillings(graph, end, own)
-            ]
+            found = []
+            for values in _fillings(graph, end, own):
+                run = view.forward(call, seed=0, received=values, log=lambda *_: None)
+                gradients = run.backward()
+                found.append([gradients[key] for key in sorted(own & {*keys})])
             if any(not _equal(found[0], other) for other in found[1:]):
                 return (
                     f"the gradients of {_owner(graph.path_names[start])} depend on what other backbones give: the "
@@ -211,17 +211,6 @@ def _fillings(
             values[key] = value.to(spec.device, spec.dtype)
         fillings.append(values)
     return fillings
-
-
-def _gradients(
-    view: StageView,
-    call: Callable[[], Any],
-    values: Mapping[TensorKey, Tensor],
-    keys: Iterable[TensorKey],
-) -> list[Tensor]:
-    run = view.forward(call, seed=0, received=values, log=lambda *_: None)
-    found = run.backward()
-    return [found[key] for key in sorted(keys)]
 
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -1,8 +1,9 @@
 """Cutting the trained path into stages: what each stage runs, holds, receives and sends.
 
 The boundary of a cut is every tensor made before it and read after it; a tensor that skips stages
-passes through those between, unless an earlier stage of the same rank has it (`planning/routing.py`). Frozen layers
-are no part of any stage: wherever they run, their results reach the stages that read them as `frozen_received`.
+passes through those between, unless an earlier stage of the same rank has it (`route` in
+`planning/schedule.py`). Frozen layers are no part of any stage: wherever they run, their results reach the stages
+that read them as `frozen_received`.
 
     path:      l0   l1  |  l2   l3  |  l4   loss
     reads:               l1        l1 (skip), l3
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from lightning_diffpipe.errors import PartitionError
+from lightning_diffpipe.errors import GraphError, PartitionError
 from lightning_diffpipe.graph.layer import ContainerCall, LayerGraph, TensorKey, Value
-from lightning_diffpipe.planning.routing import Route, route
+from lightning_diffpipe.planning.schedule import Route, route
 
 FROZEN_SHARE = 0.1
 """A container whose frozen layers make more than this share of its cost stays expanded."""
@@ -36,8 +37,8 @@ class StageCut:
         received: Tensors that come from earlier stages, including those only passed on.
         message: Those of them that the stage before sends.
         handed: Those that an earlier stage of the same rank hands on, by that stage.
-        sent: Tensors that go to later stages, including those passed through; for the frozen
-            layers: all results that some stage reads.
+        sent: Tensors that go to later stages, including those passed through; for the frozen layers: all results
+            that some stage reads.
         frozen_received: Results of frozen layers that are read here.
         needed: Tensors that must be real here; all others are dummies.
         received_gradients: Those of `received` for which a gradient goes back.
@@ -136,7 +137,10 @@ def cut(
         s: frozenset(k for k in graph.tail_reads if k[0] in frozen.union(*(own[i] for i in chain)))
         for s, chain in ends.items()
     }
-    reads = [_reads(graph, layers, read_at_end.get(s)) for s, layers in enumerate(own)]
+    reads = []
+    for s, layers in enumerate(own):
+        keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
+        reads.append(frozenset(key for key in keys if key[0] not in layers))
     ways = _ways(graph, own, reads, ends, homes)
     stages = tuple(
         _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
@@ -187,14 +191,6 @@ def tail(graph: LayerGraph) -> StageCut:
     return _stage_cut(graph, 0, frozenset(), graph.tail_reads, {}, True)
 
 
-def _reads(
-    graph: LayerGraph, layers: Iterable[int], at_end: frozenset[TensorKey] | None
-) -> frozenset[TensorKey]:
-    own = frozenset(layers)
-    keys = frozenset().union(*(graph.layers[i].reads for i in own)) | (at_end or frozenset())
-    return frozenset(key for key in keys if key[0] not in own)
-
-
 @dataclass(frozen=True, slots=True)
 class _Way:
     """How a tensor gets to its readers, and the stages from which a gradient of it comes back."""
@@ -241,11 +237,32 @@ def _stage_cut(
     )
 
 
+def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
+    """Refuses hooks on gradients that come from several stages.
+
+    Raises:
+        GraphError: There is one; names what reads its tensor.
+    """
+    tail = len(graph.layers)
+    stage_of = {layer: stage.index for stage in pieces.stages for layer in stage.layers}
+    stage_of[tail] = len(pieces.stages) - 1
+    for readers in graph.hooks:
+        stages = {stage_of[reader] for reader in readers if reader in stage_of}
+        if len(stages) > 1:
+            names = [graph.layers[i].name if i < tail else "the loss" for i in sorted(readers)]
+            raise GraphError(
+                f"training_step registers a gradient hook between layers, on a tensor that {len(stages)} stages "
+                f"read (as {names[0]} and {names[-1]}). Each would run it on its own part of the gradient. "
+                "Register the hook inside the forward of the layer that makes the tensor, which sees all of it; or "
+                "to scale a gradient write h * s + (h * (1 - s)).detach()"
+            )
+
+
 def boundary_bytes(graph: LayerGraph) -> tuple[int, ...]:
     """Returns bytes that cross a cut before each position of the path (0 .. len(path)).
 
-    Containers before the cut count as folded: of a residual stream only the sum crosses. These are the
-    sizes for the batch the graph was probed with; what the loss reads crosses the end.
+    Containers before the cut count as folded: of a residual stream only the sum crosses. These are the sizes for
+    the batch the graph was probed with; what the loss reads crosses the end.
     """
     path = graph.path
     foldable = {call for call in graph.calls if _folds(graph, call)}
@@ -327,38 +344,3 @@ def is_mixed(graph: LayerGraph, call: ContainerCall) -> bool:
     total = sum(layer.cost_flops for layer in layers)
     frozen = sum(layer.cost_flops for layer in layers if layer.frozen)
     return not all(layer.frozen for layer in layers) and frozen > FROZEN_SHARE * total
-
-
-def balanced_positions(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cuts a chain so that the dearest stage is as cheap as possible.
-
-    Args:
-        costs: Cost of every layer of the path.
-        num_stages: Number of stages.
-
-    Returns:
-        `num_stages - 1` positions.
-
-    Raises:
-        PartitionError: There are fewer layers than stages.
-
-    Example:
-        >>> balanced_positions([1, 1, 1, 3], 2)
-        (3,)
-    """
-    n = len(costs)
-    if not 1 <= num_stages <= n:
-        raise PartitionError(
-            f"cannot cut {n} layers into {num_stages} stages; choose num_stages between 1 and {n}"
-        )
-    total = [0.0, *accumulate(costs)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(num_stages):
-        row: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for i, (dearest, positions) in best.items():
-            for j in [n] if stage == num_stages - 1 else range(i + 1, n - num_stages + stage + 2):
-                cost = max(dearest, total[j] - total[i])
-                if j not in row or cost < row[j][0]:
-                    row[j] = (cost, (*positions, j))
-        best = row
-    return best[n][1][:-1]

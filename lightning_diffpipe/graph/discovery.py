@@ -1,9 +1,9 @@
 """Choosing layers that hold: no value leaves them by another way than being returned.
 
-A first run gives the tree of calls, from which layers are chosen by cost. A second one follows all values;
-if one of them leaks out of a layer (an attribute, a write into an argument), this layer is expanded and
-the second run repeated. A last one, with one sample more, tells which dimensions count samples; it looks
-at containers, too, so that it need not be repeated when they are folded.
+A first run gives the tree of calls, from which layers are chosen by cost. A second one follows all values; if one
+of them leaks out of a layer (an attribute, a write into an argument), this layer is expanded and the second run
+repeated. A last one, with one sample more, tells which dimensions count samples; it looks at containers, too, so
+that it need not be repeated when they are folded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.calltree import (
     forward_replaced,
     uncalled_owners,
 )
-from lightning_diffpipe.graph.fake import TrackedFakeMode, fake_batch
+from lightning_diffpipe.graph.interception import checkpointing_off
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
@@ -37,23 +37,31 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
-from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
-from lightning_diffpipe.graph.samples import (
-    BatchForm,
-    ModuleSplit,
-    add_sample,
-    argument_rows,
-    count_samples,
-    output_rows,
-)
-from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
-from lightning_diffpipe.graph.step import Step, batch_signature, fresh, loss_of, weight_of
-from lightning_diffpipe.graph.trace import (
+from lightning_diffpipe.graph.placement import TrackedFakeMode, fake_batch
+from lightning_diffpipe.graph.provenance import (
+    Buffer,
+    LayerRecord,
+    LeakError,
     Tracer,
-    checkpointing_off,
     leading_dims,
     logging_replaced,
     nodes_below,
+    unfolded,
+    values,
+)
+from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
+from lightning_diffpipe.graph.step import (
+    BatchForm,
+    ModuleSplit,
+    Step,
+    add_sample,
+    argument_rows,
+    batch_signature,
+    count_samples,
+    fresh,
+    loss_of,
+    output_rows,
+    weight_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -169,14 +177,7 @@ class StepProbe:
         """
         fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
-        try:
-            batch = self._new(self._batch)
-            tracer.provenance.watch_batch(batch)
-            out = self._run(tracer.run, batch)
-            returned = tracer.provenance.of(out)
-            tail = returned | tracer.provenance.control | tracer.logged
-        except LeakError as error:
-            raise LayerLeakError(tracer.records[error.layer].name, error.reader) from None
+        out, returned, tail = self._followed(tracer)
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
         if seeded is None:
@@ -205,6 +206,26 @@ class StepProbe:
             weighted=weight_of(out) is not None,
             **_between_layers(tracer, tail),
         )
+
+    def _followed(self, tracer: Tracer) -> tuple[Any, set[Any], set[Any]]:
+        """Runs the step under a tracer.
+
+        Returns:
+            What the step returned; the tags of that; and those of all that is read after the last layer.
+
+        Raises:
+            LayerLeakError: A layer must be expanded.
+        """
+        try:
+            batch = self._new(self._batch)
+            tracer.provenance.watch_batch(batch)
+            out = self._run(tracer.run, batch)
+            returned = tracer.provenance.of(out)
+            return out, returned, returned | tracer.provenance.control | tracer.logged
+        except LeakError as error:
+            layer, reader = error.layer, error.reader
+        # Not above: as its context that error would keep the module alive, fake tensors and all.
+        raise LayerLeakError(tracer.records[layer].name, reader)
 
     def _new(self, batch: Any) -> Any:
         """Returns a copy of a batch for one run, which may change it."""

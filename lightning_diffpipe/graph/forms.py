@@ -23,12 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import tail
-from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph
-from lightning_diffpipe.graph.layer_run import DummyMemory, RunPlan, Stop, StubbedRun
 from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, is_users
-from lightning_diffpipe.graph.step import StepCall
+from lightning_diffpipe.graph.step import StepCall, untouched
+from lightning_diffpipe.graph.view import DummyMemory, RunPlan, Stop, StubbedRun
 
 StepForm = tuple[tuple[str, bool], ...]
 """The layers that a step calls, in order, each with whether gradients were on."""
@@ -173,23 +172,20 @@ class FormView:
             host = rng.host_state() != before
             # Not of a step that is made to take a form again, which puts its counters back.
             if self._lenient:
-                self._require_counted()
+                shown = zip(
+                    self._graph.counters, self._counters.capture()[0], self.counted, strict=True
+                )
+                for (owner, name), value, expected in shown:
+                    if value != expected:
+                        raise GraphError(
+                            f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, "
+                            f"where stages that end earlier take it to be {expected}: it did not add the same "
+                            "number as when it was probed. Set it before the first layer, or in "
+                            "on_train_batch_end, on all ranks"
+                        )
         reads = tuple(read for position, read in noted.reads if position < len(form))
         known = tuple(zip(self._graph.counters, counted, strict=True))
         return form, Exemplar(seed, arguments, reads, host, known)
-
-    def _require_counted(self) -> None:
-        """Compares counters at the end of a step with what they were taken to show there."""
-        shown = self._counters.capture()[0]
-        for (owner, name), value, expected in zip(
-            self._graph.counters, shown, self.counted, strict=True
-        ):
-            if value != expected:
-                raise GraphError(
-                    f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, where "
-                    f"stages that end earlier take it to be {expected}: it did not add the same number as when "
-                    "it was probed. Set it before the first layer, or in on_train_batch_end, on all ranks"
-                )
 
 
 @dataclass(frozen=True)

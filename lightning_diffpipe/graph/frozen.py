@@ -14,64 +14,48 @@ A paused run waits in the middle of the model's code. It is a coroutine (`corout
 swapped with it: the states of the random number generators, the default dtype, which `precision="bf16-true"`
 changes inside a step, and attributes of modules that the step sets.
 
-With `samples=(start, stop)` a layer runs on some samples of the microbatch only: its arguments are cut
-before it, its outputs padded after it, and the glue sees full shapes. With `group_size` it runs on
-so many samples at a time. Kernels are chosen by size, so results are equal bit for bit only where the
-groups are: they begin at multiples of `group_size`, on any rank and at any time.
+Layers may run on some samples of the microbatch only, or on so many at a time (`sample_groups.py`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.cut import StageCut
-from lightning_diffpipe.graph.float32 import rounding_of
 from lightning_diffpipe.graph.interception import Interception, Site
-from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
-from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun
+from lightning_diffpipe.graph.layer import Layer, TensorKey
+from lightning_diffpipe.graph.sample_groups import (
+    Samples,
+    put_rows,
+    relative_difference,
+    rows_of,
+    sample_groups,
+    tolerance_of,
+    why_not_splittable,
+    with_rows,
+)
 from lightning_diffpipe.graph.side_effects import Attributes
+from lightning_diffpipe.graph.view import RunPlan, StubbedRun, View
 
-Samples = tuple[int, int]
 Results = dict[TensorKey, Tensor]
 
 
-class FrozenView:
-    """Runs the frozen layers of a step, without gradients.
+class FrozenView(View):
+    """Runs the frozen layers of a step, the frozen part of a `Cut`, without gradients; arguments as for `View`."""
 
-    Args:
-        root: The module whose step it is.
-        graph: The probed step, for batches of one signature.
-        cut: The frozen part of a `Cut`.
-        interception: Installed on the root; shared by all views of it.
-        memory: What dummies are made of, to be shared by all views of a rank.
-    """
+    _samples_compared = False
 
-    def __init__(
-        self,
-        root: nn.Module,
-        graph: LayerGraph,
-        cut: StageCut,
-        interception: Interception,
-        memory: DummyMemory | None = None,
-    ) -> None:
-        self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
-        interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, cut, memory)
-        self._attributes = Attributes(root, graph.toggled | graph.left)
-        self._samples_compared = False
-
-    def remember(self, memo: Memo | None) -> None:
-        """Calls frozen layers through a memo from now on, or through none."""
-        self._plan.memo = memo
+    @cached_property
+    def _attributes(self) -> Attributes:
+        return Attributes(self.root, self.graph.toggled | self.graph.left)
 
     @property
     def why_not_splittable(self) -> str:
@@ -203,59 +187,9 @@ class FrozenView:
             rows = self.graph.spec(key).rows or 0
             expected = whole[key][start * rows : stop * rows] if rows else whole[key]
             difference = relative_difference(value, expected)
-            if difference > self._tolerance(value):
+            if difference > tolerance_of(self.graph, self.cut.layers, value):
                 found[self.graph.layers[key[0]].name] = difference
         return found
-
-    def _tolerance(self, value: Tensor) -> float:
-        """Kernels are chosen by size, so that parts of a batch may differ by rounding.
-
-        It is that of the coarsest type on the way: under autocast a text encoder's products are bfloat16, and the
-        norm after them makes float32 of it.
-        """
-        if not value.dtype.is_floating_point:
-            return 0.0
-        specs = (spec for i in self.cut.layers for spec in self.graph.layers[i].outputs)
-        dtypes = {value.dtype} | {spec.dtype for spec in specs if isinstance(spec, TensorSpec)}
-        for kind, dtype in map(str.split, self.graph.autocast):
-            if kind == value.device.type:
-                dtypes.add(getattr(torch, dtype.removeprefix("torch.")))
-        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-        eps = max(rounding_of(dtype, value.device) for dtype in floating)
-        return min(0.1, 1e4 * eps)
-
-
-def why_not_splittable(layer: Layer) -> str:
-    """Returns what keeps a frozen layer from running on some of the samples only; empty if nothing is seen."""
-    if layer.draws_random:
-        return "draws random numbers, which depend on the number of samples"
-    if not layer.splits_samples:
-        return "has arguments or outputs without a dimension of samples"
-    return ""
-
-
-def sample_groups(start: int, stop: int, size: int) -> tuple[Samples, ...]:
-    """Cuts a range of samples at the multiples of a size.
-
-    Example:
-        >>> sample_groups(2, 9, 4)
-        ((2, 4), (4, 8), (8, 9))
-    """
-    cuts = [start, *range((start // size + 1) * size, stop, size), stop]
-    return tuple(itertools.pairwise(cuts))
-
-
-def join_samples(graph: LayerGraph, parts: Sequence[Mapping[TensorKey, Tensor]]) -> Results:
-    """Puts the results of runs on consecutive ranges of samples together."""
-    joined: Results = {}
-    for key, first in parts[0].items():
-        spec = graph.spec(key)
-        if not spec.rows:
-            joined[key] = first
-            continue
-        joined[key] = spec.empty(first.device)
-        torch.cat([part[key] for part in parts], out=joined[key])
-    return joined
 
 
 class FrozenRun(StubbedRun):
@@ -285,10 +219,10 @@ class FrozenRun(StubbedRun):
         padded: dict[int, Tensor] = {}
         out: Any = None
         for group in self._groups:
-            own_args, own_kwargs = pytree.tree_unflatten(self._rows_of(layer, flat, group), spec)
+            own_args, own_kwargs = pytree.tree_unflatten(rows_of(layer, flat, group), spec)
             out = super().execute(layer, site, own_args, own_kwargs)
-            self._pad(layer, pytree.tree_leaves(out), group, padded)
-        return self._joined(layer, out, padded)
+            put_rows(layer, pytree.tree_leaves(out), group, padded)
+        return with_rows(out, padded)
 
     def results(self) -> Results:
         """Returns the rows that were asked for, of all results."""
@@ -300,49 +234,6 @@ class FrozenRun(StubbedRun):
             rows = self._plan.graph.spec(key).rows or 0
             results[key] = value[start * rows : stop * rows] if rows else value
         return results
-
-    def _rows_of(self, layer: Layer, flat: list[Any], group: Samples) -> list[Any]:
-        start, stop = group
-        known = layer.argument_rows or ()
-        if len(known) != len(flat):
-            raise GraphError(
-                f"{layer.name} was called with {len(flat)} arguments, the probe saw {len(known)}"
-            )
-        return [
-            value[start * rows : stop * rows] if rows and isinstance(value, Tensor) else value
-            for value, rows in zip(flat, known, strict=True)
-        ]
-
-    def _pad(
-        self, layer: Layer, flat: list[Any], group: Samples, padded: dict[int, Tensor]
-    ) -> None:
-        """Copies the rows of a group into tensors of the whole microbatch, one for each leaf."""
-        start, stop = group
-        for leaf, (value, expected) in enumerate(zip(flat, layer.outputs, strict=False)):
-            if isinstance(expected, TensorSpec) and expected.rows and isinstance(value, Tensor):
-                if leaf not in padded:
-                    padded[leaf] = expected.empty(value.device).zero_()
-                padded[leaf][start * expected.rows : stop * expected.rows].copy_(value)
-
-    def _joined(self, layer: Layer, out: Any, padded: dict[int, Tensor]) -> Any:
-        """Returns the output of the last group, its rows of samples replaced by those of all groups."""
-        flat, spec = pytree.tree_flatten(out)
-        seen = {id(flat[leaf]): whole for leaf, whole in padded.items()}
-        joined = [
-            padded[leaf] if leaf in padded else seen.get(id(value), value)
-            for leaf, value in enumerate(flat)
-        ]
-        return pytree.tree_unflatten(joined, spec)
-
-
-def relative_difference(value: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference of two tensors by the largest expected value; infinite for unlike integers."""
-    if torch.equal(value, expected):
-        return 0.0
-    if not value.dtype.is_floating_point:
-        return float("inf")
-    scale = expected.abs().max().clamp_min(1e-30)
-    return float(((value - expected).abs().max() / scale).nan_to_num(float("inf")))
 
 
 class PausedRun:

@@ -1,13 +1,13 @@
 """Standing between the step and its modules, once and for all.
 
-`forward` of some instances is replaced by a `Site`, which asks what is running: nothing (the call passes
-through, or is refused if its parameters live elsewhere), or a *run* of some view, which decides. The run
-is found in a context variable, so that a paused run in one thread and an active one in another coexist.
-Nothing else about the module changes: names, lengths, attributes, parameters, state-dict keys.
+`forward` of some instances is replaced by a `Site`, which asks what is running: nothing (the call passes through,
+or is refused if its parameters live elsewhere), or a *run* of some view, which decides. The run is found in a
+context variable, so that a paused run in one thread and an active one in another coexist. Nothing else about the
+module changes: names, lengths, attributes, parameters, state-dict keys.
 
-Activation checkpointing is intercepted, too: called by glue around layers, it would recompute stubs. So
-the glue calls the function itself, and the layers called meanwhile are checkpointed one by one.
-Reentrant checkpointing hides parameters from autograd until backward and is replaced by the other kind.
+Activation checkpointing is intercepted, too: called by glue around layers, it would recompute stubs. So the glue
+calls the function itself, and the layers called meanwhile are checkpointed one by one. Reentrant checkpointing
+hides parameters from autograd until backward and is replaced by the other kind.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ class Site:
         return getattr, (self.module, "forward")
 
 
+def _put_back(module: nn.Module, attribute: str, value: Any) -> None:
+    """Restores an attribute of an instance; one that was None is of the class again."""
+    if value is None:
+        module.__dict__.pop(attribute, None)
+    else:
+        module.__dict__[attribute] = value
+
+
 class Interception:
     """All sites of one module; see the module docstring.
 
@@ -135,18 +143,19 @@ class Interception:
         if self._installed:
             return self
         self._installed = True
-        self._install_logging()
+        for method in ("log", "log_dict"):
+            original = getattr(self.root, method, None)
+            if callable(original):
+                self._saved.append((self.root, method, self.root.__dict__.get(method)))
+                self.root.__dict__[method] = _LogSite(self, method, original)
         _Checkpointing.attach(self)
         self.watch(self._names)
         return self
 
     def uninstall(self) -> None:
         """Puts everything back as it was."""
-        for module, attribute, value in reversed(self._saved):
-            if value is None:
-                module.__dict__.pop(attribute, None)
-            else:
-                module.__dict__[attribute] = value
+        for saved in reversed(self._saved):
+            _put_back(*saved)
         self._saved.clear()
         self._sites.clear()
         self._installed = False
@@ -193,36 +202,26 @@ class Interception:
         Threads may do so in any order: what several want is released by the last of them.
         """
         with _lock:
-            wanted = self._place(names)
+            visible = set(callable_modules(self.root)) if not names <= self._spare.keys() else set()
+            modules = dict(self.root.named_modules()) if visible else {}
+            for name in names & visible - self._spare.keys():
+                self._spare[name] = Site(self, name, modules[name])
+            wanted = [self._spare[name] for name in names & self._spare.keys() - self._sites.keys()]
+            for site in wanted:
+                held = site.module.__dict__
+                users, before = self._placed.get(site.name, (0, held.get(site.attribute)))
+                self._placed[site.name] = (users + 1, before)
+                held[site.attribute] = site
         try:
             yield
         finally:
             with _lock:
-                self._release(wanted)
-
-    def _place(self, names: Collection[str]) -> list[str]:
-        visible = set(callable_modules(self.root)) if not names <= self._spare.keys() else set()
-        modules = dict(self.root.named_modules()) if visible else {}
-        for name in names & visible - self._spare.keys():
-            self._spare[name] = Site(self, name, modules[name])
-        wanted = list(names & self._spare.keys() - self._sites.keys())
-        for name in wanted:
-            site = self._spare[name]
-            users, before = self._placed.get(name, (0, site.module.__dict__.get(site.attribute)))
-            self._placed[name] = (users + 1, before)
-            site.module.__dict__[site.attribute] = site
-        return wanted
-
-    def _release(self, wanted: Collection[str]) -> None:
-        for name in wanted:
-            site = self._spare[name]
-            users, before = self._placed.pop(name)
-            if users > 1:
-                self._placed[name] = (users - 1, before)
-            elif before is None:
-                del site.module.__dict__[site.attribute]
-            else:
-                site.module.__dict__[site.attribute] = before
+                for site in wanted:
+                    users, before = self._placed.pop(site.name)
+                    if users > 1:
+                        self._placed[site.name] = (users - 1, before)
+                    else:
+                        _put_back(site.module, site.attribute, before)
 
     def refuse(self, owners: Mapping[str, str]) -> None:
         """Lets calls of foreign modules outside a step fail with a message that names their owner.
@@ -273,14 +272,6 @@ class Interception:
     def current(self) -> Run | None:
         """Returns who answers calls of this thread."""
         return self.variable.get() or self.recomputing
-
-    def _install_logging(self) -> None:
-        for method in ("log", "log_dict"):
-            original = getattr(self.root, method, None)
-            if not callable(original):
-                continue
-            self._saved.append((self.root, method, self.root.__dict__.get(method)))
-            self.root.__dict__[method] = _LogSite(self, method, original)
 
 
 class _LogSite:
@@ -391,3 +382,22 @@ def _checkpoint_layers(run: Run) -> Iterator[None]:
         yield
     finally:
         run.checkpointing = before
+
+
+class _WithoutCheckpoints(ForwardOnlyRun):
+    """Takes every checkpoint for one around layers, none of which is checkpointed."""
+
+    def checkpoints_layers(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def checkpointing_off() -> Iterator[None]:
+    """Lets checkpointed functions be called directly inside, as a probe does: it changes no value."""
+    everywhere = Interception(nn.Module())
+    everywhere.recomputing = _WithoutCheckpoints()  # type: ignore[assignment]
+    _Checkpointing.attach(everywhere)
+    try:
+        yield
+    finally:
+        _Checkpointing.detach(everywhere)

@@ -1,22 +1,22 @@
 """What a training step is made of, once it has been probed: layers, their outputs, who reads them.
 
-A *layer* is one call of a module chosen by the probe. Everything between layers is *glue* and runs on
-every stage. Layers form a directed acyclic graph in call order; a U-Net's skips are just edges of it.
+A *layer* is one call of a module chosen by the probe. Everything between layers is *glue* and runs on every stage.
+Layers form a directed acyclic graph in call order; a U-Net's skips are just edges of it.
 
     layer 0  unet.conv_in            reads {}                  -> (0, 0)
     layer 1  unet.down_blocks.0      reads {(0, 0)}            -> (1, 0) (1, 1) (1, 2)
     layer 2  unet.mid_block          reads {(1, 0)}            -> (2, 0)
     layer 3  unet.up_blocks.0        reads {(2, 0) (1, 2)}     -> (3, 0)
 
-A tensor is named by a `TensorKey`: the index of its layer, and its position among the leaves of that
-layer's output. All of this is plain data: picklable, and equal on all ranks (compare `digest`).
+A tensor is named by a `TensorKey`: the index of its layer, and its position among the leaves of that layer's
+output. All of this is plain data: picklable, and equal on all ranks (compare `digest`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit
 
 TensorKey = tuple[int, int]
 """(index of the layer, index of the tensor among the flattened leaves of the layer's output)."""
@@ -43,8 +43,8 @@ class TensorSpec:
 
     Attributes:
         shape: Sizes of all dimensions.
-        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers
-            drawn with `*_like` fill memory in this order.
+        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers drawn with
+            `*_like` fill memory in this order.
         dtype: Element type.
         device: Kind of device ("cpu", "cuda"); the index is this rank's business.
         requires_grad: Whether autograd tracks it.
@@ -115,13 +115,13 @@ class Layer:
         parameters: Names of the parameters read by it or by the glue that feeds it.
         cost_flops: Forward cost: FLOPs of matrix products, elements written by all else.
         num_seeds: Numbers it takes from the stream of the glue to seed the private streams inside it.
-        frozen: Its value depends on no trained parameter, and neither it nor what it reads keeps state, so it
-            may be computed in advance, anywhere.
+        frozen: Its value depends on no trained parameter, and neither it nor what it reads keeps state, so it may
+            be computed in advance, anywhere.
         mutated: Output leaves that code outside writes in place.
         spec: Tree structure of the output.
         outputs: The leaves of the output: `TensorSpec`, `SameAs`, `Opaque` or a constant.
-        argument_rows: For each leaf of (args, kwargs): rows per sample, 0 if shared by all samples, None
-            if no tensor. None instead of the tuple if the layer cannot be cut into samples.
+        argument_rows: For each leaf of (args, kwargs): rows per sample, 0 if shared by all samples, None if no
+            tensor. None instead of the tuple if the layer cannot be cut into samples.
         fine: Half-open range of layers of the fine graph inside it.
         written_buffers: Names of the buffers it changes (running statistics).
         buffers: Names of the buffers it reads, its own and those of the glue that feeds it.
@@ -220,8 +220,8 @@ class LayerGraph:
         tail_parameters: Parameters read there.
         trained: Parameters that get a gradient from the loss.
         calls: Calls of expanded containers.
-        fine_names: Module of every layer of the fine graph, in call order: the granularity at which
-            random streams are seeded and frozen work can pause. Equal to `layer_names` before folding.
+        fine_names: Module of every layer of the fine graph, in call order: the granularity at which random streams
+            are seeded and frozen work can pause. Equal to `layer_names` before folding.
         seeded: Modules of the fine graph that get a private random stream.
         leaky: Containers that must stay expanded, as tensors leave them by other ways than returning.
         watched: Modules with parameters that the probe never saw called as glue or layer.
@@ -230,10 +230,10 @@ class LayerGraph:
         num_samples: Samples in that batch, None if unknown.
         mode: "fake", or "real" with the reason.
         folded: Outputs of expanded containers.
-        streams: For each layer, and in the end for the loss, what is read with those as one value each.
-            Empty if unknown.
-        of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer
-            of the fine graph inside and one past the last; None if the step runs otherwise then, or fails.
+        streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
+            unknown.
+        of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer of the
+            fine graph inside and one past the last; None if the step runs otherwise then, or fails.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
         glue_parameter_writes: Names of the parameters that glue changes.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
@@ -241,8 +241,8 @@ class LayerGraph:
         generators: Generators of random numbers besides the global ones from which the step draws.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
-        counters: Those of them that are whole numbers and change, with what is added after the last layer. None
-            if the step could only be probed on values: what it counts is not known without them.
+        counters: Those of them that are whole numbers and change, with what is added after the last layer. None if
+            the step could only be probed on values: what it counts is not known without them.
         hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
             it before; one past the last layer is the loss. Empty for `retain_grad`.
         changes_gradients: Hooks are put on tensors, by glue or inside of layers, which may change their gradients.
@@ -341,7 +341,18 @@ class LayerGraph:
         """SHA-256 over all that stages must agree on; equal on all ranks, whatever their device."""
         lines = [self.signature, repr(sorted(self.tail_reads)), repr(sorted(self.tail_parameters))]
         lines += [repr(sorted(self.trained)), repr(self.fine_names), repr(sorted(self.seeded))]
-        lines += [line for layer in self.layers for line in _canonical(layer)]
+        for layer in self.layers:
+            lines.append(
+                f"{layer.index} {layer.name} {layer.num_seeds} {layer.frozen} {layer.fine} "
+            )
+            lines.append(repr(layer.carries_gradient))
+            lines.append(repr(tuple(map(sorted, (layer.reads, layer.parameters, layer.mutated)))))
+            for out in layer.outputs:
+                is_tensor = isinstance(out, TensorSpec)
+                about = (
+                    (out.shape, out.stride, str(out.dtype), out.requires_grad) if is_tensor else out
+                )
+                lines.append(repr(about))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -352,17 +363,6 @@ class LayerGraph:
             share = 100 * layer.cost_flops / cost
             rows.append(f"{layer.index:4d} {share:5.1f}% {kind:6s} {layer.name}")
         return "\n".join(rows)
-
-
-def _canonical(layer: Layer) -> Iterator[str]:
-    yield f"{layer.index} {layer.name} {layer.num_seeds} {layer.frozen} {layer.fine} "
-    yield repr(layer.carries_gradient)
-    yield repr((sorted(layer.reads), sorted(layer.parameters), sorted(layer.mutated)))
-    for output in layer.outputs:
-        if isinstance(output, TensorSpec):
-            yield repr((output.shape, output.stride, str(output.dtype), output.requires_grad))
-        else:
-            yield repr(output)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

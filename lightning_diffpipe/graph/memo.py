@@ -1,26 +1,24 @@
 """Frozen layers remembered: what a layer gave for a sample is stored, and returned the next time.
 
-A frozen layer gives the same output for the same arguments, so its output for a sample is stored under a
-hash of what it depends on: the layer's weights and structure, the sample's rows of every argument, and
-the size of the group it ran in, as kernels are chosen by size. Nothing is declared, no sample needs a
-number, and an argument that differs (another crop, a dropped caption) is simply another entry.
+A frozen layer gives the same output for the same arguments, so its output for a sample is stored under a hash of
+what it depends on: the layer's weights and structure, the sample's rows of every argument, and the size of the
+group it ran in, as kernels are chosen by size. Nothing is declared, no sample needs a number, and an argument that
+differs (another crop, a dropped caption) is simply another entry.
 
     arguments of a group -- per sample --> keys -- all known? --> outputs from the store
                                                  '-- else ----> run the whole group, store what was missing
 
-What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the
-step twice with different seeds; a VAE's posterior is drawn after its layers, so that its moments are
-stored and every epoch draws anew.
+What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
+twice with different seeds; a VAE's posterior is drawn after its layers, so that its moments are stored and every
+epoch draws anew.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,8 +28,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import tensors_in
-from lightning_diffpipe.graph.float32 import float32_precisions
-from lightning_diffpipe.graph.frozen import FrozenView, relative_difference
+from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.layer import (
     CONSTANT_TYPES,
     Layer,
@@ -41,7 +38,13 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
-from lightning_diffpipe.graph.versions import version_of
+from lightning_diffpipe.graph.sample_groups import relative_difference
+from lightning_diffpipe.graph.versions import (
+    bytes_of,
+    circumstances,
+    module_digest,
+    weights_state,
+)
 
 _VERSION = 2
 
@@ -152,7 +155,7 @@ class LayerMemo:
 
     def _digest(self, layer: Layer, module: nn.Module) -> str | None:
         """Returns the digest of a layer; None from when its weights change, as each step would need another one."""
-        state = _state_of(module)
+        state = weights_state(module)
         if id(module) not in self._digests:
             self._digests[id(module)] = module_digest(module), state
         digest, known = self._digests[id(module)]
@@ -192,8 +195,8 @@ def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: floa
 def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozenset[str]:
     """Returns modules whose arguments do not follow the random numbers of a step.
 
-    The frozen layers run twice, with different seeds. A layer counts as repeatable if at least half of the
-    samples bring the same arguments both times: noise changes all of them, caption dropout a few.
+    The frozen layers run twice, with different seeds. A layer counts as repeatable if at least half of the samples
+    bring the same arguments both times: noise changes all of them, caption dropout a few.
 
     Args:
         view: The frozen layers; no memo may be set.
@@ -249,15 +252,15 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
     if num_samples is None:
         return None
     common = hashlib.sha256(f"{_VERSION} {layer.name} {digest} {num_samples} {spec}".encode())
-    common.update(_circumstances().encode())
+    common.update(circumstances().encode())
     of_sample: list[tuple[Tensor, int]] = []
     for value, n in zip(flat, rows, strict=True):
         if isinstance(value, Tensor):
             common.update(f"{value.dtype} {tuple(value.shape[1:])} {dense_stride(value)};".encode())
             if n:
-                of_sample.append((_on_host(value), n))
+                of_sample.append((value.detach().cpu(), n))
             else:
-                common.update(_bytes(_on_host(value)))
+                common.update(bytes_of(value))
         elif isinstance(value, CONSTANT_TYPES):
             common.update(f"{value!r};".encode())
         else:
@@ -266,107 +269,9 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
     for sample in range(num_samples):
         own = common.copy()
         for value, n in of_sample:
-            own.update(_bytes(value[sample * n : (sample + 1) * n]))
+            own.update(bytes_of(value[sample * n : (sample + 1) * n]))
         keys.append(own.hexdigest())
     return keys
-
-
-def module_digest(module: nn.Module) -> str:
-    """Returns a hash of what a module computes: its code, structure, settings, weights and buffers."""
-    found = hashlib.sha256(f"{module!r} {torch.__version__}".encode())
-    modules = list(module.modules())
-    for code in dict.fromkeys(map(type, modules)):
-        found.update(f"{code.__module__}.{code.__qualname__} {_version_of(code)};".encode())
-    for part in modules:
-        found.update(f"{_settings(part)};".encode())
-    configs = (getattr(part, "config", None) for part in modules)
-    for config in {id(c): c for c in configs if c is not None}.values():
-        found.update(f"{_values_of(config)};".encode())
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(_bytes(_on_host(tensor)))
-    return found.hexdigest()
-
-
-def settings_digest(module: nn.Module) -> str:
-    """Hashes how a module computes, apart from its weights: classes, plain attributes, attention processors.
-
-    Takes some ten milliseconds for a U-Net.
-    """
-    parts = (f"{type(part).__qualname__} {_settings(part)}" for part in module.modules())
-    return hashlib.sha256(";".join(parts).encode()).hexdigest()
-
-
-def _state_of(module: nn.Module) -> list[tuple[int, int, int]]:
-    """Returns what changes when a weight or buffer is written, replaced or moved."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
-
-
-def _version_of(code: type) -> str:
-    """Returns the version of the library that defines a class; the source of a class that is in none."""
-    library = sys.modules.get(code.__module__.partition(".")[0])
-    version = getattr(library, "__version__", None)
-    if version is None:
-        try:
-            return inspect.getsource(code)
-        except (OSError, TypeError):  # typed in, or made on the fly
-            return ""
-    return str(version)
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_OF_A_PLACE = ("name_or_path", "_name_or_path")  # the same weights in another folder are the same
-
-
-def _settings(module: nn.Module) -> str:
-    """Returns the plain attributes of a module, and the kinds of the others, such as attention processors."""
-    return repr(
-        [
-            (name, _plain(value))
-            for name, value in sorted(vars(module).items())
-            if name not in _OF_EVERY_MODULE
-            and name not in _OF_A_PLACE
-            and not isinstance(value, torch.device)
-            and not callable(getattr(type(module), name, None))  # a wrapper around a method
-        ]
-        + [module.training]
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, CONSTANT_TYPES):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _values_of(config: Any) -> str:
-    """Returns the values of a diffusers or transformers config; the kind of any other."""
-    values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
-    attention = getattr(config, "_attn_implementation", None)
-    stored = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
-    return f"{type(config).__qualname__} {stored} {attention}"
-
-
-def _circumstances() -> str:
-    """Returns settings of the process that change results."""
-    autocast = [
-        (kind, str(torch.get_autocast_dtype(kind)))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-    return repr((autocast, float32_precisions()))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _tensor_leaves(layer: Layer, out: Any) -> list[tuple[Tensor, int]]:

@@ -1,20 +1,33 @@
-"""Which parameters live on this rank: all others become placeholders without memory.
+"""Modules without memory: placeholders for parameters of other ranks, and fake copies to probe.
 
-A placeholder is one NaN, expanded to the shape of the parameter: modules, names, list lengths and
-state-dict keys stay as they are, and a value that should not have been read is loud. `Parameter` objects
-keep their identity, so that optimizers built before or after find the same ones.
+A placeholder is one NaN, expanded to the shape of the parameter: modules, names, list lengths and state-dict keys
+stay as they are, and a value that should not have been read is loud. `Parameter` objects keep their identity, so
+that optimizers built before or after find the same ones.
 
 Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
+
+A fake copy has tensors with shapes only, to probe full-size models in seconds. It is deep, so that the step may
+change caches, counters and schedulers of it at will; only the trainer and its like are shared. Parameters and
+buffers are replaced while copying (`memo`), so that no weight is ever duplicated. Placeholders get the strides
+that their parameters have where they live, so that all ranks see the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import copy
+import functools
+import gc
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.errors import GraphError
 
@@ -54,8 +67,8 @@ def place_parameters(
     """Frees all parameters but the resident ones, and moves those, buffers and metrics to the device.
 
     Args:
-        root: The module; changed in place. May be called again with other resident names as long as
-            no placeholder becomes resident.
+        root: The module; changed in place. May be called again with other resident names as long as no placeholder
+            becomes resident.
         resident: Names of the parameters that stay.
         device: Where they shall live, and where placeholders pretend to live.
 
@@ -186,3 +199,151 @@ def _free(parameter: nn.Parameter, device: torch.device) -> None:
     value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype, device=device)
     parameter.grad = None
     parameter.data = value.expand(parameter.shape)
+
+
+_log = logging.getLogger(__name__)
+
+_DEVICE_OF = torch.ops.prim.device.default
+
+SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
+
+
+def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
+    """Copies a module with fake tensors; the original stays untouched.
+
+    Raises:
+        Exception: Whatever an attribute that cannot be copied raises.
+    """
+    memo: dict[int, Any] = {}
+    shared = []
+    for name, module in root.named_modules():
+        for attribute in SHARED_ATTRIBUTES:
+            value = module.__dict__.get(attribute)
+            if value is not None:
+                memo[id(value)] = value
+                shared.append((name, attribute, value))
+    for tensor in [*root.parameters(), *root.buffers()]:
+        memo[id(tensor)] = mode.like(tensor)
+    duplicate = copy.deepcopy(root, memo)
+    for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
+        duplicate.get_submodule(name).__dict__[attribute] = value
+    return duplicate
+
+
+def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:
+    """Returns the batch with fake tensors of the same strides."""
+    return pytree.tree_map_only(Tensor, mode.like, batch)
+
+
+class TrackedFakeMode(FakeTensorMode):
+    """A fake mode that knows which of its tensors are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._made: list[StorageWeakRef] = []
+
+    def like(self, tensor: Tensor) -> FakeTensor:
+        """Returns a fake tensor of the same shape, strides, type and device; of a parameter, a parameter."""
+        shape, stride = tensor.shape, true_stride(tensor)
+        meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+        fake = FakeTensor(self, meta, tensor.device)
+        self._made.append(StorageWeakRef(fake.untyped_storage()))
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True  # nn.Parameter would detach it, which takes ten times as long
+            fake.requires_grad_(tensor.requires_grad)
+        return fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:  # asked by autograd for every tensor it sees: half of all calls
+            return args[0].device
+        if (value := _drawn(func, args, kwargs or {})) is not None:
+            return value
+        out = self.dispatch(func, types, args, kwargs or {})
+        for leaf in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(leaf, FakeTensor):
+                self._made.append(StorageWeakRef(leaf.untyped_storage()))
+        return out
+
+    def anything_alive(self) -> bool:
+        """Returns whether a tensor made under this mode survived the step."""
+        self._made = [made for made in self._made if not made.expired()]
+        return bool(self._made)
+
+
+def _drawn(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
+    """Draws a single random number, of which steps make coins: `torch.rand(()) < p`.
+
+    Returns:
+        A number from the generator of the host, as a constant that fake tensors know the value of; None if the
+        operator does something else.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        return None
+    sizes = [a for a in args if isinstance(a, list | tuple)]
+    if any(isinstance(a, Tensor) for a in args) or sizes not in ([()], [[]], [(1,)], [[1]]):
+        return None
+    with _disable_current_modes():
+        value = func(*args, **{**kwargs, "device": "cpu"})
+    return torch.tensor(value.tolist(), dtype=value.dtype)
+
+
+@contextlib.contextmanager
+def kept_young() -> Iterator[None]:
+    """Keeps what is made inside in the youngest generation, so that its cycles are found without the rest.
+
+    A copy of a module is full of cycles. Searched with everything else that the process has imported, they take a
+    third of a second each time; alone a few milliseconds.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def forget_fakes(mode: TrackedFakeMode) -> None:
+    """Removes fake tensors that the step left in caches outside the copy (class attributes, lru_cache).
+
+    Otherwise the first real step would find them there. Attributes become None and cached entries are dropped, as
+    if the step had never run. The module must be out of use: looking at all objects of the process takes a third
+    of a second, and is only done if a tensor survived among them.
+    """
+    for generation in (0, 2):  # Usually all that is left is as young as `kept_young` makes it.
+        if not mode.anything_alive():
+            return
+        gc.collect(generation)
+    if not mode.anything_alive():
+        return
+    survivors = [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is mode]
+    ids = {id(tensor) for tensor in survivors}
+    kinds = (dict, list, tuple, functools._lru_cache_wrapper)
+    # Types are compared, as `isinstance` asks objects for their class. `gc.get_referrers` would compare every
+    # reference of the process with each survivor in turn: half a minute where something keeps thousands alive.
+    holders = [
+        holder
+        for holder in (gc.get_objects() if survivors else ())
+        if issubclass(type(holder), kinds) and not ids.isdisjoint(map(id, gc.get_referents(holder)))
+    ]
+    for holder in holders:
+        if holder is not survivors:
+            _drop(holder, ids)
+    _log.debug("dropped %d fake tensors from caches outside the module", len(survivors))
+
+
+def _drop(holder: Any, tensors: set[int]) -> None:
+    if isinstance(holder, functools._lru_cache_wrapper):
+        holder.cache_clear()
+    elif isinstance(holder, dict):
+        keys = [key for key, value in holder.items() if id(value) in tensors]
+        owners = [owner for owner in gc.get_referrers(holder) if isinstance(owner, type)]
+        for key in keys:
+            for owner in owners:
+                setattr(owner, key, None)
+            if not owners:
+                del holder[key]
+    elif isinstance(holder, list | tuple):
+        for outer in gc.get_referrers(holder):
+            if isinstance(outer, functools._lru_cache_wrapper):
+                outer.cache_clear()

@@ -1,10 +1,10 @@
 """Runs a training step once and turns what happened into a layer graph; again, to make containers whole.
 
 The step runs up to three times on one batch: to record the tree of module calls and choose the layers
-(`calltree`), to follow every value from layer to layer (`provenance`, `trace`), and with one sample
-more, to learn which dimensions count samples. Under fake tensors this takes seconds and no memory at
-any model size, and the module stays untouched. Steps whose code depends on values (`.item()`) are run
-on real tensors instead; buffers, random number generators and training flags are restored.
+(`calltree`), to follow every value from layer to layer (`provenance`, `trace`), and with one sample more, to learn
+which dimensions count samples. Under fake tensors this takes seconds and no memory at any model size, and the
+module stays untouched. Steps whose code depends on values (`.item()`) are run on real tensors instead; buffers,
+random number generators and training flags are restored.
 
     graph = probe(module, lambda module, batch: module.training_step(batch, 0), microbatch)
     print(graph)
@@ -12,40 +12,37 @@ on real tensors instead; buffers, random number generators and training flags ar
 
 `fold` traces the step again with every container that lies within one stage as one layer. Cut at a fine level, a
 residual stream `h + f(h) + g(...)` is glue, so that *all* its terms cross the boundary; as output of a whole block
-only the sum does. Parameters read by a container itself become private to its stage, and its glue runs on one stage
-instead of on all (that of a frozen VAE at image resolution costs more than a whole stage). Only what stays expanded
-is seeded and computed elsewhere, so containers stay expanded whose glue draws random numbers, or which hold much
-frozen work.
+only the sum does. Parameters read by a container itself become private to its stage, and its glue runs on one
+stage instead of on all (that of a frozen VAE at image resolution costs more than a whole stage). Only what stays
+expanded is seeded and computed elsewhere, so containers stay expanded whose glue draws random numbers, or which
+hold much frozen work.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
 from torch import nn
 
-from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.errors import ConfigurationError, GraphError, clear_variables
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import cut, is_mixed
 from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
-from lightning_diffpipe.graph.fake import (
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
+from lightning_diffpipe.graph.placement import (
     TrackedFakeMode,
     fake_batch,
     fake_copy,
     forget_fakes,
+    is_placeholder,
     kept_young,
-    untouched,
 )
-from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
-from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
 from lightning_diffpipe.graph.side_effects import is_users
-from lightning_diffpipe.graph.step import Step
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, untouched
 
 _log = logging.getLogger(__name__)
 
@@ -72,16 +69,16 @@ def probe(
         seed: Seeds the step in "real" mode.
         max_share: No layer should cost more than this share of the step, as far as modules allow.
         mode: "fake" runs without computing, "real" on values, "auto" tries fake first.
-        layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its
-            layers for a batch of another signature. See `reprobe` for folded graphs.
+        layer_names: `LayerGraph.layer_names` of an earlier probe of the same step, unfolded, to keep its layers
+            for a batch of another signature. See `reprobe` for folded graphs.
         form: That of the batch that the microbatch was cut from, or how the module cuts it.
 
     Returns:
         The graph; equal on all ranks, whatever parameters live there.
 
     Raises:
-        GraphError: The step cannot be cut: it takes gradients itself, has no trained parameter, reads
-            parameters nobody registered, or differs from `layer_names`.
+        GraphError: The step cannot be cut: it takes gradients itself, has no trained parameter, reads parameters
+            nobody registered, or differs from `layer_names`.
     """
     graph = _in_some_mode(
         root, step, batch, seed, mode, form, lambda run: run.discover(max_share, layer_names)
@@ -263,7 +260,17 @@ def _in_some_mode(
         with kept_young():
             found = _without_values(root, step, batch, form, work, allow_failure=mode == "auto")
         if isinstance(found, LayerGraph):
-            return found if found.num_samples != 1 else _observed(root, step, batch, seed, found)
+            if found.num_samples != 1:
+                return found
+            # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
+            # numbers drawn with `*_like` depend on them. So one forward pass looks at real ones.
+            try:
+                with untouched(root):
+                    on_values = StepProbe(root, step, batch, seed, None, found.mode)
+                    return on_values.with_observed_strides(found)
+            except Exception as error:
+                _log.info("keeping the strides of the fake probe: %s", str(error))
+                return found
         reason = found
     if any(is_placeholder(p) for p in root.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
@@ -285,7 +292,7 @@ def _without_values(
     try:
         return _on_fakes(root, step, batch, mode, form, work)
     except (GraphError, ConfigurationError) as error:  # a refusal, with values or without
-        traceback.clear_frames(error.__traceback__)  # they keep fake tensors alive
+        clear_variables(error)  # among them are fake tensors
         raise
     except Exception as error:  # any code may fail on tensors without values, in any way
         if not allow_failure:
@@ -313,36 +320,16 @@ def _on_fakes(
     work: Callable[[StepProbe], LayerGraph],
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
-    with rng.preserved(host=True), _without_reports_of_torch():
-        copy = fake_copy(root, mode)
-        return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
-
-
-@contextlib.contextmanager
-def _without_reports_of_torch() -> Iterator[None]:
-    """Mutes torch's report of an operator that fails on fake tensors: the probe goes on with real ones."""
     reports = logging.getLogger("torch._subclasses.fake_tensor")
     level = reports.level
+    # It reports operators that fail on fake tensors; the probe goes on with real ones.
     reports.setLevel(logging.CRITICAL)
     try:
-        yield
+        with rng.preserved(host=True):
+            copy = fake_copy(root, mode)
+            return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
     finally:
         reports.setLevel(level)
-
-
-def _observed(root: nn.Module, step: Step, batch: Any, seed: int, graph: LayerGraph) -> LayerGraph:
-    """Looks at the real strides of a single sample.
-
-    With one sample the strides of a tensor are ambiguous, and fake kernels decide otherwise than real
-    ones; random numbers drawn with `*_like` depend on it. Costs one forward pass.
-    """
-    try:
-        with untouched(root):
-            probe_on_values = StepProbe(root, step, batch, seed, None, graph.mode)
-            return probe_on_values.with_observed_strides(graph)
-    except Exception as error:
-        _log.info("keeping the strides of the fake probe: %s", str(error))
-        return graph
 
 
 def fold(
@@ -365,8 +352,8 @@ def fold(
         seed: Seeds the step where it must be run on values.
 
     Returns:
-        The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in
-        the fine graph, so results are the same.
+        The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in the fine
+        graph, so results are the same.
     """
     cut(graph, positions)  # refuses impossible positions
     bounds = pairwise([0, *positions, len(graph.path)])

@@ -41,9 +41,8 @@ from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.cut import Cut
-from lightning_diffpipe.graph.fake import SHARED_ATTRIBUTES
-from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Attribute, LayerGraph
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Attribute
+from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES
 
 _TRANSFORMS = {"Vmap": "torch.vmap", "Grad": "torch.func.grad or vjp", "Jvp": "torch.func.jvp"}
 _INSIDE = "inside the forward of one small module, which then becomes one layer"
@@ -219,9 +218,9 @@ def line_that_draws(root: nn.Module, name: str, run: Callable[[], Any]) -> str:
 _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
 
 
-def _generators_of(root: nn.Module) -> dict[str, Any]:
-    """Returns generators among the attributes of all modules, and among what those hold, by name."""
-    found: dict[str, Any] = {}
+def _reached(root: nn.Module) -> dict[str, Any]:
+    """Returns generators by name: of files, among the attributes of all modules, and among what those hold."""
+    found = _of_files(root)
     seen: set[int] = set()
     for prefix, module in root.named_modules():
         for name, value in vars(module).items():
@@ -245,10 +244,6 @@ def _of_files(root: nn.Module) -> dict[str, Any]:
         for name, value in vars(sys.modules[file]).items()
         if _is_host(value)
     }
-
-
-def _reached(root: nn.Module) -> dict[str, Any]:
-    return _generators_of(root) | _of_files(root)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -359,12 +354,18 @@ class AttributeWrites(TorchFunctionMode):
     def left(self) -> frozenset[Attribute]:
         """Returns, when the step has ended, what was set between layers and not restored.
 
-        Without notes that something was done once and for all: a model of transformers notes that it has hooks, and
-        would get them again in every run if its note were taken back. Such names are private; that of a coin which
-        a step keeps is not.
+        Without notes that something was done once and for all: a model of transformers notes that it has hooks,
+        and would get them again in every run if its note were taken back. Such names are private; that of a coin
+        which a step keeps is not.
         """
+
+        def is_done_once(attribute: Attribute) -> bool:
+            owner, before = self._before[attribute]
+            is_private = attribute[1].startswith("_")
+            return is_private and before is _MISSING and owner.__dict__.get(attribute[1]) is True
+
         left = self._of_glue - self.toggled()
-        return frozenset(itertools.filterfalse(self._is_done_once, left))
+        return frozenset(itertools.filterfalse(is_done_once, left))
 
     def counters(self) -> dict[Attribute, int]:
         """Returns, when the step has ended, integers that glue changed, and by how much after the last layer."""
@@ -379,11 +380,6 @@ class AttributeWrites(TorchFunctionMode):
         """Returns what the step has set; one that is made to take a form again may put it back in the end."""
         held = self._before[attribute][0].__dict__
         return self._set.get(attribute, _MISSING) if attribute[1] in held else _MISSING
-
-    def _is_done_once(self, attribute: Attribute) -> bool:
-        owner, before = self._before[attribute]
-        is_private = attribute[1].startswith("_")
-        return is_private and before is _MISSING and owner.__dict__.get(attribute[1]) is True
 
     def _is_as_before(self, attribute: Attribute) -> bool:
         owner, before = self._before[attribute]
@@ -459,24 +455,3 @@ class NoHooksWithoutGradients(TorchFunctionMode):
         if func in HOOKING and not args[0].requires_grad:
             return _NoHandle() if func is HOOKING[0] else None
         return func(*args, **(kwargs or {}))
-
-
-def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
-    """Refuses hooks on gradients that come from several stages.
-
-    Raises:
-        GraphError: There is one; names what reads its tensor.
-    """
-    tail = len(graph.layers)
-    stage_of = {layer: stage.index for stage in pieces.stages for layer in stage.layers}
-    stage_of[tail] = len(pieces.stages) - 1
-    for readers in graph.hooks:
-        stages = {stage_of[reader] for reader in readers if reader in stage_of}
-        if len(stages) > 1:
-            names = [graph.layers[i].name if i < tail else "the loss" for i in sorted(readers)]
-            raise GraphError(
-                f"training_step registers a gradient hook between layers, on a tensor that {len(stages)} stages "
-                f"read (as {names[0]} and {names[-1]}). Each would run it on its own part of the gradient. "
-                "Register the hook inside the forward of the layer that makes the tensor, which sees all of it; or "
-                "to scale a gradient write h * s + (h * (1 - s)).detach()"
-            )

@@ -1,16 +1,150 @@
-"""Noticing that parameters or buffers are not what they were.
+"""What results depend on besides arguments, and noticing that it has changed: rounding, code, settings, weights.
 
-Writes in place count up a tensor's version, and a replaced tensor is another object. Writes through `.data`, as
-in many averages of weights, do neither: so some elements of each tensor are compared too.
+torch has two sets of names for how float32 is rounded. Once the newer ones are used, the older ones (`allow_tf32`,
+`get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer. Before torch
+2.9 there are the older ones only.
+
+Writes in place count up a tensor's version, and a replaced tensor is another object. Writes through `.data`, as in
+many averages of weights, do neither: so some elements of each tensor are compared too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 import operator
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES
+
+
+def float32_precisions() -> tuple[str, str, str]:
+    """Returns the precision of products on GPUs, of convolutions on GPUs, and of products on CPUs.
+
+    Returns:
+        Each "tf32" or "bf16" where inputs are rounded to that; "ieee" or "none" where they are not.
+
+    Example:
+        >>> float32_precisions()
+        ('none', 'tf32', 'none')
+    """
+    backends = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        rounds = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        products, convolutions = ("tf32" if tf32 else "none" for tf32 in rounds)
+        on_host = torch.get_float32_matmul_precision()
+        return products, convolutions, "bf16" if on_host == "medium" else "none"
+    return (
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+    )
+
+
+def rounding_of(dtype: torch.dtype, device: torch.device, convolves: bool = True) -> float:
+    """Returns the distance from 1 to the next number of a type in products: that of TF32 for float32 on a GPU.
+
+    Args:
+        dtype: A type of numbers with a fraction.
+        device: Where it is computed.
+        convolves: Whether convolutions count, which may round to TF32 unless torch is told otherwise, and not only
+            other products.
+    """
+    own = float(torch.finfo(dtype).eps)
+    if device.type != "cuda" or dtype != torch.float32:
+        return own
+    products, convolutions, _ = float32_precisions()
+    return 2.0**-10 if "tf32" in (products, convolutions if convolves else "") else own
+
+
+def module_digest(module: nn.Module) -> str:
+    """Returns a hash of what a module computes: its code, structure, settings, weights and buffers."""
+    found = hashlib.sha256(f"{module!r} {torch.__version__}".encode())
+    modules = list(module.modules())
+    for code in dict.fromkeys(map(type, modules)):
+        library = sys.modules.get(code.__module__.partition(".")[0])
+        version = getattr(library, "__version__", None)
+        if version is None:
+            with contextlib.suppress(OSError, TypeError):  # typed in, or made on the fly
+                version = inspect.getsource(code)
+        found.update(f"{code.__module__}.{code.__qualname__} {version or ''};".encode())
+    for part in modules:
+        found.update(f"{_settings(part)};".encode())
+    configs = {id(c): c for part in modules if (c := getattr(part, "config", None)) is not None}
+    for config in configs.values():  # of diffusers or transformers
+        values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+        attention = getattr(config, "_attn_implementation", None)
+        stored = sorted((str(k), repr(v)) for k, v in values.items() if k not in _OF_A_PLACE)
+        found.update(f"{type(config).__qualname__} {stored} {attention};".encode())
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(bytes_of(tensor))
+    return found.hexdigest()
+
+
+def settings_digest(module: nn.Module) -> str:
+    """Hashes how a module computes, apart from its weights: classes, plain attributes, attention processors.
+
+    Takes some ten milliseconds for a U-Net.
+    """
+    parts = (f"{type(part).__qualname__} {_settings(part)}" for part in module.modules())
+    return hashlib.sha256(";".join(parts).encode()).hexdigest()
+
+
+def weights_state(module: nn.Module) -> list[tuple[int, int, int]]:
+    """Returns what changes when a weight or buffer is written, replaced or moved."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_A_PLACE = ("name_or_path", "_name_or_path")  # the same weights in another folder are the same
+
+
+def _settings(module: nn.Module) -> str:
+    """Returns the plain attributes of a module, and the kinds of the others, such as attention processors."""
+    return repr(
+        [
+            (name, _plain(value))
+            for name, value in sorted(vars(module).items())
+            if name not in _OF_EVERY_MODULE
+            and name not in _OF_A_PLACE
+            and not isinstance(value, torch.device)
+            and not callable(getattr(type(module), name, None))  # a wrapper around a method
+        ]
+        + [module.training]
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, CONSTANT_TYPES):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def circumstances() -> str:
+    """Returns settings of the process that change results."""
+    autocast = [
+        (kind, str(torch.get_autocast_dtype(kind)))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return repr((autocast, float32_precisions()))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor, on the host and in one piece."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
 
 _NUM_ELEMENTS = 16  # of each tensor that are compared
 _NUM_UPDATES = 3  # of the optimizer, after which no GPU is waited for any more
@@ -22,9 +156,8 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 class Versions:
     """Tells whether tensors of a module were written in place, or replaced, since they were noted.
 
-    A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until
-    the optimizer has made three steps, as comparing waits for the device: averages of trained weights change with
-    the first.
+    A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
+    has made three steps, as comparing waits for the device: averages of trained weights change with the first.
 
     Args:
         root: The module.

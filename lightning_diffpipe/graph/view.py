@@ -5,19 +5,27 @@
     send(run.outputs)                                # to the stage after it
     gradients = run.backward(gradients_of_outputs)   # for the stage before it
 
-Every stage runs the same callable from the same seed. A layer call is executed where it belongs;
-elsewhere it hands out received tensors if something here reads them, or else dummies, full of NaN. So a stage is a
-function of received tensors and parameters, and by the chain rule gradients are plain sums over stages.
-The run stops when its last own layer is done.
+Every stage runs the same callable from the same seed. A layer call is executed where it belongs; elsewhere it
+hands out received tensors if something here reads them, or else dummies, full of NaN. So a stage is a function of
+received tensors and parameters, and by the chain rule gradients are plain sums over stages. The run stops when its
+last own layer is done.
+
+A run (`StubbedRun`, which frozen runs share) answers every layer call of the step. All that can be known in
+advance is worked out once per view (`RunPlan`), so that a stubbed call costs a few microseconds. The sequence of
+calls and the shapes, types and constants of all executed outputs are compared with the probe; a step that behaves
+differently stops with a clear error.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
@@ -29,23 +37,354 @@ from lightning_diffpipe.graph.backward import (
     input_gradients,
 )
 from lightning_diffpipe.graph.cut import StageCut
-from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
-from lightning_diffpipe.graph.layer_run import DummyMemory, Memo, RunPlan, StubbedRun, with_layout
-from lightning_diffpipe.graph.side_effects import Attributes
+from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
+from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, caller
 from lightning_diffpipe.graph.step import loss_of, weight_of
+
+
+class Memo(Protocol):
+    """Remembers what frozen layers gave; see `graph/memo.py`."""
+
+    def call(
+        self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
+        """Returns what a layer gives for these arguments; `run` executes it."""
+
+
+class Stop(BaseException):
+    """Ends the step after the last own layer (no Exception, so that steps do not swallow it)."""
+
+
+class OpaqueOutput:
+    """Stands for an output of a foreign layer that cannot travel; any use of it is an error."""
+
+    def __init__(self, layer_name: str, type_name: str) -> None:
+        self._names = layer_name, type_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        layer_name, type_name = self._names
+        raise GraphError(
+            f"{layer_name} returns a {type_name}, of which {name!r} is read on another stage; only tensors, "
+            "numbers, strings and containers known to torch.utils._pytree can cross: register the type "
+            "with torch.utils._pytree.register_dataclass, or return a tuple"
+        )
+
+
+class RunPlan:
+    """What a view knows before it runs.
+
+    Args:
+        graph: The probed step.
+        cut: What is executed here.
+        memory: Shared with other plans; its own if not given.
+    """
+
+    def __init__(self, graph: LayerGraph, cut: StageCut, memory: DummyMemory | None = None) -> None:
+        self.graph, self.cut = graph, cut
+        self.names, self.sites = graph.layer_names, graph.site_names
+        self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
+        self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
+        received = set(cut.received)
+        self.sent = _by_layer(key for key in cut.sent if key not in received)
+        self.needed = _by_layer(cut.needed)
+        self.memo: Memo | None = None
+        self._dummies: dict[TensorKey, Tensor] = {}
+        self.dummy_memory = memory or DummyMemory()
+
+    def dummy(self, layer: Layer, leaf: int) -> Tensor:
+        """Stands for an output of a foreign layer that nothing here reads."""
+        key = (layer.index, leaf)
+        if key not in self._dummies:
+            self._dummies[key] = self.dummy_memory.of(layer.outputs[leaf])
+        dummy = self._dummies[key]
+        return dummy.clone() if leaf in layer.mutated else dummy.detach()
+
+
+class DummyMemory:
+    """Memory that all dummies of a rank share, whatever they stand for: they are only read.
+
+    Ordinary tensors, though a step may ask for them in inference mode: who writes into one of that mode leaves no
+    trace, and nothing made outside of it could be derived from one.
+
+    Full of NaN: a step that reads what it did not read when it was probed, from some epoch on say, must not go on
+    with numbers that look right.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[tuple[torch.dtype, str], Tensor] = {}
+        self._versions: dict[tuple[torch.dtype, str], int] = {}
+
+    @torch.inference_mode(False)
+    def of(self, spec: TensorSpec) -> Tensor:
+        """Returns a tensor of the right shape, strides and type; memory grows to that of the largest one."""
+        key = (spec.dtype, spec.device)
+        memory, size = self._largest.get(key), torch.Size(spec.shape).numel()
+        if memory is None:
+            memory = self._largest[key] = torch.empty(0, dtype=spec.dtype, device=spec.device)
+        if memory.numel() < size:  # in place, as dummies made before are views of it
+            floating = spec.dtype.is_floating_point or spec.dtype.is_complex
+            memory.resize_(size).fill_(float("nan") if floating else 0)
+            self._versions[key] = memory._version
+        return memory.as_strided(spec.shape, spec.stride)
+
+    def require_unwritten(self) -> None:
+        """Checks that dummies were not written.
+
+        Raises:
+            GraphError: Somebody did.
+        """
+        for key, memory in self._largest.items():
+            if memory._version != self._versions.get(key, memory._version):
+                raise GraphError(
+                    f"the step writes in place into a {key[0]} output of a layer, which it did not when it was "
+                    "probed. Write into a copy, or from the first step on"
+                )
+
+
+def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    for layer, leaf in keys:
+        found.setdefault(layer, set()).add(leaf)
+    return {layer: frozenset(leaves) for layer, leaves in found.items()}
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class StubbedRun:
+    """One walk through the step.
+
+    Attributes:
+        outputs: Tensors made here that others read, still attached to the autograd graph.
+        checkpointing: Layers called now are to be checkpointed.
+        checkpointed: Something was, so that a backward will compute it again.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.outputs: dict[TensorKey, Tensor] = {}
+        self.checkpointing = self.checkpointed = False
+        self._plan = plan
+        self._position = 0
+        self._inside = self._in_fine = self._stopping = False
+
+    def checkpoints_layers(self) -> bool:
+        """Returns whether a checkpoint called now lies around layers."""
+        return not self._inside
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Mutes what is logged, as its values may be dummies."""
+
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes or stubs the next layer."""
+        if self._inside:
+            return self.call_inside(site, args, kwargs)
+        plan, position = self._plan, self._position
+        if site.name not in plan.sites:
+            return site.diffpipe_original(*args, **kwargs)  # an expanded container: glue
+        if self._stopping:
+            raise Stop
+        if position >= len(plan.names) or plan.names[position] != site.name:
+            raise self._unexpected(site.name)
+        layer = plan.graph.layers[position]
+        self._position = position + 1
+        if position not in plan.cut.layers:
+            for _ in range(layer.num_seeds):
+                rng.draw_seed()
+            return self._stub(layer)
+        out = self._checked(layer, self.execute(layer, site, args, kwargs))
+        if position == plan.final:
+            # Hooks of the layer shall see its output; then the next layer call stops.
+            hooks = site.module._forward_hooks or nn.modules.module._global_forward_hooks
+            self._stopping = bool(hooks)
+            if not hooks:
+                raise Stop
+        return out
+
+    def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """Runs a layer of the fine graph inside a layer, with a random stream of its own if it draws."""
+        plan = self._plan
+        if self._in_fine or site.name not in plan.fine:
+            return site.diffpipe_original(*args, **kwargs)
+        self._in_fine = True
+        try:
+            self.before_fine_layer(site.name)
+            if site.name not in plan.seeded:
+                return site.diffpipe_original(*args, **kwargs)
+            with rng.private_stream(plan.graph.host_random):
+                return site.diffpipe_original(*args, **kwargs)
+        finally:
+            self._in_fine = False
+
+    def before_fine_layer(self, name: str) -> None:
+        """Does nothing; frozen runs pause."""
+
+    def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
+        """Calls an own layer, or remembers what it gave for these arguments."""
+        memo = self._plan.memo
+        if memo is None or not layer.frozen:
+            return self._execute(site, args, kwargs)
+        run = partial(self._execute, site, args, kwargs)
+        return memo.call(layer, site.module, args, kwargs, run)
+
+    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
+        checkpointing = self.checkpointing and torch.is_grad_enabled()
+        self._inside = True
+        try:
+            if checkpointing:
+                return torch.utils.checkpoint.checkpoint(
+                    self.call_inside, site, args, kwargs, use_reentrant=False
+                )
+            return self.call_inside(site, args, kwargs)
+        finally:
+            self._inside = False
+
+    def received(self, layer: Layer, leaf: int) -> Tensor:
+        """Returns the tensor of a foreign layer that is read here."""
+        raise NotImplementedError
+
+    def walk(self, call: Callable[[], Any]) -> Any:
+        """Runs the step until its end, or until all own layers are done (then the result is None)."""
+        plan = self._plan
+        if plan.final < 0:
+            return None
+        hooks = NoHooksWithoutGradients() if plan.graph.hooks else contextlib.nullcontext()
+        try:
+            with hooks:
+                result, stopped = call(), False
+        except Stop:
+            result, stopped = None, True
+        plan.dummy_memory.require_unwritten()
+        if not stopped and self._position < min(plan.final + 1, len(plan.names)):
+            raise GraphError(
+                f"the step ended after {self._position} layer calls, the probe saw {len(plan.names)}; the next "
+                f"would have been {plan.names[self._position]}. All batches must call the same layers"
+            )
+        return result
+
+    def _unexpected(self, name: str) -> GraphError:
+        names, position = self._plan.names, self._position
+        if position < len(names):
+            expected = f"{names[position]} was to come"
+        else:
+            expected = f"its form has {len(names)} layer calls, with which another one begins"
+        return GraphError(
+            f"{caller()} calls {name} as layer call {position}, where {expected}: the step takes another way than "
+            "when it was probed. Let it take each way in one of its first batches, not from some step on only, "
+            "with coins of torch's, Python's or numpy's global generators; or move the branch inside the forward "
+            "of one module, so that all batches call the same layers"
+        )
+
+    def _stub(self, layer: Layer) -> Any:
+        needed = self._plan.needed.get(layer.index, _NONE)
+        flat: list[Any] = []
+        for leaf, expected in enumerate(layer.outputs):
+            if isinstance(expected, TensorSpec):
+                if leaf in needed:
+                    flat.append(self.received(layer, leaf))
+                else:
+                    flat.append(self._plan.dummy(layer, leaf))
+            elif isinstance(expected, SameAs):
+                flat.append(flat[expected.leaf])
+            elif isinstance(expected, Opaque):
+                flat.append(OpaqueOutput(layer.name, expected.type_name))
+            else:
+                flat.append(expected)
+        return pytree.tree_unflatten(flat, layer.spec)
+
+    def _checked(self, layer: Layer, out: Any) -> Any:
+        """Compares an output with the probe, stores what will be sent, returns the rest."""
+        if (
+            isinstance(out, Tensor)
+            and len(layer.outputs) == 1
+            and isinstance(layer.outputs[0], TensorSpec)
+            and not layer.outputs[0].mismatch(out)
+            and not layer.mutated
+            and layer.index not in self._plan.sent
+        ):
+            return out  # the common case, without looking for leaves
+        flat, spec = pytree.tree_flatten(out)
+        if len(flat) != len(layer.outputs):
+            raise GraphError(
+                f"{layer.name} returned {len(flat)} values, the probe saw {len(layer.outputs)}; a module "
+                "must return the same structure for all batches of one signature"
+            )
+        sent = self._plan.sent.get(layer.index, _NONE)
+        changed = bool(layer.mutated)
+        for leaf, expected in enumerate(layer.outputs):
+            value = flat[leaf]
+            if isinstance(expected, TensorSpec):
+                if not isinstance(value, Tensor) or expected.mismatch(value):
+                    raise _wrong_output(layer, leaf, value, expected)
+                if leaf in sent:
+                    flat[leaf] = self._keep(layer, leaf, value, expected)
+                    changed = changed or flat[leaf] is not value
+            elif not isinstance(expected, SameAs | Opaque) and not _equal(value, expected):
+                raise _wrong_output(layer, leaf, value, expected)
+        if not changed:
+            return out
+        for leaf in layer.mutated:
+            flat[leaf] = flat[leaf].clone()
+        for leaf, expected in enumerate(layer.outputs):
+            if isinstance(expected, SameAs):
+                flat[leaf] = flat[expected.leaf]
+        return pytree.tree_unflatten(flat, spec)
+
+    def _keep(self, layer: Layer, leaf: int, value: Tensor, expected: TensorSpec) -> Tensor:
+        if torch.is_grad_enabled() and value.requires_grad != expected.requires_grad:
+            raise GraphError(
+                f"output {leaf} of {layer.name} has requires_grad={value.requires_grad}, the probe saw "
+                f"{expected.requires_grad}; parameters were frozen or unfrozen since, which changes the plan: "
+                "do it before training starts"
+            )
+        value = with_layout(value, expected)
+        self.outputs[layer.index, leaf] = value
+        # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
+        return value.view_as(value) if self._plan.graph.hooks else value
+
+
+def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
+    """Returns the tensor in the memory layout of the probe: receivers reserve it, and `*_like` depends on it."""
+    stride = value.stride()
+    if stride == spec.stride or all(
+        size < 2 or a == b for size, a, b in zip(spec.shape, stride, spec.stride, strict=True)
+    ):
+        return value
+    empty = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device)
+    return empty.copy_(value)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    return type(value) is type(expected) and (value == expected or value != value)
+
+
+def _wrong_output(layer: Layer, leaf: int, value: Any, expected: Any) -> GraphError:
+    if isinstance(expected, TensorSpec) and isinstance(value, Tensor):
+        return GraphError(
+            f"output {leaf} of {layer.name} is {expected.mismatch(value)}; batches of another size need "
+            "a graph of their own (reprobe), sizes that depend on values cannot be cut here"
+        )
+    if isinstance(expected, TensorSpec):
+        expected = "a tensor"
+    return GraphError(
+        f"output {leaf} of {layer.name} is {value!r}, the probe saw {expected!r}. Other stages use the value "
+        "the probe saw, so it must not vary between batches: return it as a tensor, or compute it outside"
+    )
+
 
 Log = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 """Receives what the step logs: name of the method ("log" or "log_dict"), arguments."""
 
 
-class StageView:
-    """Runs a step as one stage of it.
+class View:
+    """A module whose step runs with some of its layers, and stubs for all others.
 
     Args:
         root: The module whose step it is.
         graph: The probed step, for batches of one signature.
-        cut: What this stage executes, receives and sends.
+        cut: What is executed, received and sent here.
         interception: Installed on the root; shared by all views of it.
         memory: What dummies are made of, to be shared by all views of a rank.
     """
@@ -61,13 +400,23 @@ class StageView:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, cut, memory)
-        self._attributes = Attributes(root, graph.toggled | graph.counters.keys())
-        names = cut.parameters & graph.trained
-        self._trained = [p for name, p in root.named_parameters() if name in names]
 
     def remember(self, memo: Memo | None) -> None:
         """Calls frozen layers through a memo from now on, or through none."""
         self._plan.memo = memo
+
+
+class StageView(View):
+    """Runs a step as one stage of it; arguments as for `View`."""
+
+    @cached_property
+    def _attributes(self) -> Attributes:
+        return Attributes(self.root, self.graph.toggled | self.graph.counters.keys())
+
+    @cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        names = self.cut.parameters & self.graph.trained
+        return [p for name, p in self.root.named_parameters() if name in names]
 
     def forward(
         self,
@@ -84,8 +433,8 @@ class StageView:
             seed: Seed of the glue; the same on all stages for one microbatch.
             received: Tensors from the stage before (`cut.received`) and from frozen layers
                 (`cut.frozen_received`).
-            log: Gets what the step logs, on the last stage; logging on others is muted. None leaves the
-                step's own logging alone.
+            log: Gets what the step logs, on the last stage; logging on others is muted. None leaves the step's own
+                logging alone.
 
         Returns:
             The run, with its outputs; on the last stage with its loss.
@@ -183,7 +532,13 @@ class StageRun(StubbedRun):
         # Gradients that come from other stages or go to them.
         passing = lambda: [*flows, *(leaf.grad for leaf in self._leaves.values())]
         if roots:
-            with self._recomputing(), in_own_memory(self._trained, passing):
+            self._inside = True  # layers that are called now are computed again
+            with (
+                rng.preserved(self._plan.graph.host_random),
+                self._interception.running(self),
+                self._interception.recomputed_by(self),
+                in_own_memory(self._trained, passing),
+            ):
                 torch.autograd.backward(roots, flows)
         return self._input_gradients(grads)
 
@@ -194,9 +549,9 @@ class StageRun(StubbedRun):
     ) -> dict[TensorKey, Tensor]:
         """Runs the half of `backward` that the stage before waits for; `backward_weight` must follow.
 
-        Takes and returns what `backward` does. Where the graph cannot be split (activation
-        checkpointing, which would recompute for every question, and hooks on gradients, which both halves would
-        run) all of it runs here.
+        Takes and returns what `backward` does. Where the graph cannot be split (activation checkpointing, which
+        would recompute for every question, and hooks on gradients, which both halves would run) all of it runs
+        here.
         """
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)
@@ -234,29 +589,19 @@ class StageRun(StubbedRun):
             flows.append(flow if self.weight is None else flow.mul_(self.weight))
         return roots, flows
 
-    @contextlib.contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """Counts calls of layers inside as recomputation."""
-        self._inside = True
-        with (
-            rng.preserved(self._plan.graph.host_random),
-            self._interception.running(self),
-            self._interception.recomputed_by(self),
-        ):
-            yield
-
     def _input_gradients(self, grads: Mapping[TensorKey, Tensor]) -> dict[TensorKey, Tensor]:
-        result = {key: self._gradient(key, grads) for key in self._plan.cut.received_gradients}
+        result: dict[TensorKey, Tensor] = {}
+        for key in self._plan.cut.received_gradients:
+            leaf = self._leaves.get(key)
+            found = [
+                g for g in (None if leaf is None else leaf.grad, grads.get(key)) if g is not None
+            ]
+            if found:  # from layers here, and passed through
+                result[key] = found[0] if len(found) == 1 else found[0] + found[1]
+            else:
+                device = leaf.device if leaf is not None else None
+                result[key] = self._plan.graph.spec(key).empty(device).zero_()
         self.outputs.clear()
         self._leaves.clear()
         self.loss = None if self.loss is None else self.loss.detach()
         return result
-
-    def _gradient(self, key: TensorKey, grads: Mapping[TensorKey, Tensor]) -> Tensor:
-        leaf, passed = self._leaves.get(key), grads.get(key)
-        own = leaf.grad if leaf is not None else None
-        if own is not None and passed is not None:
-            return own + passed
-        if own is not None or passed is not None:
-            return own if own is not None else passed
-        return self._plan.graph.spec(key).empty(leaf.device if leaf is not None else None).zero_()

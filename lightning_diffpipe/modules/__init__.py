@@ -1,14 +1,13 @@
 """Ready-made LightningModules, plain ones: nothing in them knows about pipelines."""
 
 from lightning_diffpipe.modules.adapters import Lora
-from lightning_diffpipe.modules.autoencoder import AutoencoderTraining
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
+from lightning_diffpipe.modules.encoders import AutoencoderTraining, TextAlignment
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.noise import Noise
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
-from lightning_diffpipe.modules.text_alignment import TextAlignment
 
 __all__ = [
     "AutoencoderTraining",

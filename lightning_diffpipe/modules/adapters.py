@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,9 @@ class Lora:
 
 
 def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
-    """Writes the adapters of parts as one file that `load_lora_weights` of diffusers takes.
+    """Writes the adapters of parts as one file that `load_lora_weights` of diffusers takes, and ComfyUI.
+
+    ComfyUI knows nothing of peft's settings, so the factor `alpha / rank` is in the file's `B` matrices.
 
     Args:
         folder: Where to; the file is whole or not there.
@@ -110,27 +113,54 @@ def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
     """
     from peft.utils import get_peft_model_state_dict
 
-    weights = {
-        f"{name}.{key}": value.detach().cpu().contiguous()
-        for name, part in parts.items()
-        if getattr(part, "peft_config", None)
-        for key, value in get_peft_model_state_dict(part).items()
-    }
-    if not weights:
+    adapted = {name: part for name, part in parts.items() if getattr(part, "peft_config", None)}
+    if not adapted:
         raise ConfigurationError(
             f"none of {', '.join(parts)} has adapters; train with lora=Lora(...)"
         )
-    configs = {
-        f"{name}.{key}": value
-        for name, part in parts.items()
-        for config in list(getattr(part, "peft_config", {}).values())[:1]
-        for key, value in config.to_dict().items()
-    }
+    weights, configs = {}, {}
+    for name, part in adapted.items():
+        for key, value in get_peft_model_state_dict(part).items():
+            layer, _, kind = key.rpartition(".lora_")
+            factor = part.get_submodule(layer).scaling["default"] if kind.startswith("B.") else 1
+            weights[stored_name(name, key)] = (value.detach().cpu() * factor).contiguous()
+        config = part.peft_config["default"].to_dict()
+        own = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
+        config |= own | {"use_rslora": False}
+        configs |= {f"{name}.{key}": value for key, value in config.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(configs, default=sorted)}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LORA_FILE
     write_atomically(path, safetensors.torch.save(weights, metadata))
     return path
+
+
+def stored_name(part: str, key: str) -> str:
+    """The name of an adapter's weight in a file that diffusers and ComfyUI take.
+
+    Those of U-Nets are diffusers' from before peft, and encoders of prompts have `text_model`, as transformers had
+    it before its release 5: ComfyUI maps no others.
+
+    Args:
+        part: Name of the part in its pipeline.
+        key: Of the weight in the part, as peft has it.
+
+    Example:
+        >>> stored_name("unet", "mid_block.attn1.to_out.0.lora_B.weight")
+        'unet.mid_block.attn1.processor.to_out_lora.up.weight'
+        >>> stored_name("unet", "mid_block.ff.net.2.lora_A.weight")
+        'unet.mid_block.ff.net.2.lora.down.weight'
+        >>> stored_name("text_encoder", "encoder.layers.0.self_attn.q_proj.lora_A.weight")
+        'text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight'
+        >>> stored_name("transformer", "blocks.0.attn.to_q.lora_A.weight")
+        'transformer.blocks.0.attn.to_q.lora_A.weight'
+    """
+    if part.startswith("text_encoder") and key.startswith("encoder.layers."):
+        key = f"text_model.{key}"
+    if part == "unet":
+        key = key.replace(".lora_A.", ".lora.down.").replace(".lora_B.", ".lora.up.")
+        key = re.sub(r"\.to_(q|k|v|out)(\.0)?\.lora\.", r".processor.to_\1_lora.", key)
+    return f"{part}.{key}"
 
 
 def names_of_adapted(names: Collection[str]) -> list[str]:

@@ -26,17 +26,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
-from lightning_diffpipe.modules.latent_diffusion import denoised, start_noise
-from lightning_diffpipe.modules.noise import noise_schedule_of
-from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule
-from lightning_diffpipe.modules.text import (
+from lightning_diffpipe.modules.encoders import (
     Tokens,
     drop_captions,
     text_states,
     tokenize,
     uses_mask,
 )
+from lightning_diffpipe.modules.latent_diffusion import denoised, start_noise
+from lightning_diffpipe.modules.noise import noise_schedule_of
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.parts import PartsModule
 
 
 class CascadedDiffusion(PartsModule):
@@ -80,7 +80,7 @@ class CascadedDiffusion(PartsModule):
         super().__init__()
         require_number("caption_dropout", caption_dropout, 0, 1)
         require_number("most_noise", most_noise, 0, 1)
-        _check_denoisers({"unet": unet.config, "upscaler": upscaler.config})
+        _check_cascade({"unet": unet.config, "upscaler": upscaler.config})
         self.save_hyperparameters("caption_dropout", "most_noise")
         self.unet, self.upscaler = unet, upscaler
         self.text_encoder, self.tokenizer = text_encoder, tokenizer
@@ -216,8 +216,7 @@ class CascadedDiffusion(PartsModule):
             guidance_scale: Strength of classifier-free guidance; 1 for none.
             generator: Of all noise; its device may be another.
             noise_level: Of the noise added to what the base has drawn, in [0, 1]; CDM tries several after training.
-            small: Small pictures to draw larger, `(len(prompts), 3, h, w)` in [0, 1]; the base draws them if not
-                given.
+            small: What to draw larger, `(len(prompts), 3, h, w)` in [0, 1]; drawn by the base if not given.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1].
@@ -284,22 +283,26 @@ def _patch(config: Mapping[str, Any]) -> int:
     return isqrt(config["out_channels"] // _colors(config))
 
 
-def _check_denoisers(configs: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_denoiser(name: str, config: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError where channels are not those of patches, or the size is not known."""
+    takes, gives = config["in_channels"], config["out_channels"]
+    is_upscaler = name == "upscaler"
+    if _colors(config) * _patch(config) ** 2 != gives or takes != gives * (1 + is_upscaler):
+        inputs = " and takes twice as many, half of them of the small picture" * is_upscaler
+        raise ConfigurationError(
+            f"{name} takes {takes} channels and gives {gives}: in a cascade it gives 3 p p, for colors of "
+            f"patches of p x p pixels, or p p for grey ones{inputs}"
+        )
+    if not isinstance(config.get("sample_size"), int):
+        raise ConfigurationError(
+            f"{name}.sample_size={config.get('sample_size')}: give the width, in patches, of what it draws"
+        )
+
+
+def _check_cascade(configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigurationError unless both denoisers can be, and draw one picture together."""
     for name, config in configs.items():
-        takes, gives = config["in_channels"], config["out_channels"]
-        wanted = gives * (1 + (name == "upscaler"))
-        if _colors(config) * _patch(config) ** 2 != gives or takes != wanted:
-            inputs = " and takes twice as many, half of them of the small picture" * (
-                name == "upscaler"
-            )
-            raise ConfigurationError(
-                f"{name} takes {takes} channels and gives {gives}: in a cascade it gives 3 p p, for colors of "
-                f"patches of p x p pixels, or p p for grey ones{inputs}"
-            )
-        if not isinstance(config.get("sample_size"), int):
-            raise ConfigurationError(
-                f"{name}.sample_size={config.get('sample_size')}: give the width, in patches, of what it draws"
-            )
+        _check_denoiser(name, config)
     colors = {name: _colors(config) for name, config in configs.items()}
     if colors["unet"] != colors["upscaler"]:
         raise ConfigurationError(

@@ -131,17 +131,9 @@ class ControlNetDiffusion(LatentDiffusion):
     def denoise(
         self, noisy: Tensor, timesteps: Tensor, states: Tensor, mask: Tensor, **conditions: Tensor
     ) -> Tensor:
-        """Predicts the target of the noise schedule, with the ControlNet's residuals in the U-Net.
+        """Predicts as that of `LatentDiffusion`, with the ControlNet's residuals in the U-Net.
 
-        Args:
-            noisy: `(B, C, h, w)`.
-            timesteps: `(B,)`.
-            states: Text states, `(B, L, D)`.
-            mask: 1 where there is a token, `(B, L)`; for the U-Net, as ControlNets of diffusers take none.
-            conditions: `condition`, `(B, 3, H, W)` in [0, 1].
-
-        Returns:
-            fp32, `(B, C, h, w)`.
+        Conditions are `condition`, `(B, 3, H, W)` in [0, 1]. The mask is for the U-Net, as ControlNets take none.
         """
         dtype = self.controlnet.dtype
         down, middle = self.controlnet(
@@ -184,18 +176,9 @@ class ControlNetDiffusion(LatentDiffusion):
         generator: torch.Generator | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
-        """Draws one picture per prompt and condition, of the condition's size.
+        """Draws one picture per prompt and condition, of the condition's size, as that of `LatentDiffusion`.
 
-        Args:
-            prompts: What to draw.
-            num_inference_steps: Denoising steps.
-            guidance_scale: Strength of classifier-free guidance; 1 for none. The condition is seen with and without
-                the prompt.
-            generator: Of the start noise (and of a stochastic scheduler); its device may be another.
-            condition: `(len(prompts), 3, H, W)` in [0, 1].
-
-        Returns:
-            `(len(prompts), 3, H, W)` in [0, 1].
+        Guidance sees the condition, `(len(prompts), 3, H, W)` in [0, 1], with and without the prompt.
 
         Raises:
             ConfigurationError: There is no condition, or not one for each prompt.
@@ -208,14 +191,8 @@ class ControlNetDiffusion(LatentDiffusion):
                 "conditions of the data where no prompts are named (callbacks.samples.prompts=null)"
             )
         height, width = condition.shape[-2:]
-        return self._drawn(
-            prompts,
-            num_inference_steps,
-            guidance_scale,
-            generator,
-            (height, width),
-            condition=condition.to(self.device),
-        )
+        settings = num_inference_steps, guidance_scale, generator, (height, width)
+        return self._drawn(prompts, *settings, condition=condition.to(self.device))
 
 
 def _size(images: Tensor) -> str:

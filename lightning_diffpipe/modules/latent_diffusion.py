@@ -42,11 +42,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.adapters import Lora
+from lightning_diffpipe.modules.encoders import (
+    Tokens,
+    drop_captions,
+    text_states,
+    tokenize,
+    uses_mask,
+)
 from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
-from lightning_diffpipe.modules.text import Tokens, drop_captions, text_states, tokenize, uses_mask
 from lightning_diffpipe.sampling.schedulers import takes_generator
 
 WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
@@ -79,11 +85,8 @@ def latent_size(
     unit, found = scale * patch, []
     for name, pixels, rows in (("height", height, default[0]), ("width", width, default[1])):
         if pixels is not None and (pixels < unit or pixels % unit):
-            by = (
-                f"the autoencoder and patches of {patch} shrink"
-                if patch > 1
-                else "the autoencoder shrinks"
-            )
+            by = f"the autoencoder and patches of {patch} shrink"
+            by = by if patch > 1 else "the autoencoder shrinks"
             near = dict.fromkeys(max(unit, n * unit) for n in (pixels // unit, pixels // unit + 1))
             raise ConfigurationError(
                 f"{name}={pixels} is no multiple of {unit}, by which {by} pictures; take "
@@ -427,17 +430,10 @@ class LatentDiffusion(PartsModule):
                 estimate["estimate"] = self.noise_schedule.clean(noisy, prediction, timesteps)
             return prediction
 
-        latents = denoised(
-            self.scheduler,
-            start_noise(
-                (len(prompts), self.vae.config.latent_channels, *size), generator, self.device
-            ),
-            predict,
-            num_inference_steps,
-            guidance_scale,
-            generator,
-        )
-        return self.decode_latents(latents)
+        shape = len(prompts), self.vae.config.latent_channels, *size
+        start = start_noise(shape, generator, self.device)
+        settings = num_inference_steps, guidance_scale, generator
+        return self.decode_latents(denoised(self.scheduler, start, predict, *settings))
 
     def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """The size of the latents of pictures, by `latent_size`."""
@@ -571,10 +567,7 @@ def _check_channels(
 ) -> None:
     """Refuses a denoiser whose input channels are not those of latents, or twice as many with self-conditioning.
 
-    Args:
-        denoiser: Its config.
-        vae: That of the autoencoder.
-        self_conditioning: What was asked for; leave it out if that is not known yet.
+    What self-conditioning was asked for is left out where that is not known yet.
     """
     takes, there = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
     wanted = [there if share is None else 2 * there for share in self_conditioning]

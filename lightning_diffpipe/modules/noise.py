@@ -169,9 +169,7 @@ class Diffusion:
 def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> NoiseSchedule:
     """Chooses the noise schedule a diffusers scheduler samples.
 
-    Args:
-        scheduler: One of flow matching, by its name or by its `prediction_type`, or one with DDPM's betas.
-        noise: Which times count how much.
+    Schedulers of flow matching are known by their name or `prediction_type`; all others need DDPM's betas.
 
     Raises:
         ConfigurationError: The scheduler predicts something else, or `min_snr_gamma` is given for flow matching.

@@ -25,6 +25,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -34,6 +35,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+import lightning_diffpipe
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
@@ -76,10 +78,7 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
         path: Folder or hub id.
         name: Sub-folder of the part, such as `"unet"`.
         library: `"diffusers"` or `"transformers"`.
-        class_name: Class of the part in that library.
-
-    Returns:
-        A module, tokenizer or scheduler.
+        class_name: Class of the part in that library: a module, tokenizer or scheduler.
 
     Raises:
         CheckpointError: The weights are those of a part with adapters, or some are missing.
@@ -293,12 +292,8 @@ class PartsModule(L.LightningModule):
             path: Folder with `model_index.json`, or a hub id.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
-        Returns:
-            The module.
-
         Raises:
-            ConfigurationError: There is no such folder, or its index asks for a part of an
-                unsupported library.
+            ConfigurationError: There is no such folder, or its index asks for a part of an unsupported library.
         """
         index = read_index(str(path))
         stored = {
@@ -308,13 +303,8 @@ class PartsModule(L.LightningModule):
         }
         cls.check_parts({**stored, **kwargs}, f"{path}/model_index.json")
         given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
-        cls._check_outlines(
-            {
-                name: PartOutline(type(part), getattr(part, "config", {}))
-                for name, part in given.items()
-            }
-            | {name: outline_of_part(*entry) for name, entry in stored.items()}
-        )
+        outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in given.items()}
+        cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
         parts = {name: load_part(*entry) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.pipeline_index = _without_foreign_parts(index, cls.part_names)
@@ -515,3 +505,24 @@ def checkpoint_part_weights(
 def checkpoint_parts(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns names of the parts of a checkpoint."""
     return tuple(checkpoint[_FILES_KEY])
+
+
+BUILT_IN = ("glyphs", "glyphs_transformer")
+
+
+def built_in(name: str) -> Path:
+    """Returns the diffusers folder of built-in weights.
+
+    In a checkout it is `examples/<name>`; a wheel carries the same folder inside the package.
+
+    Args:
+        name: One of `BUILT_IN`.
+
+    Raises:
+        ConfigurationError: There are no such weights.
+    """
+    if name not in BUILT_IN:
+        raise ConfigurationError(f"no built-in weights {name!r}; there are: {', '.join(BUILT_IN)}")
+    packaged = Path(str(files(lightning_diffpipe))) / "weights" / name
+    checkout = Path(lightning_diffpipe.__file__).parent.parent / "examples" / name
+    return packaged if packaged.is_dir() else checkout

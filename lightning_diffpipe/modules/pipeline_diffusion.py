@@ -52,7 +52,8 @@ class PipelineDiffusion(PartsModule):
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
         condition_dropout: Share of the training samples that lose the picture before, where the pipeline guides by
-            it (`image_guidance_scale`). With equal shares half of them lose their caption, too.
+            it (`image_guidance_scale`); None takes 0.1, and none elsewhere. With equal shares half of them lose
+            their caption, too.
         train_text_encoder: Train the text encoders along.
         optimization: Optimizer and learning rate.
         lora: Train adapters in place of the weights of the denoiser, and of text encoders that are trained.
@@ -76,7 +77,7 @@ class PipelineDiffusion(PartsModule):
         self,
         pipeline: DiffusionPipeline,
         caption_dropout: float = 0.1,
-        condition_dropout: float = 0.1,
+        condition_dropout: float | None = None,
         train_text_encoder: bool = False,
         optimization: Optimization | None = None,
         lora: Lora | None = None,
@@ -86,11 +87,11 @@ class PipelineDiffusion(PartsModule):
         super().__init__()
         call = dict(call or {})
         require_number("caption_dropout", caption_dropout, 0, 1)
-        require_number("condition_dropout", condition_dropout, 0, 1)
+        self.step = OneStep(pipeline, call)
+        condition_dropout = self._condition_dropout(condition_dropout)
         self.save_hyperparameters(
             "caption_dropout", "condition_dropout", "train_text_encoder", "call"
         )
-        self.step = OneStep(pipeline, call)
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
         self.part_names = tuple(components)
@@ -110,6 +111,22 @@ class PipelineDiffusion(PartsModule):
         )
         self.freeze_parts()
         self.add_lora(lora, train_text_encoder)
+
+    def _condition_dropout(self, given: float | None) -> float:
+        """The share of samples that lose the picture before.
+
+        Raises:
+            ConfigurationError: It is no share, or the pipeline never draws without the picture.
+        """
+        if given is None:
+            return 0.1 if self.step.guides_by_picture else 0.0
+        require_number("condition_dropout", given, 0, 1)
+        if given and not self.step.guides_by_picture:
+            raise ConfigurationError(
+                f"condition_dropout={given} trains guidance by the picture before (image_guidance_scale), which "
+                f"{self.step.name} does not have, so that nothing would be dropped; leave condition_dropout out"
+            )
+        return given
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
@@ -151,6 +168,10 @@ class PipelineDiffusion(PartsModule):
     ) -> Self:
         arguments = dict(arguments)
         known = arguments.pop("pipeline_class", None) or _pipeline_class(index, "the checkpoint")
+        if "image_guidance_scale" not in inspect.signature(known.__call__).parameters:
+            arguments.pop(
+                "condition_dropout", None
+            )  # which older checkpoints have of all pipelines
         expected = inspect.signature(known.__init__).parameters
         own = {name: index[name] for name in expected if name in index}
         absent = {name: None for name in expected if index.get(name) == [None, None]}

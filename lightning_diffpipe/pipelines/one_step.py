@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
-    Clock,
     Draw,
     DroppingEncoder,
     NoDecoder,
@@ -47,6 +46,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     PaddingTokenizer,
     Place,
     SizedDenoiser,
+    TimeArgument,
     TimedDenoiser,
     TorchOfCall,
     checked_arguments,
@@ -183,7 +183,7 @@ class OneStep:
         self.unguided: list[dict[str, Any]] = [{}]
         if "guidance_scale" in fixed and "guidance_scale" not in given:
             self.unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
-        self.clock: Clock | None = None
+        self.clock: TimeArgument | None = None
         self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
         self._drawing = _methods_that_draw(type(pipeline))

@@ -223,7 +223,7 @@ class DroppingEncoder(StandIn):
 
 
 @dataclass(frozen=True)
-class Clock:
+class TimeArgument:
     """How a pipeline that knows one time tells it to its denoiser.
 
     Attributes:
@@ -248,7 +248,7 @@ class TimedDenoiser(StandIn):
         timesteps: One for each sample, `(B,)`.
     """
 
-    def __init__(self, real: Any, clock: Clock, timesteps: Tensor) -> None:
+    def __init__(self, real: Any, clock: TimeArgument, timesteps: Tensor) -> None:
         super().__init__(real)
         self._clock = clock
         self._timesteps = timesteps

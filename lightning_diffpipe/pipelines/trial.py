@@ -9,7 +9,7 @@ Other runs show how the denoiser is given times and sizes, whether samples are a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import (
-    Clock,
     Draw,
     NoDenoiser,
     NotedEncoder,
     Place,
     ReplayedEncoder,
+    TimeArgument,
 )
 
 
@@ -147,7 +147,7 @@ class Trial:
         pattern = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
         return {self._step.picture: levels[:, None, None, None] * pattern}
 
-    def clock(self) -> Clock:
+    def clock(self) -> TimeArgument:
         """Finds how the denoiser is given the time, from runs with one time for all samples.
 
         Raises:
@@ -155,7 +155,7 @@ class Trial:
         """
         times, calls = (200.0, 500.0, 800.0), []
         for time in times:
-            self._step.clock = Clock(time)
+            self._step.clock = TimeArgument(time)
             self._decoded(torch.zeros, (time,) * 3)
             args, options = self._denoiser.calls[0]
             calls.append({**dict(enumerate(args)), **options})
@@ -168,20 +168,15 @@ class Trial:
             factor = (high - low) / (times[2] - times[0])
             if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
                 offset = low - times[0] * factor
-                return Clock(
-                    times[1], changed[0], factor.flatten()[0].item(), offset.flatten()[0].item()
-                )
+                line = (x.flatten()[0].item() for x in (factor, offset))
+                return TimeArgument(times[1], changed[0], *line)
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
             f"of its arguments {', '.join(map(str, changed)) or 'none'} change with the time"
         )
 
     def check_samples_apart(self) -> None:
-        """Compares what the denoiser is called with for three samples together and for each alone.
-
-        Raises:
-            ConfigurationError: A sample is given something else where it has company.
-        """
+        """Raises ConfigurationError unless the denoiser is given of three samples what it is given of each."""
         times, latents = (100.0, 500.0, 900.0), {}
         generator = torch.Generator().manual_seed(0)
 
@@ -199,8 +194,8 @@ class Trial:
         self._decoded(draw, times, self._picture(levels))
         together = self._denoiser.calls[0]
         for i, time in enumerate(times):
-            own = self._picture(levels[i : i + 1])
-            self._decoded(lambda _, i=i: latents[0][i : i + 1], (time,), own)
+            alone = slice(i, i + 1)
+            self._decoded(lambda _, i=alone: latents[0][i], (time,), self._picture(levels[alone]))
             if not _is_row(together, self._denoiser.calls[0], i, len(times)):
                 raise ConfigurationError(
                     f"{self._step.name} gives its denoiser something else for a sample in a batch whose timesteps "
@@ -209,24 +204,20 @@ class Trial:
 
     def refused_picture(self) -> ConfigurationError | None:
         """Why training cannot follow what becomes of the picture; seen in runs with a black and a grey one."""
-        step, shown, encoded = self._step, [], []
+        step = self._step
         if step.picture is None:
             return None
         if step.decoder is None:
             return ConfigurationError(
                 f"{step.name} has no autoencoder for the picture that it edits"
             )
-        for level in (0.0, 0.5):
-            picture = {step.picture: torch.full((1, 3, 64, 64), level)}
-            try:
-                self._decoded(torch.zeros, further=picture)
-            except Exception as error:
-                return ConfigurationError(
-                    f"{step.name} cannot be trained to edit pictures: given one as numbers in [0, 1] it ended in "
-                    f"{type(error).__name__}: {error}"
-                )
-            encoded += [(pixels, 2 * level - 1) for pixels in self._parts[step.decoder].pixels]
-            shown.append({name: list(encoder.calls) for name, encoder in self._encoders.items()})
+        try:
+            encoded, shown = self._picture_shown()
+        except Exception as error:
+            return ConfigurationError(
+                f"{step.name} cannot be trained to edit pictures: given one as numbers in [0, 1] it ended in "
+                f"{type(error).__name__}: {error}"
+            )
         if seen_by := [n for n, calls in shown[0].items() if not _is_row(calls, shown[1][n], 0, 1)]:
             return ConfigurationError(
                 f"{step.name} shows the picture that it edits to its {seen_by[0]}, too, which reads files and "
@@ -238,11 +229,25 @@ class Trial:
             )
         return None
 
+    def _picture_shown(self) -> tuple[list[tuple[Tensor, float]], list[dict[str, Any]]]:
+        """Runs the call with a black and a grey picture.
+
+        Returns:
+            What was encoded, with the number that all pixels should be, and what text encoders were given.
+        """
+        encoded, shown = [], []
+        for level in (0.0, 0.5):
+            picture = {self._step.picture: torch.full((1, 3, 64, 64), level)}
+            self._decoded(torch.zeros, further=picture)
+            pixels = self._parts[self._step.decoder].pixels
+            encoded += [(each, 2 * level - 1) for each in pixels]
+            shown.append({name: list(encoder.calls) for name, encoder in self._encoders.items()})
+        return encoded, shown
+
     def places(self) -> tuple[Place, ...]:
         """Where the denoiser is given sizes, from two runs with other numbers.
 
-        Raises:
-            ConfigurationError: In another way than by the numbers themselves.
+        Raises ConfigurationError if it is told them in another way than by the numbers themselves.
         """
         if not self._step.sizes:
             return ()
@@ -252,24 +257,17 @@ class Trial:
             sizes.append({name: (next(values), next(values)) for name in self._step.sizes})
             self._decoded(torch.zeros, further=sizes[-1])
             calls.append(pytree.tree_leaves(self._denoiser.calls[0]))
-        of = {
-            (sizes[0][name][i], sizes[1][name][i]): (name, i)
-            for name in self._step.sizes
-            for i in range(2)
-        }
+        entries = itertools.product(self._step.sizes, range(2))
+        of = {(sizes[0][name][i], sizes[1][name][i]): (name, i) for name, i in entries}
         places = []
-        for leaf, (one, other) in enumerate(zip(*calls, strict=True)):
-            if not isinstance(one, Tensor) or torch.equal(one, other):
-                continue
-            for column, pair in enumerate(zip(one.unbind(-1), other.unbind(-1), strict=True)):
-                numbers = tuple(value.item() if value.numel() == 1 else None for value in pair)
-                if numbers in of:
-                    places.append(Place(leaf, column, *of[numbers]))
-                elif not torch.equal(*pair):
-                    raise ConfigurationError(
-                        f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
-                        "numbers themselves; give one value for all samples in `call` (model.call)"
-                    )
+        for leaf, column, pair in _changed_columns(*calls):
+            numbers = tuple(value.item() if value.numel() == 1 else None for value in pair)
+            if numbers not in of:
+                raise ConfigurationError(
+                    f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
+                    "numbers themselves; give one value for all samples in `call` (model.call)"
+                )
+            places.append(Place(leaf, column, *of[numbers]))
         return tuple(places)
 
     def tail(self) -> Tail:
@@ -318,6 +316,18 @@ class Trial:
         """Whether frames that are decoded apart come sample by sample, here 0 and 1."""
         both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
         return torch.allclose(both, torch.cat([shift, shift + scale]), rtol=1e-3, atol=1e-5)
+
+
+def _changed_columns(
+    one: Sequence[Any], other: Sequence[Any]
+) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
+    """Columns that differ between the arguments of two calls: of which leaf, which column, and both."""
+    for leaf, pair in enumerate(zip(one, other, strict=True)):
+        if isinstance(pair[0], Tensor) and not torch.equal(*pair):
+            columns = zip(*(x.unbind(-1) for x in pair), strict=True)
+            for column, (a, b) in enumerate(columns):
+                if not torch.equal(a, b):
+                    yield leaf, column, (a, b)
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:

@@ -3,7 +3,7 @@
 Read the files in the order in which a plan comes about:
 
     profile -> cluster -> cost, memory -> partition -> instruction -> schedule (laws) -> schedules/ -> lowering
-    -> timeline (grid) -> simulator -> filling -> proposals, bounds -> evaluation -> search -> plan
+    -> timeline -> simulator -> filling -> proposals, bounds -> evaluation -> search -> plan
 """
 
 from lightning_diffpipe.planning.cluster import Cluster, Link

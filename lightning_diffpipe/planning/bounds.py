@@ -157,7 +157,7 @@ class Bounds:
     @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
         """Running sums over layers, of the bytes that are summed over replicas."""
-        return self.model.gradient_sums(0)
+        return self.model.byte_sums(0, "gradient_bytes")
 
     @cached_property
     def _reduce_links(self) -> tuple[Link, ...]:

@@ -206,11 +206,7 @@ def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
         DiffPipeError: See `read`.
     """
     given, hints = _stored_fields(cls), get_type_hints(cls)
-    required = [
-        key
-        for key, own in given.items()
-        if own.default is MISSING and own.default_factory is MISSING
-    ]
+    required = [key for key, own in given.items() if _default(own) is MISSING]
     node.check_keys((*also, *required), [key for key in given if key not in required])
     values = {
         own.name: read_value(hints[own.name], node[key], own.metadata)
@@ -234,7 +230,7 @@ def write(value: object) -> Any:
         return {
             key: write(getattr(value, own.name))
             for key, own in _stored_fields(type(value)).items()
-            if own.metadata.get("always") or not _is_default(own, getattr(value, own.name))
+            if own.metadata.get("always") or getattr(value, own.name) != _default(own)
         }
     return [write(element) for element in value] if isinstance(value, tuple) else value
 
@@ -248,10 +244,8 @@ def _stored_fields(cls: Any) -> dict[str, Field[Any]]:
     }
 
 
-def _is_default(own: Field[Any], value: object) -> bool:
-    if own.default_factory is not MISSING:
-        return bool(value == own.default_factory())
-    return own.default is not MISSING and bool(value == own.default)
+def _default(own: Field[Any]) -> object:
+    return own.default if own.default_factory is MISSING else own.default_factory()
 
 
 def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType({})) -> Any:

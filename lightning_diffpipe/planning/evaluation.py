@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, pairwise
 
-from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.cost import (
+    CostModel,
+    LayerRun,
+    PipelineCosts,
+    PipelineLinks,
+    pipeline_costs,
+)
 from lightning_diffpipe.planning.filling import (
     SHARES_PERIOD,
     EncodePart,
@@ -34,7 +40,6 @@ from lightning_diffpipe.planning.memory import (
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage, minimax_cuts
 from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_passes, unrolled
-from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec, Ticks
@@ -285,22 +290,16 @@ class Evaluator:
         if proposal.shape.num_ranks == 1:  # stages leave calls out only as a whole
             costs = pipeline_costs(self.model, pipeline.links, proposal.runs, proposal.shape.sizes)
             return makespan(pipeline.outline(()), costs, start_s)
-        starts = self._first_stages(proposal)
-        shares, size = [share for share, _ in seen.forms], len(proposal.shape.sizes)
+        starts, size = self._first_stages(proposal), len(proposal.shape.sizes)
+        shares = [share for share, _ in seen.forms]
         if seen.shared:
-            mixtures = [
-                (share, (start,) * size) for share, start in zip(shares, starts, strict=True)
-            ]
+            mixtures = [(start,) * size for start in starts]
         else:
             draw = random.Random(0)
-            mixtures = [
-                (1 / NUM_MIXTURES, tuple(draw.choices(starts, shares, k=size)))
-                for _ in range(NUM_MIXTURES)
-            ]
-        return sum(
-            share * makespan(pipeline.outline(mixture), costs, start_s)
-            for share, mixture in mixtures
-        )
+            mixtures = [tuple(draw.choices(starts, shares, k=size)) for _ in range(NUM_MIXTURES)]
+            shares = [1 / NUM_MIXTURES] * NUM_MIXTURES
+        steps_s = (makespan(pipeline.outline(mixture), costs, start_s) for mixture in mixtures)
+        return sum(share * step_s for share, step_s in zip(shares, steps_s, strict=True))
 
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
         """The first stage that each form does not leave out."""
@@ -383,7 +382,7 @@ class Evaluator:
             leftover_s=0.0,
             no_bubble_limit_s=limit_s,
             peak_memory_bytes=self.peak_bytes(proposal),
-            samples_per_s=self._rate(iteration_s),
+            samples_per_s=self.options.global_batch_size / (iteration_s or math.inf),
             **self._sent_bytes(proposal),
         )
         forms: tuple[tuple[float, int], ...] = ()
@@ -405,11 +404,8 @@ class Evaluator:
 
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
         """What its ranks send each other, and what those of a chain would; see `Planned`."""
-        model, placement, shape = (
-            self.calls,
-            self.frame(proposal).pipeline.placement,
-            proposal.shape,
-        )
+        model, shape = self.calls, proposal.shape
+        placement = self.frame(proposal).pipeline.placement
         homes, samples = placement.stage_ranks, 2 * sum(shape.sizes)
         crossing = model.crossing_bytes(self.runs(proposal), placement)
         apart = (
@@ -442,7 +438,7 @@ class Evaluator:
             frozen_s=math.fsum(filled.piece_s),
             leftover_s=filled.leftover_s,
             peak_memory_bytes=self._peak_bytes_filled(proposal, filled),
-            samples_per_s=self._rate(timeline.iteration_s),
+            samples_per_s=self.options.global_batch_size / (timeline.iteration_s or math.inf),
         )
         return PipelinePlan(
             self._resolved(proposal, "shares"),
@@ -468,9 +464,6 @@ class Evaluator:
         group = self.group_size(proposal.shape)
         loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True)
         return peak_memory_bytes(self.calls, pipeline.peaks, self.runs(proposal), loads)
-
-    def _rate(self, iteration_s: float) -> float:
-        return self.options.global_batch_size / iteration_s if iteration_s else 0.0
 
     def _resolved(self, proposal: Proposal, filling: str) -> PlanOptions:
         """The options with everything decided."""

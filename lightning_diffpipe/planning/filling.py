@@ -28,6 +28,7 @@ at the end, which needs each sample once.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -455,7 +456,9 @@ def _fill_rank(
         left = (gap_stop - gap_start) * (1 - MARGIN)
         while todo:
             layer, start, stop = todo[0]
-            fitting = _most_samples(layer, stop - start, left)
+            fitting = stop - start
+            if layer.seconds(fitting) > left:
+                fitting = bisect_right(range(1, fitting), left, key=layer.seconds)
             if not fitting:
                 break
             duration = layer.seconds(fitting)
@@ -469,14 +472,3 @@ def _fill_rank(
         piece = FrozenPiece(index + len(placed), rank, layer.encoder, layer.layer, start, stop)
         placed.append(Placed(piece, layer.seconds(stop - start), None))
     return placed
-
-
-def _most_samples(layer: FrozenLayer, samples: int, time_s: float) -> int:
-    """The most samples, up to `samples`, for which the layer takes no longer than `time_s`."""
-    if layer.seconds(samples) <= time_s:
-        return samples
-    low, high = 0, samples - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if layer.seconds(middle) <= time_s else (low, middle - 1)
-    return low

@@ -140,8 +140,10 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
-    """Posts a receive and goes on at once. Text form: `2a0<1`; fields as in `Send`."""
+class _Arrival:
+    """How a rank takes a message; fields as in `Send`, and `sign` stands for it in texts."""
+
+    sign: ClassVar[str] = ""
 
     kind: Kind
     stage: int
@@ -149,20 +151,22 @@ class Receive:
     from_rank: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{LETTER_OF_KIND[self.kind]}{self.microbatch}<{self.from_rank}"
+        where = f"{self.sign}{self.from_rank}"
+        return f"{self.stage}{LETTER_OF_KIND[self.kind]}{self.microbatch}{where}"
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Blocks until a posted receive has arrived. Text form: `2a0?1`; fields as in `Send`."""
+class Receive(_Arrival):
+    """Posts a receive and goes on at once. Text form: `2a0<1`."""
 
-    kind: Kind
-    stage: int
-    microbatch: int
-    from_rank: int
+    sign = "<"
 
-    def __str__(self) -> str:
-        return f"{self.stage}{LETTER_OF_KIND[self.kind]}{self.microbatch}?{self.from_rank}"
+
+@dataclass(frozen=True, slots=True)
+class Wait(_Arrival):
+    """Blocks until a posted receive has arrived. Text form: `2a0?1`."""
+
+    sign = "?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,9 @@ _MESSAGE: dict[str, type[Send] | type[Receive] | type[Wait]] = {
     "<": Receive,
     "?": Wait,
 }
+_COLLECTIVE: dict[str, Instruction] = {
+    str(each): each for each in (ExchangeFrozen(), ReduceGradients(), ShareResults())
+}
 _STAGED_TEXT = re.compile(r"(\d+)?([FBIWPU])(\d+)")
 _MESSAGE_TEXT = re.compile(r"(\d+)?([agfp])(\d+)([<>?])(\d+)")
 _ENCODE_TEXT = re.compile(r"E(\d+)")
@@ -224,12 +231,8 @@ def parse_instruction(text: str, stage: int | None = None) -> Instruction:
         >>> str(parse_instruction("a0<1", stage=2))
         '2a0<1'
     """
-    if text == "X":
-        return ExchangeFrozen()
-    if text == "R":
-        return ReduceGradients()
-    if text == "L":
-        return ShareResults()
+    if text in _COLLECTIVE:
+        return _COLLECTIVE[text]
     if match := _ENCODE_TEXT.fullmatch(text):
         return Encode(int(match[1]))
     if match := _STAGED_TEXT.fullmatch(text):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -32,9 +31,7 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-
-if TYPE_CHECKING:
-    from lightning_diffpipe.planning.schedule import Message, Schedule
+from lightning_diffpipe.planning.schedule import Message, Schedule
 
 _ORDER: dict[type[Staged], int] = {
     Forward: 0,
@@ -46,7 +43,11 @@ _ORDER: dict[type[Staged], int] = {
 
 
 def check_laws(schedule: Schedule) -> None:
-    """Raises a `ScheduleError` for the first law that is broken."""
+    """Checks every law that does not need a clock; `simulate` finds deadlocks.
+
+    Raises:
+        ScheduleError: Names the law, the rank and the instruction.
+    """
     _check_places(schedule)
     _check_work(schedule)
     if schedule.is_lowered:

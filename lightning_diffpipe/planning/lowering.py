@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
@@ -228,33 +227,19 @@ def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, .
         >>> {str(at): [str(receive) for receive in receives] for at, receives in of_rank[0].items()}
         {'0g0?1': ['0g0<1'], '0g1?1': ['0g1<1']}
     """
-    taken = _Taken(set(), set())
-    hosts = [_Host(program, taken) for program in schedule.programs]
+    sent, begun = set[_MessageId](), set[_MessageId]()
+    hosts = [_Host(program, sent, begun) for program in schedule.programs]
     while any(host.goes_on() for host in hosts) or any(host.begins_early() for host in hosts):
         pass
     return tuple({at: tuple(receives) for at, receives in host.due.items()} for host in hosts)
 
 
-class _MessageId(NamedTuple):
-    """What both ends of a message know of it."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-    @classmethod
-    def of(cls, instruction: Send | Receive | Wait) -> _MessageId:
-        return cls(instruction.kind, instruction.stage, instruction.microbatch)
+_MessageId = tuple[Kind, int, int]
+"""What both ends of a message know of it: kind, stage and microbatch."""
 
 
-class _Taken(NamedTuple):
-    """Messages that were sent, and those whose receives have begun."""
-
-    sent: set[_MessageId]
-    begun: set[_MessageId]
-
-    def __call__(self, message: _MessageId) -> bool:
-        return message in self.sent and message in self.begun
+def _id_of(instruction: Send | Receive | Wait) -> _MessageId:
+    return instruction.kind, instruction.stage, instruction.microbatch
 
 
 class _Host:
@@ -262,20 +247,18 @@ class _Host:
 
     Args:
         program: Its instructions.
-        taken: Of all ranks.
+        sent: Messages that any rank has sent.
+        begun: Messages whose receives have begun on any rank.
 
     Attributes:
         due: What begins before which instruction.
     """
 
-    def __init__(self, program: Program, taken: _Taken) -> None:
+    def __init__(self, program: Program, sent: set[_MessageId], begun: set[_MessageId]) -> None:
         self.due: dict[Instruction, list[Receive]] = {}
-        self._program = program
-        self._taken = taken
+        self._program, self._sent, self._begun = program, sent, begun
         self._position = 0
-        self._posted: dict[int, deque[Receive]] = defaultdict(
-            deque
-        )  # by sender; they have not begun
+        self._posted: dict[int, deque[Receive]] = defaultdict(deque)  # by sender, not begun
         self._under_way: list[_MessageId] = []
 
     def goes_on(self) -> bool:
@@ -284,13 +267,20 @@ class _Host:
         while self._position < len(self._program):
             instruction = self._program[self._position]
             if isinstance(instruction, Wait):
-                did |= self._begin_upto(instruction)
-            self._under_way = [m for m in self._under_way if not self._taken(m)]
+                # The receive that is waited for begins after those of messages that were sent before.
+                posted, message = self._posted[instruction.from_rank], _id_of(instruction)
+                if any(_id_of(receive) == message for receive in posted):
+                    did = True
+                    while message not in self._begun:
+                        self._begin(posted.popleft())
+            self._under_way = [
+                m for m in self._under_way if m not in self._sent or m not in self._begun
+            ]
             if self._under_way:
                 break
             if isinstance(instruction, Send):
-                self._taken.sent.add(_MessageId.of(instruction))
-                self._under_way.append(_MessageId.of(instruction))
+                self._sent.add(_id_of(instruction))
+                self._under_way.append(_id_of(instruction))
             elif isinstance(instruction, Receive):
                 self._posted[instruction.from_rank].append(instruction)
             self._position += 1
@@ -300,21 +290,12 @@ class _Host:
     def begins_early(self) -> bool:
         """Begins the receive of a message that waits to be taken, if there is one."""
         for posted in self._posted.values():
-            if posted and _MessageId.of(posted[0]) in self._taken.sent:
+            if posted and _id_of(posted[0]) in self._sent:
                 self._begin(posted.popleft())
                 return True
         return False
 
-    def _begin_upto(self, wait: Wait) -> bool:
-        """Begins the receive that is waited for, after those of messages that were sent before."""
-        posted, message = self._posted[wait.from_rank], _MessageId.of(wait)
-        if all(_MessageId.of(receive) != message for receive in posted):
-            return False  # it has begun
-        while message not in self._taken.begun:
-            self._begin(posted.popleft())
-        return True
-
     def _begin(self, receive: Receive) -> None:
         self.due.setdefault(self._program[self._position], []).append(receive)
-        self._under_way.append(_MessageId.of(receive))
-        self._taken.begun.add(_MessageId.of(receive))
+        self._under_way.append(_id_of(receive))
+        self._begun.add(_id_of(receive))

@@ -35,13 +35,12 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
-    EncoderProfile,
     LayerProfile,
     ModelProfile,
     Seconds,
 )
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec
-from lightning_diffpipe.planning.schedules.greedy import Work, list_schedule
+from lightning_diffpipe.planning.schedules.list_scheduling import ListScheduling, Work
 
 
 def folded(profile: ModelProfile) -> ModelProfile:
@@ -66,7 +65,8 @@ def folded(profile: ModelProfile) -> ModelProfile:
         for run in runs
         for i in range(run.first, run.stop)
     }
-    encoders = tuple(_read_by_units(encoder, unit_of) for encoder in profile.encoders)
+    read_by = lambda readers: tuple(sorted({unit_of[reader] for reader in readers}))
+    encoders = tuple(encoder.read_at(read_by) for encoder in profile.encoders)
     chain = replace(backbone, layers=layers, passes=(), skips=())
     return replace(profile, backbones=(chain, *profile.backbones[1:]), encoders=encoders)
 
@@ -180,14 +180,14 @@ def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
     if splits:
         order = {BackwardInput: 0, Forward: 1, ForwardNoGrad: 1, BackwardWeight: 2, Backward: 2}
     most = placement.num_stages - 1
-    return list_schedule(
+    orders = ListScheduling(
         placement,
         num_microbatches,
         lambda kind, stage: 2 if kind is Backward else 1,
-        lambda work: (order[type(work)], work.microbatch, -work.stage),
         lambda stage: most if stage == 0 else num_microbatches,
         splits,
     )
+    return orders.programs(lambda work: (order[type(work)], work.microbatch, -work.stage))
 
 
 def _as_often(layer: LayerProfile, share: float) -> LayerProfile:
@@ -233,11 +233,3 @@ def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
         flops_per_sample=total("flops_per_sample"),
         gradient=True,
     )
-
-
-def _read_by_units(encoder: EncoderProfile, unit_of: dict[int, int]) -> EncoderProfile:
-    results = tuple(
-        replace(result, readers=tuple(sorted({unit_of[reader] for reader in result.readers})))
-        for result in encoder.results
-    )
-    return replace(encoder, results=results)

@@ -29,6 +29,12 @@ from typing import Any
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.codec import Node, read, read_value, write
+from lightning_diffpipe.planning.cost import (
+    TABLES,
+    PipelineCosts,
+    costs_from_node,
+    costs_to_json,
+)
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     FrozenPiece,
@@ -42,15 +48,10 @@ from lightning_diffpipe.planning.instruction import (
     format_program,
     parse_program,
 )
+from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Stage, placement_of
-from lightning_diffpipe.planning.pipeline_costs import (
-    TABLES,
-    PipelineCosts,
-    costs_from_node,
-    costs_to_json,
-)
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
@@ -274,7 +275,7 @@ class PipelinePlan:
         check_encodes(self)
         check_costs(self)
         try:
-            self.lowered.validate()
+            check_laws(self.lowered)
             simulate(self.lowered)
         except DiffPipeError as cause:
             raise PlanError(f"plan: programs: {cause}") from cause

@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, takewhile
 
@@ -307,6 +307,11 @@ class EncoderProfile:
     stored_bytes_per_sample: int = 0
     splittable: bool | None = None
 
+    def read_at(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> EncoderProfile:
+        """The same with other positions of the layers that read its results."""
+        results = tuple(replace(r, readers=moved(r.readers)) for r in self.results)
+        return replace(self, results=results)
+
     @property
     def result_bytes_per_sample(self) -> int:
         """Bytes of all that the backbone reads."""
@@ -480,9 +485,6 @@ def _with_estimate(profile: ModelProfile) -> ModelProfile:
     first[-1] = replace(first[-1], boundary_bytes_per_sample=feedback)
     again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in backbone.layers]
 
-    def in_both(readers: Sequence[int]) -> tuple[int, ...]:
-        return (*readers, *(size + reader for reader in readers))
-
     both = replace(
         backbone,
         layers=(*first, *again),
@@ -494,10 +496,8 @@ def _with_estimate(profile: ModelProfile) -> ModelProfile:
         passes=((0, size), (size, 2 * size)),
         seen=FormsSeen(((share, 0), (1 - share, size)), shared=False) if share < 1 else FormsSeen(),
     )
-    encoders = tuple(
-        replace(e, results=tuple(replace(r, readers=in_both(r.readers)) for r in e.results))
-        for e in profile.encoders
-    )
+    in_both = lambda readers: (*readers, *(size + reader for reader in readers))
+    encoders = tuple(encoder.read_at(in_both) for encoder in profile.encoders)
     return replace(profile, backbones=(both,), encoders=encoders)
 
 

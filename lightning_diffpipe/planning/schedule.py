@@ -8,6 +8,13 @@ disagree about it.
 
 What the rest of the project knows of a schedule, everything but its name, comes from its `ScheduleSpec`.
 
+Ranks that hold several stages keep what later ones of theirs read. So a tensor travels only where no rank on
+its way has it (`route`): with V placement a U-Net's skip not at all. What comes back, a gradient, goes the same
+way back.
+
+    stages on 2 ranks, V      0      1      2      3        made by stage 0, read by stage 3
+    rank                      0      1      1      0        handed on from stage 0 to 3, on rank 0
+
 Round robin over replicas is PipeDream's 1F1B-RR, Narayanan et al. (2019): a microbatch is never
 split inside a stage, so that results stay exact for modules that mix samples.
 """
@@ -15,9 +22,9 @@ split inside a stage, so that results stay exact for modules that mix samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -34,7 +41,6 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
     format_program,
 )
-from lightning_diffpipe.planning.laws import check_laws
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +193,90 @@ class Placement:
         start = max(first for first in self.first_stages if first <= stage)
         stops = (*self.first_stages, self.num_stages)
         return range(start, min(stop for stop in stops if stop > stage))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of one tensor.
+
+    Attributes:
+        sent_to: Stages to which the stage before sends it.
+        handed: Pairs of stages on one rank: the second has it from the first.
+    """
+
+    sent_to: tuple[int, ...]
+    handed: tuple[tuple[int, int], ...]
+
+    @property
+    def readers(self) -> frozenset[int]:
+        """All stages that get it."""
+        return frozenset({*self.sent_to, *(stage for _, stage in self.handed)})
+
+
+NOWHERE = Route((), ())
+
+
+@lru_cache(maxsize=4096)
+def route(
+    maker: int,
+    readers: tuple[int, ...],
+    homes: tuple[tuple[int, ...], ...] | None,
+    through: frozenset[int] | None = None,
+    known: Route = NOWHERE,
+) -> Route:
+    """The way on which a tensor is sent least often.
+
+    Args:
+        maker: The stage that makes it.
+        readers: Later stages that read it, in ascending order.
+        homes: By stage: the ranks that hold it; None if no two stages have the same.
+        through: Stages it may pass; None for all. Where there is no way through them, it passes others, too.
+        known: Where it goes anyway; a part of what is returned.
+
+    Example:
+        >>> route(0, (1, 3), ((0,), (1,), (1,), (0,)))
+        Route(sent_to=(1,), handed=((0, 3),))
+    """
+    if homes is None:
+        last = max((maker, *readers, *known.sent_to))
+        return Route(tuple(range(maker + 1, last + 1)), ())
+    sent, handed, have = set(known.sent_to), set(known.handed), {maker, *known.readers}
+    for reader in readers:
+        if reader in have:
+            continue
+        way = _shortest(reader, have, homes, through)
+        for before, stage in way or _shortest(reader, have, homes, None):
+            have.add(stage)
+            if homes[before] == homes[stage]:
+                handed.add((before, stage))
+            else:
+                sent.add(stage)
+    return Route(tuple(sorted(sent)), tuple(sorted(handed)))
+
+
+def _shortest(
+    reader: int,
+    have: Container[int],
+    homes: Sequence[tuple[int, ...]],
+    through: Iterable[int] | None,
+) -> list[tuple[int, int]]:
+    """Steps that lead to a reader from some stage that has the tensor; none if there is no way."""
+    allowed = range(reader) if through is None else through
+    found: dict[int, tuple[int, list[tuple[int, int]]]] = {reader: (0, [])}
+    for stage in range(reader, -1, -1):  # ways lead from earlier stages to later ones only
+        if stage not in found:
+            continue
+        cost, way = found[stage]
+        for before in range(stage):
+            local = homes[before] == homes[stage]
+            if not local and before != stage - 1:
+                continue
+            if before not in allowed and before not in have:
+                continue
+            if before not in found or cost + (not local) < found[before][0]:
+                found[before] = cost + (not local), [(before, stage), *way]
+    ways = [(cost, -stage, way) for stage, (cost, way) in found.items() if stage in have]
+    return min(ways)[2] if ways else []
 
 
 def as_placement(stages: int | Placement) -> Placement:
@@ -356,14 +446,6 @@ class Schedule:
             for instruction in program:
                 if isinstance(instruction, Staged):
                     yield rank, instruction
-
-    def validate(self) -> None:
-        """Checks every law that does not need a clock; `simulate` finds deadlocks.
-
-        Raises:
-            ScheduleError: Names the law, the rank and the instruction.
-        """
-        check_laws(self)
 
     def __str__(self) -> str:
         width = len(str(self.num_ranks - 1))

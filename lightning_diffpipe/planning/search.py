@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, pairwise
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
@@ -268,8 +269,11 @@ class Search:
         elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
             if shape.spec.opposite:  # the most even of cuts that are as good
                 self._try_all(shape, (cuts for _, cuts in self._starts(shape, bounds)))
-            cuts = all_cuts(self.model, self.options, shape)
-            self._try_all(shape, self._promising(bounds, cuts))
+            every = all_cuts(self.model, self.options, shape)
+            bounded = sorted((bounds.cuts_s(cuts), cuts) for cuts in every)
+            least_s = partial(self.least_s, bounds)
+            # Lazily: what cannot be better than the best so far is left out as that gets better.
+            self._try_all(shape, (cuts for s, cuts in bounded if self._is_better(least_s(s))))
         else:
             self._try_best_bounds(shape, bounds)
 
@@ -287,14 +291,6 @@ class Search:
         holders = shape.num_stages // shape.stages_per_rank
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
         return model.frozen_bytes + need / holders
-
-    def _promising(
-        self, bounds: Bounds, cuts: Iterable[tuple[Cut, ...]]
-    ) -> Iterator[tuple[Cut, ...]]:
-        """Cuts in the order of a bound, without those that cannot be better than the best so far."""
-        for bound_s, cut in sorted((bounds.cuts_s(cut), cut) for cut in cuts):
-            if self._is_better(self.least_s(bounds, bound_s)):
-                yield cut
 
     def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """From the cuts with the best bounds, moves layers to where they are best."""
@@ -338,25 +334,27 @@ class Search:
         return self.least_s(bounds, bounds.cuts_s(start.cuts)) >= HOPELESS * self.best_s
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
-        """Cuts from which layers are moved, one for each share of ranks, and what no cut there beats."""
+        """Cuts from which layers are moved, two for each share of ranks, and what no cut there beats."""
         limit_s = self._most_s(bounds)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
                 found = bounds.best_cuts(replicas, limit_s)
                 if found is not None:
                     yield found
+                    # Those meet a bound of each stage alone, with early stages as long as it allows: lopsided.
+                    firsts = minimax_cuts(self._work_s(shape), shape.num_stages)
+                    ends = (*firsts[1:], self.model.num_layers())
+                    yield found[0], tuple(zip(firsts, ends, replicas, strict=True))
         elif (least_s := bounds.frozen_s + bounds.work_s) < limit_s:
             work_s = self._work_s(shape)
             starts = [self.even_cuts(work, shape) for work in (work_s, self.resident_bytes(shape))]
             if shape.spec.opposite:
                 starts += [self.even_cuts(work_s, shape, uneven - 1) for uneven in UNEVEN]
-            for uneven in (
-                UNEVEN if shape.spec.nested and self.model.profile.backbones[0].skips else ()
-            ):
-                most = max(uneven * sum(work_s) / shape.num_ranks, max(work_s))
-                starts.append(
-                    nested_cuts(work_s, shape.num_ranks, most, self.model.nested_bytes) or ()
-                )
+            if shape.spec.nested and self.model.profile.backbones[0].skips:
+                least = max(work_s)
+                limits = [max(uneven * sum(work_s) / shape.num_ranks, least) for uneven in UNEVEN]
+                crossing = self.model.nested_bytes
+                starts += [nested_cuts(work_s, shape.num_ranks, s, crossing) or () for s in limits]
             for firsts in filter(None, starts):
                 yield least_s, tuple((a, b, 1) for a, b in pairwise((*firsts, len(work_s))))
 
@@ -502,11 +500,7 @@ def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[st
     After `REMEDY_S` the smallest found so far counts; the long shapes, which take longest, come last.
     """
     search, until_s = Search(Evaluator(model, options)), time.perf_counter() + REMEDY_S
-    found: tuple[float, int, int] = (
-        math.inf,
-        0,
-        0,
-    )  # Among equals fewer stages, then fewer microbatches.
+    found: tuple[float, int, int] = (math.inf, 0, 0)  # among equals the one with fewer stages
     smallest = "the smallest"
     for shape in sorted(shapes(model, options), key=lambda s: (is_long(s), search.least_bytes(s))):
         if search.least_bytes(shape) > found[0]:

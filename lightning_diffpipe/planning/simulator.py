@@ -21,6 +21,7 @@ from math import lcm
 from typing import Protocol, TypeVar
 
 from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.cost import PipelineCosts
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -41,7 +42,6 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.planning.lowering import lower, with_collectives
-from lightning_diffpipe.planning.pipeline_costs import PipelineCosts
 from lightning_diffpipe.planning.schedule import Flow, Message, Schedule
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer, draw
@@ -322,9 +322,12 @@ def _run(
     holds_sender = costs.holds_sender
     for rank, work, reads, makes, message, edge in outline.rows:
         if work == _MEETS:
-            met_s = _meet(*outline.meetings[reads], clock, costs)
+            meeting, group = outline.meetings[reads]
+            start = max(clock[peer] for peer in group)  # when the last of them has come
+            for peer in group:
+                clock[peer] = start + meeting_s(meeting, peer, costs)
             if starts_s is not None:
-                starts_s.append(met_s)
+                starts_s.append(start)
             continue
         now = clock[rank]
         if reads >= 0 and arrival[reads] > now:
@@ -339,14 +342,6 @@ def _run(
                 now = arrival[makes]
         clock[rank] = now
     return max(clock)
-
-
-def _meet(meeting: Instruction, group: Sequence[int], clock: list[float], costs: Costs) -> float:
-    """Moves the clocks of the ranks that meet to the end of the collective; when does it begin?"""
-    start = max(clock[peer] for peer in group)
-    for peer in group:
-        clock[peer] = start + meeting_s(meeting, peer, costs)
-    return start
 
 
 def period_s(batch: Schedule, costs: PipelineCosts) -> float:

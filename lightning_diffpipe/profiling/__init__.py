@@ -1,9 +1,9 @@
 """What it costs: every layer timed on this machine, or modelled for another one.
 
-Read in this order: `step_times` (what the time of a layer is), `step_run` (stamps at the borders of layers),
-`bench` (many runs), `measure` (seconds and bytes of every layer), `layer_costs` (into a profile); `cache` stores
-profiles on disk, `profiler` is the public function. `device_model`, `known_models` and `modelled` answer without
-running anything.
+The door is `profiler`: `profile(module, batch)`, and profiles on disk. Behind it, in this order: `step_times`
+(what the time of a layer is), `step_run` (stamps at the borders of layers), `bench` (many runs), `measure`
+(seconds and bytes of every layer), `layer_costs` (into a profile), `state` (leaving the module as it was).
+`known_models` and `modelled` answer without running anything.
 """
 
 from lightning_diffpipe.profiling.measure import Subject, measure_profile

@@ -1,8 +1,8 @@
 """Running a step again and again, at several sample counts, until the time allowed is used up.
 
-The first run at each count is profiler warm-up and does not count. Sample counts take turns, so that a
-disturbance of the machine meets them all. Where time is short, counts between the smallest and the
-largest are left out. A module that is too large for the device is timed layer by layer instead.
+The first run at each count is profiler warm-up and does not count. Sample counts take turns, so that a disturbance
+of the machine meets them all. Where time is short, counts between the smallest and the largest are left out. A
+module that is too large for the device is timed layer by layer instead.
 
 torch reserves what it has freed of a GPU's memory for its next tensors. The driver counts that as used, and so do
 other processes and libraries (NCCL). So it is counted as free here, and released once everything has been timed.
@@ -14,7 +14,6 @@ import gc
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -25,18 +24,17 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.errors import GraphError, ProfileError, clear_variables
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.samples import count_samples
-from lightning_diffpipe.graph.step import Step, StepCall
+from lightning_diffpipe.graph.step import Step, StepCall, count_samples
 from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     OneByOneRun,
-    SavedBytes,
     StepRun,
     kept_bytes,
+    saved_bytes,
 )
 from lightning_diffpipe.profiling.step_times import Rounds, StepTimes
 
@@ -92,8 +90,7 @@ class Bench:
             fixed: Run all of the counts, however long it takes.
 
         Returns:
-            The times of steps; by layer the bytes saved for the backward; times of split
-            backwards.
+            The times of steps; by layer the bytes saved for the backward; times of split backwards.
 
         Raises:
             ProfileError: The step runs at none of the counts.
@@ -104,7 +101,7 @@ class Bench:
             try:
                 return self._in_place(counts, repeats, budget_s, limit_s)
             except torch.OutOfMemoryError as error:
-                without_variables(error)
+                clear_variables(error)
                 _log.info("the step does not fit into %s; timing layer by layer", self._device)
             give_back(self._device)
         return *self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s), {}
@@ -183,7 +180,9 @@ class Bench:
                 for count in tuple(results):
                     self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
                     try:
-                        _both_ways(partial(run, count), turn, results[count])
+                        # Either is first in turn: it finds caches full of something else.
+                        for kind in (0, 1) if turn % 2 == 0 else (1, 0):
+                            results[count][kind].append(run(count, ("whole", "inputs")[kind]))
                     except torch.OutOfMemoryError as error:
                         # Its warm-up found more memory, or less of it in pieces.
                         if len(results) == 1:
@@ -201,12 +200,9 @@ class Bench:
         batch = pytree.tree_map_only(torch.Tensor, torch.clone, self._samples(count))
         known = [*self._module.parameters(), *self._module.buffers()]
         run = StepRun(self._graph, self._clock)
-        with (
-            self._interception() as interception,
-            SavedBytes(run, known, len(self._graph.layers)) as saved,
-        ):
+        with self._interception() as interception, saved_bytes(run, known) as saved:
             run.forward_only(self._call_on(batch), interception)
-        return saved.num_bytes
+        return saved
 
     @contextmanager
     def _interception(self) -> Iterator[Interception]:
@@ -253,7 +249,7 @@ class Bench:
     def _without(self, count: int, error: Exception) -> Exception:
         """Goes on without a count that cannot be run, and without what its step left in memory."""
         _log.warning("cannot time %d samples: %s", count, error)
-        without_variables(error)
+        clear_variables(error)
         give_back(self._device)
         return error
 
@@ -280,19 +276,6 @@ class Bench:
         if self._total is None or count == self._total:
             return self._batch
         return take_samples(self._batch, self._total, count, self._graph.form)
-
-
-def _both_ways(
-    run: Callable[[Any], StepTimes], turn: int, times: tuple[list[StepTimes], list[StepTimes]]
-) -> None:
-    """Times a whole backward and one of inputs only."""
-    whole, without_weights = times
-    # Either is first in turn: it finds caches full of something else.
-    if turn % 2:
-        without_weights.append(run("inputs"))
-    whole.append(run("whole"))
-    if not turn % 2:
-        without_weights.append(run("inputs"))
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:
@@ -327,15 +310,3 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()  # activations may hang in cycles
         torch.cuda.empty_cache()
-
-
-def without_variables(error: Exception) -> Exception:
-    """Clears the variables of an error's frames: all activations of the step that failed are among them.
-
-    The traceback still says where it was raised.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__
-    return error

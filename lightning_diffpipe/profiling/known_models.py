@@ -1,9 +1,9 @@
 """Well-known models, from their published configurations: what they are made of and how they are trained.
 
-Each entry holds the configurations of the parts as they are published with the weights (shortened to what
-differs from the classes' defaults), so that parameters, shapes and operations are exact. Parts are built on the
-meta device: no memory, no download. The step is the usual one: encode pictures and captions, add noise,
-predict, compare.
+Each entry holds the configurations of the parts as they are published with the weights (shortened to what differs
+from the classes' defaults), so that parameters, shapes and operations are exact. Parts are built on the meta
+device: no memory, no download. The step is the usual one: encode pictures and captions, add noise, predict,
+compare.
 """
 
 from __future__ import annotations
@@ -93,16 +93,11 @@ def _call_sd(
     module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
 ) -> Tensor:
     states = text[0].last_hidden_state
-    return module.denoiser(noisy, steps, encoder_hidden_states=states).sample
-
-
-def _call_controlnet(
-    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
-) -> Tensor:
-    states = text[0].last_hidden_state
-    down, middle = module.controlnet(
-        noisy, steps, states, controlnet_cond=batch["hint"], return_dict=False
-    )
+    down, middle = None, None
+    if "hint" in batch:
+        down, middle = module.controlnet(
+            noisy, steps, states, controlnet_cond=batch["hint"], return_dict=False
+        )
     return module.denoiser(
         noisy,
         steps,
@@ -198,7 +193,7 @@ KNOWN_MODELS = {
         (CLIP_H,),
         resolution=512,
         num_parameters=865_910_724,
-        call=_call_controlnet,
+        call=_call_sd,
         controlnet={key: value for key, value in _SD21_UNET.items() if key != "sample_size"},
         source="thibaud/controlnet-sd21-canny-diffusers",
     ),

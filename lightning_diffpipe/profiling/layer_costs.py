@@ -1,34 +1,162 @@
-"""From costs of layers to a profile: which bytes count where, and which layers form an encoder.
+"""From costs of layers to a profile: which bytes count where, which layers form an encoder, what it hands over.
 
-However costs were found (measured, modelled, estimated from operation counts), a profile is put
-together in the same way, here.
+However costs were found (measured, modelled, estimated from operation counts), `assemble` puts a profile together.
 
-`estimate_profile` derives costs from operation counts, without running anything. That is good enough to place cuts
-before weights exist, or where one rank cannot hold the whole module. Counts are not times: attention and
-convolutions reach different speeds, and small layers are bound by memory. Where the module can be run,
-`measure_profile` is better.
+Times are taken of the finest layers; a run folds containers that are all frozen into one layer again, and what
+crosses to other ranks are the outputs of those. So the results of encoders are read off a graph folded as if every
+trained layer were a stage of its own. Whether they can be stored is found by running the frozen layers twice with
+different random numbers; whether they give the same for some of the samples only, by running them on single
+samples.
+
+`estimate_profile` derives costs from operation counts, without running anything: good enough to place cuts before
+weights exist, or where one rank cannot hold the whole module. Counts are not times: attention and convolutions
+reach different speeds, and small layers are bound by memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.chains import passes, without_gradient
-from lightning_diffpipe.graph.cut import boundary_bytes, skips
-from lightning_diffpipe.graph.layer import Layer, LayerGraph
+from lightning_diffpipe.graph.cut import boundary_bytes, cut, skips
+from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.interception import Interception
+from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
+from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
+from lightning_diffpipe.graph.probe import fold
+from lightning_diffpipe.graph.sample_groups import why_not_splittable
+from lightning_diffpipe.graph.step import Step, StepCall
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
+    FrozenResult,
     LayerProfile,
     ModelProfile,
     Seconds,
     Skip,
 )
-from lightning_diffpipe.profiling.encodings import Encoding, encoder_name
+
+_log = logging.getLogger(__name__)
+
+MIN_FLOPS_PER_BYTE = 10.0
+"""As `EncodingCache` has it: layers that compute less for each byte they give are not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of the layers of a folded graph while they ran.
+
+    Attributes:
+        steady: Names of those whose arguments do not follow noise or timesteps.
+        mixing: Names of those that give other values for single samples than for all.
+    """
+
+    steady: frozenset[str]
+    mixing: frozenset[str]
+
+
+Look = Callable[[LayerGraph], Seen]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What is known of an encoder's results; see `EncoderProfile`."""
+
+    results: tuple[FrozenResult, ...]
+    cacheable: bool | None
+    stored_bytes_per_sample: int
+    splittable: bool | None
+
+
+def encoder_name(layer: Layer) -> str:
+    """Returns the encoder a frozen layer belongs to: its top-level module."""
+    return f"frozen {layer.name.partition('.')[0]}"
+
+
+def encodings(
+    module: nn.Module, step: Step, batch: Any, graph: LayerGraph, look: Look | None = None
+) -> dict[str, Encoding]:
+    """Returns the results of every encoder by its name; empty where the step cannot be folded.
+
+    Args:
+        module: The module.
+        step: Module and batch to loss.
+        batch: The batch the graph was probed with.
+        graph: Its layers, unfolded.
+        look: Finds out what could be stored, and split; unknown if not given.
+    """
+    if not graph.frozen:
+        return {}
+    try:
+        folded, positions = fold(module, step, batch, graph, range(1, len(graph.path)))
+    except GraphError as error:
+        _log.info("what frozen layers hand over stays unknown: %s", error)
+        return {}
+    seen: Seen | None = None
+    try:
+        seen = look(folded) if look is not None else None
+    except (GraphError, RuntimeError) as error:  # too little memory, say
+        _log.info("whether encodings can be stored, or split, stays unknown: %s", error)
+    encoders: dict[str, list[Layer]] = {}
+    for index in folded.frozen:
+        layer = folded.layers[index]
+        encoders.setdefault(encoder_name(layer), []).append(layer)
+    readers: dict[TensorKey, list[int]] = {}  # as many stages as there are trained layers
+    for stage in cut(folded, positions).stages:
+        for key in stage.frozen_received:
+            readers.setdefault(key, []).append(stage.index)
+    return {name: _encoding(folded, layers, readers, seen) for name, layers in encoders.items()}
+
+
+def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
+    """Looks by running the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
+
+    def look(folded: LayerGraph) -> Seen:
+        interception = Interception(module, folded.layer_names).install()
+        call = StepCall(step, module, batch, written=folded.batch_writes)
+        try:
+            view = FrozenView(module, folded, cut(folded, ()).frozen, interception)
+            steady = repeatable(view, call, seed=0) if stores else frozenset()
+            return Seen(steady, view.mixing(call, seed=0))
+        finally:
+            interception.uninstall()
+
+    return look
+
+
+def _encoding(
+    folded: LayerGraph,
+    layers: list[Layer],
+    readers: Mapping[TensorKey, list[int]],
+    seen: Seen | None,
+) -> Encoding:
+    samples = folded.num_samples or 1
+    read_by: dict[tuple[int, ...], int] = {}
+    for layer in layers:
+        for key in layer.tensor_keys:
+            if key in readers:
+                where = tuple(readers[key])
+                read_by[where] = read_by.get(where, 0) + folded.spec(key).nbytes
+    storable = [x for x in layers if not why_not_remembered(x, folded, MIN_FLOPS_PER_BYTE)]
+    stored = [x for x in storable if seen is None or x.name in seen.steady]
+    flops = sum(layer.cost_flops for layer in layers)
+    cacheable = 2 * sum(layer.cost_flops for layer in stored) > flops
+    splittable: bool | None = False
+    if not any(map(why_not_splittable, layers)):
+        splittable = None if seen is None else seen.mixing.isdisjoint(x.name for x in layers)
+    return Encoding(
+        tuple(FrozenResult(size // samples, where) for where, size in sorted(read_by.items())),
+        cacheable if seen is not None or not cacheable else None,
+        sum(folded.spec(key).nbytes for x in stored for key in x.tensor_keys) // samples,
+        splittable,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +201,7 @@ def assemble(
         split_s: What a backward in two halves takes longer.
 
     Returns:
-        One backbone with the layers of the trained path in call order, and one encoder for every
-        top-level module with frozen layers.
+        One backbone, of the trained path, and one encoder for every top-level module with frozen layers.
     """
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     samples = graph.num_samples or 1
@@ -154,16 +281,12 @@ _NOMINAL_FLOPS_PER_S = 3e10
 def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
     """Derives a profile from the operation counts of a probed step.
 
-    A layer with trained weights has a backward of twice its forward, half of it for the weights; a layer
-    that only passes gradients on (a locked decoder, layers under LoRA) has one of about its forward.
+    A layer with trained weights has a backward of twice its forward, half of it for the weights; a layer that only
+    passes gradients on (a locked decoder, layers under LoRA) has one of about its forward.
 
     Args:
         module: The module; only sizes of its parameters are read.
         graph: Its layers, unfolded.
-
-    Returns:
-        One backbone with the layers of the trained path in call order, and one encoder for every
-        top-level module with frozen layers.
     """
     samples = graph.num_samples or 1
     costs = {}

@@ -1,12 +1,12 @@
 """Timing every layer of a module on this machine.
 
-A `Bench` runs the step for real at several sample counts, with stamps at the borders of its layers;
-medians over the repetitions, and means over equal layers, become the profile.
+A `Bench` runs the step for real at several sample counts, with stamps at the borders of its layers; medians over
+the repetitions, and means over equal layers, become the profile.
 
-A slow step is timed a few times only, and on a shared machine each layer of it is off by some per cent. A
-planner believes what it reads: it would cut a transformer of equal blocks into unequal stages. Blocks that
-have the same weights' shapes, operations and outputs are therefore timed as one, by the mean of all
-of them in a step, so that the step takes as long as before:
+A slow step is timed a few times only, and on a shared machine each layer of it is off by some per cent. A planner
+believes what it reads: it would cut a transformer of equal blocks into unequal stages. Blocks that have the same
+weights' shapes, operations and outputs are therefore timed as one, by the mean of all of them in a step, so that
+the step takes as long as before:
 
     as timed   block.0 36   block.1 41   block.2 34   block.3 37   head 5
     averaged   block.0 37   block.1 37   block.2 37   block.3 37   head 5
@@ -29,12 +29,16 @@ from torch import nn
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.samples import count_samples
-from lightning_diffpipe.graph.step import Step
+from lightning_diffpipe.graph.step import Step, count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
 from lightning_diffpipe.profiling.bench import Bench, Progress, Splits, give_back
-from lightning_diffpipe.profiling.encodings import Encoding, encodings, found_by_running
-from lightning_diffpipe.profiling.layer_costs import LayerCost, assemble
+from lightning_diffpipe.profiling.layer_costs import (
+    Encoding,
+    LayerCost,
+    assemble,
+    encodings,
+    found_by_running,
+)
 from lightning_diffpipe.profiling.state import (
     current,
     placeable,
@@ -68,12 +72,12 @@ class Subject:
         batch: A batch at least as large as the largest sample count.
         graph: Its layers, unfolded, as `probe` found them.
         device: Where to measure.
-        sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has
-            two microbatches at least), thinned out where `budget_s` does not reach.
+        sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
+            microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
         repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
-        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs
-            eight times at least.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs eight times
+            at least.
         name: Name of the profile; the module's class if not given.
         progress: Is called with how far it is.
         least_samples: Fewer than these the step cannot be run on.
@@ -120,8 +124,7 @@ class Subject:
 def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
-    Threads are used as this process is set to. The module is left bit-identical: gradients, buffers,
-    training flags, random number generators. It is moved to the device meanwhile if it lives elsewhere.
+    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
 
     Args:
         subject: What is measured.
@@ -154,7 +157,6 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
 def _measured(
     subject: Subject, counts: Sequence[int]
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    """Returns times, bytes saved by layer, what a split adds, and encodings, as this process finds them."""
     fixed = subject.sample_counts is not None
     with undisturbed(subject.module):
         rounds, saved, splits = subject.bench.run(

@@ -1,47 +1,265 @@
-"""Profiles of models one cannot run here: exact sizes, modelled times.
+"""Devices on paper, and profiles of models that one cannot run here: exact sizes, modelled times.
 
     profile = modelled_profile("flux", device_model="h100")
 
-The model is built from its published configuration on the meta device, its training step is probed like
-any other, and then run without values under a clock that shows what a device on paper would need
-(`device_model`). So parameter, boundary and activation bytes and FLOPs are those of the real model, and times are
-estimates, marked as modelled in the profile's name. It takes seconds; the result is cached.
+The model is built from its published configuration on the meta device, its training step is probed like any other,
+and then run without values under a clock that shows what a device on paper would need: the roofline model with
+stated efficiencies, plus a latency for every kernel that is started.
+
+    seconds = latency + max(FLOPs / (peak x efficiency of its class), bytes / (bandwidth x efficiency))
+
+So parameter, boundary and activation bytes and FLOPs are those of the real model, and times are estimates, marked
+as modelled in the profile's name. Peaks and bandwidths are the vendors'; efficiencies are shares of the peak that
+large operators of a class commonly reach in PyTorch. From the same peaks comes what a run makes of its devices:
+
+    MFU = FLOPs per sample x samples per second / (peak FLOP/s of a device x devices)
+
+Counted are matrix products, convolutions and attention, once: work that is done twice (activation checkpointing)
+or on several ranks does not make the figure larger.
+
+Sources:
+    roofline, Williams et al. (2009), https://doi.org/10.1145/1498765.1498785
+    model FLOPs utilization, Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.clock import HostClock
 from lightning_diffpipe.errors import ConfigurationError, ProfileError
-from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
-from lightning_diffpipe.profiling.cache import cache_folder
-from lightning_diffpipe.profiling.device_model import (
-    DeviceModel,
-    ModelledClock,
-    device_named,
-    fused_attention,
-)
-from lightning_diffpipe.profiling.encodings import Seen, encodings
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
-from lightning_diffpipe.profiling.layer_costs import assemble
+from lightning_diffpipe.profiling.layer_costs import Seen, assemble, encodings
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
+from lightning_diffpipe.profiling.profiler import cache_folder, store_profile
 from lightning_diffpipe.profiling.state import scratch_gradients
-from lightning_diffpipe.profiling.step_run import KeptBytes, SavedBytes, StepRun, kept_bytes
+from lightning_diffpipe.profiling.step_run import Backward, StepRun, kept_bytes, saved_bytes
 from lightning_diffpipe.profiling.step_times import StepTimes
+
+TERA = 1e12
+EFFICIENCY = {"matmul": 0.6, "convolution": 0.4, "attention": 0.4, "memory": 0.7}
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """A device on paper.
+
+    Attributes:
+        name: What it is called.
+        peak_flops: Peak FLOP/s of dense matrix products, by name of the type.
+        bandwidth_bytes_per_s: Of its memory.
+        latency_s: Of starting a kernel, while kernels before it still run.
+        efficiency: Share of the peak that is reached: "matmul", "convolution", "attention" of the FLOP/s, "memory"
+            of the bandwidth.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    bandwidth_bytes_per_s: float
+    latency_s: float = 4e-6
+    efficiency: Mapping[str, float] = field(default_factory=lambda: EFFICIENCY)
+
+    def seconds(self, kind: str, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
+        """Returns the time of one operator of a class ("memory" for all but matrix products)."""
+        moved_s = num_bytes / (self.bandwidth_bytes_per_s * self.efficiency["memory"])
+        if kind == "memory":
+            return self.latency_s + moved_s
+        computed_s = flops / (self.peak_of(dtype) * self.efficiency[kind])
+        return self.latency_s + max(computed_s, moved_s)
+
+    def peak_of(self, dtype: torch.dtype) -> float:
+        """Returns the peak FLOP/s for a type; that of single precision for types that are not listed."""
+        return self.peak_flops.get(str(dtype).removeprefix("torch."), self.peak_flops["float32"])
+
+
+def _gpu(name: str, half: float, single: float, terabytes_per_s: float) -> DeviceModel:
+    peaks = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA}
+    return DeviceModel(name, peaks, terabytes_per_s * TERA)
+
+
+# Dense tensor-core peaks (float32 as TF32 where the device has it) and bandwidths, vendors' data sheets.
+DEVICES = {
+    "t4": DeviceModel("t4", {"float16": 65 * TERA, "float32": 8.1 * TERA}, 0.32 * TERA),
+    "v100": DeviceModel("v100", {"float16": 125 * TERA, "float32": 15.7 * TERA}, 0.9 * TERA),
+    "v100_pcie": DeviceModel(
+        "v100_pcie", {"float16": 112 * TERA, "float32": 14 * TERA}, 0.9 * TERA
+    ),
+    "a10g": _gpu("a10g", 70, 35, 0.6),
+    "rtx4090": _gpu("rtx4090", 165, 82.6, 1.008),
+    "a100": _gpu("a100", 312, 156, 2.039),
+    "h100": _gpu("h100", 989, 494, 3.35),
+    "h100_pcie": _gpu("h100_pcie", 756, 378, 2.0),
+    "h200": _gpu("h200", 989, 494, 4.8),
+}
+
+
+def device_named(device: str | DeviceModel) -> DeviceModel:
+    """Looks a device up by name.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    if isinstance(device, DeviceModel):
+        return device
+    if device not in DEVICES:
+        raise ConfigurationError(
+            f"there is no device model {device!r}; choose one of {', '.join(DEVICES)}, "
+            "or pass a DeviceModel"
+        )
+    return DEVICES[device]
+
+
+class ModelledClock(TorchDispatchMode):
+    """A clock that shows the time a device on paper would have spent on what was run meanwhile.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: DeviceModel) -> None:
+        super().__init__()
+        self._device = device
+        self._now_s = 0.0
+        self.flops = 0.0
+
+    def stamp(self) -> float:
+        """See `Clock`."""
+        return self._now_s
+
+    def settle(self) -> None:
+        """See `Clock`."""
+
+    def seconds(self, start: float, stop: float) -> float:
+        """See `Clock`."""
+        return stop - start
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written = tensors_in(out)
+        # `_unsafe_view` is a view that autograd does not know; it follows every batched product.
+        is_view = func.is_view or func.overloadpacket is torch.ops.aten._unsafe_view
+        if is_view or not written or func.__name__.startswith("empty"):
+            return out
+        moved = {id(t): t for t in (*tensors_in((args, kwargs)), *written)}.values()
+        # An expanded tensor is as small as its storage.
+        num_bytes = sum(
+            min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in moved
+        )
+        count = flop_registry.get(func.overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+        self.flops += flops
+        kind = "memory"
+        if flops:
+            names = {"attention": "attention", "conv": "convolution", "": "matmul"}
+            kind = next(kind for part, kind in names.items() if part in func.__name__)
+        self._now_s += self._device.seconds(kind, flops, num_bytes, written[0].dtype)
+        return out
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Lets attention be one fused operator inside, as it is on a GPU; masks are left out, as they cost nothing."""
+    plain = F.scaled_dot_product_attention
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, torch.is_grad_enabled()
+        )[0]
+
+    F.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
+
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16}
+
+# A driver's name is taken word by word: an RTX A1000 is no A100. The first that has all its words counts.
+_BY_WORDS = (
+    (("t4",), "t4"),
+    (("v100", "pcie"), "v100_pcie"),
+    (("v100",), "v100"),
+    (("a10g",), "a10g"),
+    (("rtx", "4090"), "rtx4090"),
+    (("a100",), "a100"),  # the peak of its PCIe card is the same
+    (("h100", "pcie"), "h100_pcie"),
+    (("h100",), "h100"),
+    (("h200",), "h200"),
+    (("gh200",), "h200"),
+)
+_OTHERS = {"laptop", "mig", "grid", "nvl", "fhhl", "d", "max"}
+"""Words of cards, or parts of them, whose peak is another one and not known here."""
+
+
+def flops_per_sample(graph: LayerGraph) -> float:
+    """Returns FLOPs of one training step for one sample.
+
+    A layer with trained weights costs three times its forward, one that only passes gradients on twice, one that
+    is frozen or that no gradient reaches (an estimate under `torch.no_grad`) once.
+
+    Args:
+        graph: The layers of a step, folded or not.
+    """
+    total = 0
+    for layer in graph.layers:
+        forward_only = layer.frozen or not layer.carries_gradient
+        passes = 1 if forward_only else 3 if layer.parameters & graph.trained else 2
+        total += passes * layer.cost_flops
+    return total / (graph.num_samples or 1)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Returns the vendor's peak of a device, None where it is not known, as for CPUs.
+
+    Args:
+        device: Where training runs.
+        precision: Lightning's name of it, for example `"bf16-mixed"`.
+
+    Returns:
+        FLOP/s of dense matrix products; for single precision those of TF32, where the device has it.
+    """
+    if device.type != "cuda":
+        return None
+    return peak_of_name(torch.cuda.get_device_name(device), precision)
+
+
+def peak_of_name(name: str, precision: str) -> float | None:
+    """Looks a device up by the name its driver gives it; see `peak_flops`.
+
+    Example:
+        >>> peak_of_name("NVIDIA H100 80GB HBM3", "bf16-mixed"), peak_of_name("Radeon", "32-true")
+        (989000000000000.0, None)
+    """
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    if words & _OTHERS:
+        return None
+    known = next((DEVICES[key] for wanted, key in _BY_WORDS if words.issuperset(wanted)), None)
+    if known is None:
+        return None
+    return known.peak_of(_DTYPES.get(precision.split("-")[0], torch.float32))
+
 
 _NUM_PROBED_SAMPLES = 2
 _VERSION = 7
@@ -66,7 +284,7 @@ def modelled_profile(
         dtype: Type of weights, gradients and activations.
         device_model: A name of `DEVICES`, or a device of your own.
         sample_counts: Numbers of samples to model; linear between and beyond.
-        max_share: No layer should cost more than this share of the step, as far as modules allow.
+        max_share: No layer should cost more than this share of the step.
         cache: Look in the cache first, and keep the result there.
 
     Raises:
@@ -92,10 +310,7 @@ def modelled_profile(
     title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
     profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts, max_share)
     if cache:
-        try:
-            write_atomically(path, profile.to_json())
-        except OSError as error:
-            warnings.warn(f"cannot keep the profile at {path}: {error}", stacklevel=2)
+        store_profile(path, profile)
     return profile
 
 
@@ -133,52 +348,33 @@ def _model(
     sample_counts: Sequence[int],
     max_share: float,
 ) -> ModelProfile:
+    def seen_on_paper(graph: LayerGraph) -> Seen:
+        # All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
+        names = (graph.layers[index].name for index in graph.frozen)
+        return Seen(frozenset(n for n in names if not n.startswith("denoiser")), frozenset())
+
     training = KnownTraining(known, dtype)
     step = lambda module, batch: module.training_step(batch)
     batch = training.batch(_NUM_PROBED_SAMPLES, resolution)
+
+    def run(count: int, backward: Backward) -> StepTimes:
+        call = partial(step, training, training.batch(count, resolution))
+        with ModelledClock(device) as clock:
+            return StepRun(graph, clock).measure(call, interception, backward)
+
     with fused_attention():
         graph = probe(training, step, batch, max_share=max_share)
-        interception = Interception(training, graph.layer_names).install()
-        rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
-        with scratch_gradients(training, graph.trained):
-            for count in sample_counts:
-                call = partial(step, training, training.batch(count, resolution))
-                rounds[count] = (
-                    [_run(graph, device, call, interception, "whole")],
-                    [_run(graph, device, call, interception, "inputs")],
-                )
-        saved = _saved_bytes(graph, training, batch, interception)
-        interception.uninstall()
-        handed = encodings(training, step, batch, graph, _seen_on_paper)
-    costs, repeated = layer_costs(graph, rounds, saved), repeated_seconds(graph, rounds)
+        interception = Interception(training, graph.layer_names)
+        with interception.installed(), scratch_gradients(training, graph.trained):
+            rounds = {n: ([run(n, "whole")], [run(n, "inputs")]) for n in sample_counts}
+        forward = StepRun(graph, HostClock())
+        known_tensors = [*training.parameters(), *training.buffers()]
+        with interception.installed(), saved_bytes(forward, known_tensors) as saved:
+            forward.forward_only(partial(training.training_step, batch), interception)
+        handed = encodings(training, step, batch, graph, seen_on_paper)
+    kept = kept_bytes({_NUM_PROBED_SAMPLES: saved})
+    costs, repeated = layer_costs(graph, rounds, kept), repeated_seconds(graph, rounds)
     return assemble(title, training, graph, costs, repeated, handed)
-
-
-def _seen_on_paper(graph: LayerGraph) -> Seen:
-    """Returns what is known of frozen layers without running them.
-
-    All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
-    """
-    names = (graph.layers[index].name for index in graph.frozen)
-    steady = frozenset(name for name in names if not name.startswith("denoiser"))
-    return Seen(steady, mixing=frozenset())
-
-
-def _run(
-    graph: LayerGraph, device: DeviceModel, call: Any, interception: Interception, backward: Any
-) -> StepTimes:
-    with ModelledClock(device) as clock:
-        return StepRun(graph, clock).measure(call, interception, backward)
-
-
-def _saved_bytes(
-    graph: LayerGraph, training: KnownTraining, batch: Any, interception: Interception
-) -> list[KeptBytes]:
-    run = StepRun(graph, HostClock())
-    known = [*training.parameters(), *training.buffers()]
-    with SavedBytes(run, known, len(graph.layers)) as saved:
-        run.forward_only(partial(training.training_step, batch), interception)
-    return kept_bytes({_NUM_PROBED_SAMPLES: saved.num_bytes})
 
 
 def _known(name: str) -> KnownModel:

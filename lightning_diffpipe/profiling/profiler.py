@@ -1,26 +1,231 @@
-"""`profile(module, batch)`: from an ordinary module and one batch to a profile, in one call."""
+"""`profile(module, batch)`: from an ordinary module and one batch to a profile; and profiles on disk.
+
+A model is measured once for each thing its times depend on. The name of a file is a digest of all that: layers,
+parameters, shapes and types of the batch and of every layer's outputs, autocast, how float32 and attention are
+computed, which modules checkpoint gradients, device, threads, versions of torch and of this package. Files are
+plain `diffpipe-profile/1` JSON, fit for `diffpipe plan profile=...`. One that cannot be read, or describes another
+model, is named in a warning and measured anew. One that is read is first compared with a few runs of the step: a
+profile taken while something else ran on the machine would spoil every plan from then on.
+
+    ~/.cache/lightning_diffpipe/profiles/LatentDiffusion-3f0c2a9b11d04e52.json
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
+import json
+import logging
+import os
+import platform
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, ProfileError
+from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit, count_samples
-from lightning_diffpipe.graph.step import Step
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_samples
+from lightning_diffpipe.graph.versions import float32_precisions
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.planning.profile import ModelProfile, separated
-from lightning_diffpipe.profiling.cache import cached_profile
+from lightning_diffpipe.planning.profile import FORMAT, ModelProfile, separated
 from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
 from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to
+from lightning_diffpipe.profiling.step_times import Pool, alone
+
+CACHE_VARIABLE = "DIFFPIPE_CACHE"
+"""Environment variable that names the folder of the cache."""
+
+TOLERANCE = 0.15
+"""A stored profile holds if the step takes as long as it says, give or take this share."""
+
+_BYTES_TOLERANCE = 0.01  # bytes are counted, not timed
+
+_LOOKS, _QUICK_S = 3, 0.2
+_CONTENT = 9  # raised when profiles say more, or something else; older files are not used
+_log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Returns where profiles are stored: `$DIFFPIPE_CACHE/profiles`, else below `~/.cache`."""
+    given = os.environ.get(CACHE_VARIABLE)
+    root = Path(given) if given else Path.home() / ".cache" / "lightning_diffpipe"
+    return root.expanduser() / "profiles"
+
+
+def cached_profile(
+    subject: Subject,
+    folder: Path | None = None,
+    agree: Callable[[ModelProfile | None], ModelProfile | None] = lambda known: known,
+    pool: Pool = alone,
+) -> ModelProfile:
+    """Reads the profile from the cache if it is still true; else measures it and stores it there.
+
+    Args:
+        subject: What is measured.
+        folder: Where profiles are stored; `cache_folder()` if not given.
+        agree: Where several ranks measure at once: gives all of them the first one's profile, or its verdict that
+            it has none that holds.
+        pool: As for `measure_profile`, whose errors may be raised.
+    """
+    device = torch.device(subject.device)
+    path = profile_path(
+        subject.module, subject.graph, device, subject.counts, subject.title, folder
+    )
+    known = read_cached(path, subject.graph)
+    holds = known is not None and still_holds(known, subject, str(path))
+    known = agree(known if holds else None)
+    if known is not None:
+        return known
+    profile = measure_profile(subject, pool)
+    store_profile(path, profile)
+    return profile
+
+
+def store_profile(path: Path, profile: ModelProfile) -> None:
+    """Writes a profile to a file of the cache; where that is impossible, warns instead."""
+    try:
+        write_atomically(path, profile.to_json())
+    except OSError as error:
+        warnings.warn(f"cannot keep the profile at {path}: {error}", stacklevel=3)
+
+
+def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
+    """Runs the step a few times and compares times and bytes; logs a line if the profile does not hold."""
+    if not subject.bench.fits:
+        return True  # Layer by layer, a look would take as long as a profile.
+    counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
+    quick = [count for count in counts if known.trained_s(count) <= _QUICK_S] or counts[:1]
+    look = replace(subject, sample_counts=quick[-1:], repeats=_LOOKS, progress=None)
+    try:
+        found = measure_profile(replace(look, looks_at_results=False))
+    except (DiffPipeError, torch.OutOfMemoryError):
+        return False
+    now_bytes, then_bytes = _activation_bytes(found, quick[-1]), _activation_bytes(known, quick[-1])
+    if abs(now_bytes - then_bytes) > _BYTES_TOLERANCE * then_bytes:
+        _log.warning(
+            "the stored profile %s has %.4g MB of activations for %d samples, and now they are %.4g MB; "
+            "measuring anew", source, then_bytes / 1e6, quick[-1], now_bytes / 1e6,
+        )  # fmt: skip
+        return False
+    now_s, then_s = _step_s(found, quick[-1]), _step_s(known, quick[-1])
+    holds = abs(now_s - then_s) <= TOLERANCE * min(now_s, then_s)
+    if not holds:
+        _log.warning(
+            "the stored profile %s has %.3g ms for %d samples, and now they take %.3g ms; "
+            "measuring anew", source, 1e3 * then_s, quick[-1], 1e3 * now_s,
+        )  # fmt: skip
+    return holds
+
+
+def _step_s(profile: ModelProfile, samples: int) -> float:
+    """Returns seconds of a step on one rank, frozen layers included."""
+    frozen = (layer for encoder in profile.encoders for layer in encoder.layers)
+    return profile.trained_s(samples) + sum(layer.forward_s.at(samples) for layer in frozen)
+
+
+def _activation_bytes(profile: ModelProfile, samples: int) -> float:
+    """Returns what the trained layers keep of a microbatch for their backwards."""
+    layers = [layer for backbone in profile.backbones for layer in backbone.layers]
+    return sum(
+        layer.activation_bytes_per_sample * samples + layer.activation_bytes_per_microbatch
+        for layer in layers
+    )
+
+
+def profile_path(
+    module: nn.Module,
+    graph: LayerGraph,
+    device: torch.device,
+    sample_counts: Sequence[int],
+    name: str,
+    folder: Path | None = None,
+) -> Path:
+    """Returns the file that holds, or will hold, a profile."""
+    own_version = "source"  # run from a source tree
+    with contextlib.suppress(PackageNotFoundError):
+        own_version = version("lightning-diffpipe")
+    inputs = {
+        "format": FORMAT,
+        "content": _CONTENT,
+        "graph": graph.digest,
+        "parameters": [
+            (key, list(p.shape), str(p.dtype), p.requires_grad)
+            for key, p in module.named_parameters()
+        ],
+        "autocast": sorted(graph.autocast),
+        "kernels": _kernels(module),
+        "sample_counts": list(sample_counts),
+        "device": device_name(device),
+        "num_threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "torch": torch.__version__,
+        "lightning_diffpipe": own_version,
+    }
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+    return (folder or cache_folder()) / f"{readable}-{digest}.json"
+
+
+def _kernels(module: nn.Module) -> list[object]:
+    """Returns what decides which kernels run and is seen in no tensor: precision, attention, checkpoints."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    attention = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+    processors = {type(getattr(m, "processor", None)).__name__ for m in module.modules()}
+    checkpointing = [
+        name for name, m in module.named_modules() if getattr(m, "gradient_checkpointing", False)
+    ]
+    return [*float32_precisions(), cudnn.benchmark, *attention, sorted(processors), checkpointing]
+
+
+def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
+    """Reads a stored profile; None, with a warning that names the file, if it is not one of this graph."""
+    if not path.exists():
+        return None
+    try:
+        profile = ModelProfile.from_json(path.read_text(), str(path))
+        stored = [layer.name for backbone in profile.backbones for layer in backbone.layers]
+        if tuple(stored) != graph.path_names:
+            raise ProfileError(f"it describes another model ({profile.name})")
+    except (ProfileError, OSError, UnicodeDecodeError) as error:
+        warnings.warn(
+            f"ignoring the stored profile {path}, and measuring anew: {error}", stacklevel=3
+        )
+        return None
+    return profile
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the product name of a device, as far as it is known.
+
+    Example:
+        >>> device_name(torch.device("meta"))
+        'meta'
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
 
 _NUM_PROBED_SAMPLES = 2
 
@@ -39,9 +244,7 @@ def profile(
     cache: bool = False,
     progress: bool = False,
 ) -> ModelProfile:
-    """Measures what every layer of a module costs in training.
-
-    The module is left bit-identical: parameters, gradients, buffers, training flags, random numbers.
+    """Measures what every layer of a module costs in training; leaves the module bit-identical.
 
     Args:
         module: A LightningModule, or any module together with a `step`.
@@ -57,18 +260,22 @@ def profile(
         progress: Show a progress bar.
 
     Raises:
-        ConfigurationError: The module has no `training_step`, and no step was given.
+        ConfigurationError: The module has no `training_step`, and no step was given; or a number is not positive.
         GraphError: The step cannot be cut into layers.
         ProfileError: It cannot be run at these numbers of samples.
 
     Example:
         >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
         >>> step = lambda module, batch: module(batch).mean()
-        >>> [layer.name for layer in profile(module, torch.ones(4, 4), step=step,
-        ...                                  budget_s=0.1).backbones[0].layers]
+        >>> found = profile(module, torch.ones(4, 4), step=step, budget_s=0.1)
+        >>> [layer.name for layer in found.backbones[0].layers]
         ['0', '1']
     """
     step = step or default_step(module)
+    numbers = [("budget_s", budget_s), ("repeats", repeats)]
+    for what, number in [*numbers, *(("sample_counts", count) for count in sample_counts or ())]:
+        if number is not None and not number > 0:
+            raise ConfigurationError(f"{what} must be positive; got {number}")
     home = next((p.device for p in module.parameters()), torch.device("cpu"))
     place = placeable(home if device is None else device)
     if place.type == "cpu":
@@ -88,7 +295,6 @@ def profile(
 def _probed(
     module: nn.Module, step: Step, batch: Any, max_share: float
 ) -> tuple[LayerGraph, tuple[int, ...]]:
-    """Probes a step on a few samples of a batch: its layers, and where its chains start."""
     form: BatchForm | ModuleSplit | None = ModuleSplit.of(module)
     total = count_samples(batch, form)
     if total is not None:
@@ -143,7 +349,7 @@ def in_precision(step: Step, precision: str, device: str) -> Step:
 def bar(
     wanted: bool, what: str = "profiling", *, counted: bool = True, stays: bool = True
 ) -> Iterator[Progress | None]:
-    """Shows a progress bar on standard error.
+    """Shows a progress bar on standard error, if `wanted`.
 
     Args:
         wanted: Whether there shall be one.

@@ -1,8 +1,8 @@
 """Leaving a module as it was found, bit by bit, after running its step many times.
 
-Restored are gradients, buffers (values, and which tensor is bound to the name), training flags, counters
-and other plain attributes, and the random number generators of torch, `random` and numpy. Values of
-parameters are not saved: no optimizer runs here.
+Restored are gradients, buffers (values, and which tensor is bound to the name), training flags, counters and other
+plain attributes, and the random number generators of torch, `random` and numpy. Values of parameters are not
+saved: no optimizer runs here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.placement import own_tensors
-from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit, change_samples
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples, untouched
 
 
 @contextlib.contextmanager
@@ -101,11 +100,11 @@ def tree_to(tree: Any, device: torch.device) -> Any:
 def take_samples(
     batch: Any, total: int, count: int, form: BatchForm | ModuleSplit | None = None
 ) -> Any:
-    """Returns the first samples of a batch, see `graph.samples.is_per_sample`.
+    """Returns the first samples of a batch; all that has another length than `total` is shared by all samples.
 
     Args:
         batch: A tree of tensors, arrays and lists.
-        total: Samples in it; what has another length is shared by all samples.
+        total: Samples in it.
         count: Samples wanted.
         form: That of a larger batch, or how the module cuts it.
     """

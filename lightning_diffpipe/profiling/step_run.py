@@ -1,21 +1,20 @@
 """One whole step with stamps at the borders of its layers, forward and backward; or layer by layer.
 
-Layers are timed where they run, one after the other in one step, not each alone in a loop: caches,
-allocator and autograd are then in the state they will be in, and glue has a time of its own.
+Layers are timed where they run, one after the other in one step, not each alone in a loop: caches, allocator and
+autograd are then in the state they will be in, and glue has a time of its own.
 
-Going forward, stamps are taken around each layer's call. Going backward, a hook on a layer's outputs fires
-when their gradient is complete, just before the layer's own backward begins; autograd works in the
-reverse order of the forward, so the layer ends where that of an earlier layer begins. A second kind of backward
-asks for gradients of the layers' outputs only, not of weights: the difference is the weight-gradient part.
+Going forward, stamps are taken around each layer's call. Going backward, a hook on a layer's outputs fires when
+their gradient is complete, just before the layer's own backward begins; autograd works in the reverse order of the
+forward, so the layer ends where that of an earlier layer begins. A second kind of backward asks for gradients of
+the layers' outputs only, not of weights: the difference is the weight-gradient part.
 
-Looking takes time itself, some 30 microseconds for each layer, 5 % of a U-Net's step on two samples. It is left in:
-stages of a pipeline take longer than their layers in a plain step, and plans without it were 7 to 8 % too short.
+Looking takes some 30 microseconds for each layer, 5 % of a U-Net's step on two samples. It is left in: stages of a
+pipeline take longer than their layers in a plain step, and plans without it were 7 to 8 % too short.
 
 A module that is too large for the device is timed layer by layer (`OneByOneRun`). The step runs where the module
 is, usually on the host, and pauses at every layer: the layer and its arguments go to the device, are timed there
-alone, and come back. So the device holds one layer at a time, and no activations of the whole. Glue is left out: it
-runs on the host here, and takes next to nothing on a GPU. Layers timed alone find their data in caches more often
-than they will in training.
+alone, and come back. So the device holds one layer at a time, and no activations of the whole. Glue, which runs on
+the host here and takes next to nothing on a GPU, is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -56,7 +54,7 @@ class StepRun:
 
     def __init__(self, graph: LayerGraph, clock: Clock) -> None:
         self.checkpointing = self.checkpointed = False
-        self._graph, self._clock = graph, clock
+        self._graph, self._clock, self.num_layers = graph, clock, len(graph.layers)
         self._layers = frozenset(graph.layer_names)
         self._names: list[str] = []
         self._stamps: list[Any] = []
@@ -68,7 +66,7 @@ class StepRun:
     def position(self) -> int:
         """The layer that runs, or whose glue runs; after the last layer still the last one."""
         upcoming = len(self._names) - self._inside
-        return min(upcoming, len(self._graph.layers) - 1)
+        return min(upcoming, self.num_layers - 1)
 
     def measure(
         self, call: Callable[[], Any], interception: Interception, backward: Backward
@@ -159,10 +157,13 @@ class StepRun:
         return out
 
     def _await_gradients(self, index: int, out: Any) -> None:
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._outputs.append(leaf)
-                leaf.register_hook(partial(self._fire, index))
+        def fire(gradient: Tensor) -> None:
+            if index not in self._fired:
+                self._fired[index] = self._clock.stamp()
+
+        for leaf in filter(_wants_gradient, pytree.tree_leaves(out)):
+            self._outputs.append(leaf)
+            leaf.register_hook(fire)
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         if self.checkpointing:
@@ -176,10 +177,6 @@ class StepRun:
             return site.diffpipe_original(*args, **kwargs)
         with rng.private_stream(self._graph.host_random):
             return site.diffpipe_original(*args, **kwargs)
-
-    def _fire(self, index: int, gradient: Tensor) -> None:
-        if index not in self._fired:
-            self._fired[index] = self._clock.stamp()
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Drops what is logged while measuring."""
@@ -240,55 +237,53 @@ def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
     return kept
 
 
-class SavedBytes:
+@contextlib.contextmanager
+def saved_bytes(run: StepRun, known: Sequence[Tensor]) -> Iterator[list[int]]:
     """Counts what autograd keeps for the backward, for the layer that saves it first.
 
-    Parameters and buffers do not count, and a storage counts once. What `torch.func` keeps inside of `grad` and its
-    like does not count either: it bears nobody who looks.
+    Parameters and buffers do not count, and a storage counts once. What `torch.func` keeps inside of `grad` and
+    its like does not count either, as it allows no hooks.
 
     Args:
         run: Tells which layer runs.
         known: Tensors that are there anyway.
+
+    Yields:
+        Bytes of every layer so far.
     """
+    num_bytes = [0] * run.num_layers
+    storage = lambda tensor: tensor.untyped_storage()._cdata
+    seen = set(map(storage, known))
+    alive: list[Tensor] = []  # a storage that is freed may leave its address to another
 
-    def __init__(self, run: StepRun, known: Sequence[Tensor], num_layers: int) -> None:
-        self.num_bytes = [0] * num_layers
-        self._run = run
-        self._seen = {_storage(tensor) for tensor in known}
-        self._alive: list[Tensor] = []  # a storage that is freed may leave its address to another
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        self._refuse_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-        torch.autograd.graph.disable_saved_tensors_hooks = self._aside  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch.autograd.graph.disable_saved_tensors_hooks = self._refuse_hooks
-        self._hooks.__exit__(*error)
-        self._alive.clear()
-
-    @contextlib.contextmanager
-    def _aside(self, message: str) -> Iterator[None]:
-        self._hooks.__exit__(None, None, None)
-        try:
-            with self._refuse_hooks(message):
-                yield
-        finally:
-            self._hooks.__enter__()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in self._seen:
-            self._seen.add(_storage(tensor))
-            self._alive.append(tensor)
-            self.num_bytes[self._run.position] += tensor.untyped_storage().nbytes()
+    def pack(tensor: Tensor) -> Tensor:
+        if storage(tensor) not in seen:
+            seen.add(storage(tensor))
+            alive.append(tensor)
+            num_bytes[run.position] += tensor.untyped_storage().nbytes()
         # An output that its own node keeps, with its history, would never be freed.
         return tensor.detach()
 
+    graph: Any = torch.autograd.graph
+    refuse_hooks = graph.disable_saved_tensors_hooks
+    hooks = graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    @contextlib.contextmanager
+    def without_hooks(message: str) -> Iterator[None]:
+        hooks.__exit__(None, None, None)
+        try:
+            with refuse_hooks(message):
+                yield
+        finally:
+            hooks.__enter__()
+
+    graph.disable_saved_tensors_hooks = without_hooks
+    try:
+        with hooks:
+            yield num_bytes
+    finally:
+        graph.disable_saved_tensors_hooks = refuse_hooks
+        alive.clear()
 
 
 class OneByOneRun(StepRun):
@@ -347,24 +342,28 @@ class OneByOneRun(StepRun):
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             known = [*site.module.parameters(), *site.module.buffers()]
-            with SavedBytes(self, known, len(self._graph.layers)) as saved:
+            with saved_bytes(self, known) as saved:
                 out = self._seeded(site, *_written(_leaves(arguments)))
-                self.num_saved_bytes[self.position] += sum(saved.num_bytes)
+            self.num_saved_bytes[self.position] += sum(saved)
             for turn in range(self._repeats + 1):
-                timed = (
-                    self._timed(site, arguments, "whole"),
-                    self._timed(site, arguments, "inputs"),
-                )
+                forward_s, whole_s = self._timed(site, arguments, "whole")
+                _, inputs_s = self._timed(site, arguments, "inputs")
                 if turn:
-                    forward.append(timed[0][0])
-                    whole.append(timed[0][1])
-                    inputs.append(timed[1][1])
+                    forward.append(forward_s)
+                    whole.append(whole_s)
+                    inputs.append(inputs_s)
             for parameter in parameters:
                 parameter.grad = None
         self._forward.append(forward)
         self._whole.append(whole)
         self._inputs.append(inputs)
-        return pytree.tree_map_only(Tensor, lambda t: _cut_off(t, home), out)
+
+        def without_past(tensor: Tensor) -> Tensor:
+            leaf = tensor.detach().to(home).requires_grad_(tensor.requires_grad)
+            # Glue may write into it, but not into a leaf.
+            return leaf.clone() if tensor.requires_grad else leaf
+
+        return pytree.tree_map_only(Tensor, without_past, out)
 
     def _timed(self, site: Site, arguments: Any, backward: str) -> tuple[float, float]:
         """Returns seconds of one forward and one backward."""
@@ -412,9 +411,3 @@ def _each(arguments: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return changed[id(tensor)]
 
     return pytree.tree_map_only(Tensor, once, arguments)
-
-
-def _cut_off(tensor: Tensor, home: torch.device) -> Tensor:
-    """Returns an output without its past, at home; not a leaf, so that glue may write into it."""
-    leaf = tensor.detach().to(home).requires_grad_(tensor.requires_grad)
-    return leaf.clone() if tensor.requires_grad else leaf

@@ -1,31 +1,28 @@
 """What a layer's time is: with the code between layers, over many runs, on several ranks.
 
-A stage runs its own layers and the glue that feeds them, forward and backward, so the glue before
-a layer counts for it, and the loss after the last layer for the last one. In this way the times of a
-stage's layers add up to the time of the stage, and those of all layers to the time of the step.
+A stage runs its own layers and the glue that feeds them, forward and backward, so the glue before a layer counts
+for it, and the loss after the last layer for the last one. In this way the times of a stage's layers add up to the
+time of the stage, and those of all layers to the time of the step.
 
-Glue before a *frozen* layer runs twice in a pipeline, once with the frozen layers and once with the
-stages that skip them, so it counts for the next layer of the path as well; glue inside a frozen
-container (an autoencoder's residual additions) runs with the frozen layers only.
+Glue before a *frozen* layer runs twice in a pipeline, once with the frozen layers and once with the stages that
+skip them, so it counts for the next layer of the path as well; glue inside a frozen container (an autoencoder's
+residual additions) runs with the frozen layers only.
 
     |-- glue --| vae |-- glue --| conv_in | block |g| block |-- loss --|
     |<- vae      ->|
     |<- and ->|     |<- conv_in         ->|<block>|<-block           ->|
 
 Stages after the first run the glue at the top of the step again (tokenizing captions, drawing noise), with
-dummies: see `repeated_s`. What is left out is glue further down that later stages pass on their way to their
-own first layer, such as additions in the forward of a U-Net; it is small, as dummies need not be computed.
+dummies: see `repeated_s`. What is left out is glue further down that later stages pass on their way to their own
+first layer, such as additions in the forward of a U-Net.
 
-Every rank times the same layers, each on its own device, as pipelines will run on all of them at once. A planner
-that took one rank's times would plan for that device's bad minute, or its luck:
+Every rank times the same layers, each on its own device, as pipelines will run on all of them at once: one rank's
+times may be those of a bad minute. So each rank reduces its runs to medians, and the median over ranks counts.
+What a rank could not run (it had less memory, or less time) comes from those that could.
 
-    rank 0   block 41 ms      rank 1   block 36 ms   ->   block 38.5 ms
-
-So each rank reduces its runs to medians, and the median over ranks counts. What a rank could not run (it
-had less memory, or less time) comes from those that could.
-
-Medians of layers add up to less than a step: every step has its disturbances, each in another layer, and no layer's
-median has any. Of a backward, on a shared machine, 6 to 8 % were missing. So they are scaled to what steps take.
+Medians of layers add up to less than a step: every step has its disturbances, each in another layer, and no
+layer's median has any. Of a backward, on a shared machine, 6 to 8 % were missing. So they are scaled to what steps
+take.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@
                               -> frozen parts: which rank encodes which samples, in groups
                               -> the plan's schedule lowered for these sizes: this rank's program
 
+Tensors and numpy arrays are cut along dimension 0; lists and tuples of strings with one entry per sample
+(captions, ids, sizes, pictures) along their length. Dicts, tuples and lists of batched tensors are containers and
+keep their form. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged. A module may cut
+its batches itself, with a method `split_batch`.
+
 No layer runs here, and nothing is decided: everything follows from the plan and the batch's size. The last batch of
 an epoch may be smaller, so lowered schedules are cached by size, and a size that is new is probed first. With fewer
 samples than the plan has microbatches, it is cut into so many.
@@ -11,15 +16,28 @@ samples than the plan has microbatches, it is cut into so many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.graph.step import StepCall
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.rng import microbatch_seed
+from lightning_diffpipe.graph.step import (
+    BatchForm,
+    ModuleSplit,
+    StepCall,
+    change_samples,
+    count_samples,
+    sample_counts,
+)
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     encode_parts,
@@ -31,10 +49,103 @@ from lightning_diffpipe.planning.lowering import lower, num_posted_ahead, prefix
 from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
-from lightning_diffpipe.runtime.seeding import microbatch_seed
 from lightning_diffpipe.runtime.stage import MicrobatchWork
+
+
+def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
+    """Counts the samples of a batch, the common length of its tensors and lists; or asks the module.
+
+    Raises:
+        ConfigurationError: No tensor or list shows the number of samples, or they disagree; or there are
+            tensors in a container that is not known to pytree.
+    """
+    if isinstance(form, ModuleSplit):
+        return count_samples(batch, form) or 0
+    _refuse_unknown_containers(batch)
+    sizes = sample_counts(batch)
+    if not sizes:
+        raise ConfigurationError(
+            f"the batch ({type(batch).__name__}) holds no tensor and no list, so it cannot be cut into "
+            "microbatches; give `training_step` a batch whose tensors have samples in dimension 0"
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items())
+        raise ConfigurationError(
+            f"the parts of the batch have different numbers of samples ({listed}); "
+            "put samples in dimension 0 everywhere, or move shared values out of the batch"
+        )
+    return next(iter(sizes.values()))
+
+
+def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
+    """Returns sizes of the microbatches of a batch: as even as possible, larger ones first.
+
+    Args:
+        num_samples: Samples in the batch.
+        num_microbatches: Microbatches the plan runs; fewer are made of fewer samples.
+
+    Example:
+        >>> microbatch_sizes(10, 4), microbatch_sizes(2, 4)
+        ((3, 3, 2, 2), (1, 1))
+    """
+    count = max(1, min(num_samples, num_microbatches))
+    small, larger = divmod(num_samples, count)
+    return (small + 1,) * larger + (small,) * (count - larger)
+
+
+def split(
+    batch: Any, sizes: Sequence[int], form: BatchForm | ModuleSplit | None = None
+) -> list[Any]:
+    """Cuts a batch into microbatches of the given sizes, in order.
+
+    Args:
+        batch: Any nesting of dicts, lists, tuples and dataclasses known to pytree.
+        sizes: Samples of each microbatch; they add up to the samples of the batch, by which one knows
+            the parts that have one entry per sample.
+        form: That of the batch the run was planned with, which is surer than a small one; or how the
+            module cuts it.
+
+    Returns:
+        One batch of the same form for each size. Tensors and arrays are views.
+
+    Example:
+        >>> import torch
+        >>> split({"x": torch.arange(3), "caption": ["a", "b", "c"], "scale": 2.0}, [2, 1])[1]
+        {'x': tensor([2]), 'caption': ['c'], 'scale': 2.0}
+    """
+    if isinstance(form, ModuleSplit):
+        return form.split(batch, sizes)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], form)
+
+
+def _refuse_unknown_containers(batch: Any) -> None:
+    if not any(map(_holds_tensors, pytree.tree_leaves(batch))):
+        return
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if _holds_tensors(leaf):
+            name = type(leaf).__name__
+            raise ConfigurationError(
+                f"{pytree.keystr(path) or 'the batch'} is a {name}, whose tensors cannot be cut into "
+                "microbatches, as torch.utils._pytree does not know the type; give a dict, list or tuple, "
+                "or register a dataclass with torch.utils._pytree.register_dataclass"
+            )
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Returns whether an object that pytree does not look into has tensors or arrays inside."""
+    if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):
+        return False
+    inside: list[Any] = [getattr(leaf, "__dict__", None)]
+    if isinstance(leaf, Mapping):
+        inside += leaf.values()
+    elif isinstance(leaf, list | tuple | set):
+        inside += leaf
+    elif dataclasses.is_dataclass(leaf):
+        inside += [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    return any(isinstance(part, Tensor | np.ndarray) for part in pytree.tree_leaves(inside))
 
 
 @dataclass(frozen=True)
@@ -156,16 +267,18 @@ class BatchLayout:
         """Gives the losses of a batch their weights, so that all samples of all pipelines weigh the same.
 
         A collective call of all pipelines, once for each batch that is trained on; how often batches are laid out
-        is each pipeline's own.
+        is each pipeline's own. A step that returns weights of its own, the same in all pipelines, asks nobody: its
+        gradients are divided by their sum later.
 
         Args:
             works: The microbatches of the batch.
             accumulate: Batches whose gradients are averaged before an optimizer step.
         """
-        total = self.mesh.summed_over_pipelines(sum(work.num_samples for work in works))
+        weighted = works[0].partitioned.graph.weighted
+        num_samples = sum(work.num_samples for work in works)
+        total = 0.0 if weighted else self.mesh.summed_over_pipelines(num_samples)
         for work in works:
-            share = 1 if work.partitioned.graph.weighted else work.num_samples / total
-            work.loss_scale = share / accumulate
+            work.loss_scale = (1 if weighted else work.num_samples / total) / accumulate
 
     def _works(
         self,

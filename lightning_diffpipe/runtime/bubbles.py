@@ -3,15 +3,8 @@
     rank 1 | wait ------------ F0 | wait ---- F1 | B0 ...
            | vae.0 vae.1 vae.2    | vae.3 vae.0  |            (of the next batch; then of the one after it)
 
-    step 7    take(7)   prepare(8, 9)   program of 7, its waits filled with layers of 8, then of 9   observe
-    step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
-
-A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
-it, and is compared with what was encoded when it is due; what a GPU has to compare is looked at a step later, so
-that no host waits for it. How the groups are shared over ranks follows what steps have measured (`shares.py`).
-
-A `Filler` has this rank's frozen parts of coming batches, in order, as runs that pause at every layer
-(`graph/frozen.py`). At each wait it goes on, layer by layer, for as long as the wait is expected to last:
+A `Filler` has this rank's frozen parts of coming batches (`upcoming.py`), in order, as runs that pause at every
+layer (`graph/frozen.py`). At each wait it goes on, layer by layer, for as long as the wait is expected to last:
 
 * *opportunistic*, where a wait blocks the host (gloo): until the message is there. A layer of which
   more than half would probably come after the message is not started, as being late delays every other
@@ -20,203 +13,32 @@ A `Filler` has this rank's frozen parts of coming batches, in order, as runs tha
   so it puts as many layers before the wait as took its time in the steps before.
 
 Both need two numbers, learnt while training (`FillingTimes`): how long each layer takes, and how long each
-wait lasts. What is left of a batch is done when that batch is due.
-
-With one batch known, a rank that has done its share of it idles beside another that has not, in every
-step: ranks are never done at the same moment. With two it goes on with the batch after it, and has less to do
-in the next step. So ranks are together on average only, and waits are empty when there is no work, rather
-than when it is another rank's.
-
-None of this changes any result: which samples a layer runs on together is fixed beforehand.
+wait lasts. What is left of a batch is done when that batch is due. None of this changes any result: which samples a
+layer runs on together is fixed beforehand.
 
 Source:
     DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248, fills bubbles with frozen layers
-    of the next batch as planned; running until the message arrives, and two batches early, is ours.
+    of the next batch as planned; running until the message arrives is ours.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_diffpipe.clock import Clock
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.frozen import PausedRun
-from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES, SHARES_PERIOD
 from lightning_diffpipe.planning.instruction import Encode, Instruction
-from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
-from lightning_diffpipe.runtime.microbatch import Comparison, Fingerprint
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.shares import GroupShares
-
-Upcoming = Sequence[tuple[Any, tuple[Any, ...]]]
-"""Batches that come next, and the further arguments of their steps."""
-
-
-@dataclass(frozen=True)
-class Filling:
-    """How bubbles are filled.
-
-    Attributes:
-        mode: `"opportunistic"` or `"planned"`, see `runtime/bubbles.py`; `None` by backend.
-        adapts: Shares of the ranks follow what is measured.
-        planned_shares: Weights of the ranks to begin with; equal if empty.
-        lookahead_batches: Batches whose frozen layers may run before they are due.
-    """
-
-    mode: FillingMode | None = None
-    adapts: bool = True
-    planned_shares: tuple[float, ...] = ()
-    lookahead_batches: int = LOOKAHEAD_BATCHES
-
-
-class _Prepared(NamedTuple):
-    """A batch that is not trained on yet; its frozen layers may be done."""
-
-    batch_index: int
-    fingerprint: Fingerprint
-    step: StepWork
-
-
-class _Past(NamedTuple):
-    """What later steps need of one that is over; `ran` is None if its frozen work was not known before."""
-
-    recording: Recording
-    ended_s: float
-    ran: Sequence[tuple[Any, Any]] | None
-    num_groups: int
-    total_groups: int
-
-
-class PreparedBatches:
-    """The coming batches that one rank knows of.
-
-    Args:
-        filling: How bubbles are filled.
-        layout: Lays batches out.
-        clock: The clock of this rank's device.
-
-    Raises:
-        ConfigurationError: Bubbles cannot be filled in this mode over the mesh's backend.
-
-    Attributes:
-        filler: Their frozen work, to be run in waits.
-    """
-
-    def __init__(self, filling: Filling, layout: BatchLayout, clock: Clock) -> None:
-        mesh = layout.mesh
-        if filling.mode == "opportunistic" and mesh.backend == "nccl":
-            raise ConfigurationError(
-                "bubbles cannot be filled until a message arrives (mode='opportunistic') over NCCL, where the "
-                "host does not see messages arrive; use mode='planned' or None, or "
-                "process_group_backend='gloo'"
-            )
-        mode = filling.mode or ("opportunistic" if mesh.backend == "gloo" else "planned")
-        self.filler = Filler(FillingTimes(mode, clock))
-        self._layout = layout
-        self._clock = clock
-        self._prepared: deque[_Prepared] = deque()
-        self._last: _Past | None = None
-        self._compared: tuple[int, Comparison] | None = None
-        period = 1 if filling.lookahead_batches == 1 else SHARES_PERIOD
-        self._shares = GroupShares(
-            mesh.layout.ranks_per_pipeline,
-            mesh.gathered,
-            filling.adapts,
-            filling.planned_shares,
-            period,
-        )
-
-    def num_after(self, batch_index: int) -> int:
-        """Returns how many batches after this one are known."""
-        return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
-
-    def take(self, batch: Any, batch_index: int) -> StepWork | None:
-        """Returns what earlier steps prepared for this batch; None if nothing.
-
-        Raises:
-            ConfigurationError: They prepared another batch under the same number. Of values on a GPU the next
-                call tells, when they are there: the host waits for no device.
-        """
-        self.refuse_other_batch()
-        if not self._prepared:
-            return None
-        if self._prepared[0].batch_index != batch_index:
-            self.drop()
-            return None
-        prepared = self._prepared.popleft()
-        if not self._layout.still_takes_its_forms(prepared.step):
-            self.filler.drop_first()
-            return None
-        self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
-        if self._compared[1].is_known:
-            self.refuse_other_batch()
-        return prepared.step
-
-    def refuse_other_batch(self) -> None:
-        """Checks that the latest batch that was taken is the one that was prepared.
-
-        Raises:
-            ConfigurationError: It is another.
-        """
-        if self._compared is None:
-            return
-        (number, comparison), self._compared = self._compared, None
-        if difference := comparison.difference():
-            raise ConfigurationError(
-                f"batch {number} is not the one whose frozen layers ran in the bubbles of batches "
-                f"before: {difference}. Do not change batches in callbacks; change them in the data set "
-                "or in on_after_batch_transfer, or train with filling=none"
-            )
-
-    def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
-        """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
-
-        Args:
-            upcoming: Equally many on all ranks.
-            batch_index: Number of the batch that is trained on now.
-        """
-        first = batch_index + 1 + len(self._prepared)
-        for number, (batch, arguments) in enumerate(upcoming, first):
-            counts = partial(self._shares.counts, batch_index=number)
-            step = self._layout.lay_out(batch, number, arguments, counts)
-            if step.frozen is None:
-                return
-            self._prepared.append(_Prepared(number, Fingerprint.of(batch), step))
-            self.filler.add(step.frozen)
-
-    def drop(self) -> None:
-        """Forgets the batches that were to come: they will not, or others will."""
-        self._prepared.clear()
-        self.filler.cancel()
-
-    def observe(self, step: StepWork, recording: Recording) -> None:
-        """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
-        past, ended_s = self._last, time.perf_counter()
-        ran = step.frozen.ran if step.frozen is not None and step.early else None
-        num_groups = step.frozen.num_own_groups if step.frozen is not None else 0
-        self._last = _Past(recording, ended_s, ran, num_groups, step.total_groups)
-        if past is None or past.ran is None or not self._shares.adapts:
-            return
-        if past.ran:
-            self._clock.wait_for(past.ran[-1][1])
-        self._shares.observe(
-            ended_s - past.ended_s,
-            past.recording.compute_s + recording.begins_after_s(past.recording),
-            sum(self._clock.seconds(start, stop) for start, stop in past.ran),
-            past.num_groups,
-            past.total_groups,
-        )
-
 
 FillingMode = Literal["opportunistic", "planned"]
 
+_BEGINNING = "beginning"  # what a step does before its first frozen layer
 _SMOOTHING = 0.3  # weight of the newest measurement
 _POLL_S = 3e-4
 _NO_WAIT_S = 2e-4  # a wait that took less did not wait
@@ -284,7 +106,7 @@ class Filler:
     @property
     def done(self) -> bool:
         """Nothing is left to run."""
-        return all(not work.todo for work in self._works)
+        return not any(work.can_go_on for work in self._works)
 
     def add(self, frozen: FrozenWork) -> None:
         """Takes on the frozen work of the batch after those it has."""
@@ -301,9 +123,13 @@ class Filler:
         filled = start = recording.stamp()
         limit = _Limit(self._times, wait, is_ready)
         while not self.done:
-            work = next(work for work in self._works if work.todo)
+            work = next(work for work in self._works if work.can_go_on)
             begins = work.run is not None or limit.allows(_BEGINNING)
-            ended = begins and self._go_on(work, limit.allows, recording)
+            try:
+                ended = begins and self._go_on(work, limit.allows, recording)
+            except GraphError:
+                # The step takes another form now than it will: what decides, such as a counter, is of this batch.
+                work.run, work.is_postponed, ended = None, True, True
             filled = recording.stamp()
             if not ended and not limit.is_overdue():
                 break
@@ -366,18 +192,23 @@ class Filler:
             work.run = None
             work.todo.pop(0)
         if num_layers:
-            recording.add(Encode(part), start, early=True)
+            recording.add(Encode(part), start)
             work.frozen.ran.append((start, recording.stamp()))
         return ended
 
 
 @dataclass
 class _Work:
-    """The frozen work of one batch, and how far it is."""
+    """The frozen work of one batch, and how far it is; what is postponed runs when the batch is due."""
 
     frozen: FrozenWork
     todo: list[int]
     run: PausedRun | None = None
+    is_postponed: bool = False
+
+    @property
+    def can_go_on(self) -> bool:
+        return bool(self.todo) and not self.is_postponed
 
 
 class _Limit:
@@ -428,7 +259,3 @@ class _Limit:
         now = clock.stamp()
         clock.wait_for(now)  # a GPU is asked for no more than it can do until the message
         return clock.seconds(self._start, now)
-
-
-_BEGINNING = "beginning"
-"""Stands for what a step does before its first frozen layer."""

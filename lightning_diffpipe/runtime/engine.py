@@ -28,13 +28,12 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.lowering import delivered, lower, receives_due
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
-from lightning_diffpipe.runtime.bubbles import Filling, PreparedBatches, Upcoming
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import ChainEnds, Logged, ResultSharing
-from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
-from lightning_diffpipe.runtime.stash import Stash
+from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, Stash
+from lightning_diffpipe.runtime.upcoming import Filling, PreparedBatches, Upcoming
 
 
 @dataclass(frozen=True)

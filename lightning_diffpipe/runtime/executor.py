@@ -5,7 +5,6 @@ time until the message is there:
 
     for wait in executor.run(program, works, frozen):   # between processes: just block,
         filler.fill(wait, executor.recording)           # or run frozen layers of coming batches
-    run_together([executor, ...], ...)                  # in one process, for tests: let the other ranks go on
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.runtime.bubbles import Filler
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
-from lightning_diffpipe.runtime.stash import Stash
+from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, Stash
 
 Works = Sequence[MicrobatchWork] | Mapping[int, MicrobatchWork]
 """Microbatches by the numbers that a program gives them."""
@@ -50,7 +48,7 @@ class PendingWait:
 
     Attributes:
         instruction: What it stands at.
-        is_ready: Tells whether it could go on at once.
+        is_ready: Returns whether it could go on at once.
     """
 
     instruction: Instruction
@@ -94,9 +92,7 @@ class Executor:
         self.position = 0
         self.flushes = True
         self.update: Callable[[MicrobatchWork], None] | None = None
-        self._runner = runner
-        self._stash = stash
-        self._transport = transport
+        self._runner, self._stash, self._transport = runner, stash, transport
         self._start_reduction = start_reduction
         self._gather_ends, self._share_results = gather_ends, share_results
         self._clock = clock
@@ -117,7 +113,7 @@ class Executor:
             frozen: The frozen parts of the step, if the plan encodes any.
 
         Yields:
-            Before every wait: what it stands at, and a function that tells whether it may go on.
+            Before every wait: what it stands at, and a function that returns whether it may go on.
         """
         recording = self.recording
         try:
@@ -134,10 +130,7 @@ class Executor:
             raise
 
     def _execute(
-        self,
-        instruction: Instruction,
-        works: Works,
-        frozen: FrozenWork | None,
+        self, instruction: Instruction, works: Works, frozen: FrozenWork | None
     ) -> Iterator[PendingWait]:
         runner, transport = self._runner, self._transport
         match instruction:
@@ -150,10 +143,7 @@ class Executor:
             case BackwardWeight(stage, microbatch):
                 runner.backward_weight(stage, works[microbatch])
             case Send(kind, stage, microbatch, to_rank):
-                pack = (
-                    runner.outgoing_activation if kind == "activation" else runner.outgoing_gradient
-                )
-                buffer = pack(stage, works[microbatch])
+                buffer = runner.outgoing_buffer(kind, stage, works[microbatch])
                 transport.send(MessageKey(kind, stage, microbatch), buffer, to_rank)
             case Receive(kind, stage, microbatch, from_rank):
                 buffer = runner.incoming_buffer(kind, stage, works[microbatch])

@@ -304,7 +304,7 @@ class FreeRunningEngine(Engine):
 
 
 def _confirmed_in_loop(schedule: Schedule, rank: int, ring: int) -> Mapping[Any, Sequence[Any]]:
-    """Returns what a message tells of those that this rank sent, wherever in the loop."""
+    """Returns which of the messages that this rank sent another one confirms, wherever in the loop."""
     num_batches = 3 * ring // schedule.num_microbatches
     confirmed = delivered(lower(unrolled(schedule, num_batches)))[rank]
     return {

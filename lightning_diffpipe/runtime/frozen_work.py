@@ -23,8 +23,9 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
-from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
+from lightning_diffpipe.graph.frozen import FrozenView, PausedRun
 from lightning_diffpipe.graph.layer import TensorKey, dense_stride
+from lightning_diffpipe.graph.sample_groups import join_samples
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import MicrobatchWork
@@ -54,12 +55,8 @@ class FrozenWork:
         local_rank: int,
         device: torch.device,
     ) -> None:
-        self._parts = tuple(parts)
-        self._group_size = group_size
-        self._works = works
-        self._placement = placement
-        self._local_rank = local_rank
-        self._device = device
+        self._parts, self._group_size, self._works = tuple(parts), group_size, works
+        self._placement, self._local_rank, self._device = placement, local_rank, device
         self.ran: list[tuple[Any, Any]] = []
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
         self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []

@@ -1,6 +1,6 @@
 """One callable, cut into stages for every size of microbatch it is called with, and every form it takes.
 
-One probe does not tell all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
+One probe does not see all: the last batch of an epoch is smaller, images come in several sizes, and coins choose
 which layers a step calls. A signature, or a form, that was not seen before is probed then, and cut so that every
 layer runs where its weights lie: weights never move. A form with more calls than the planned one gets stages before
 it.
@@ -21,16 +21,19 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.chains import without_gradient
 from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
-from lightning_diffpipe.graph.fake import untouched
 from lightning_diffpipe.graph.forms import Exemplar, FormView, StepForm, names_of
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
-from lightning_diffpipe.graph.layer_run import DummyMemory, Memo
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
-from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
-from lightning_diffpipe.graph.step import StepCall, batch_signature
-from lightning_diffpipe.graph.view import StageView
+from lightning_diffpipe.graph.step import (
+    BatchForm,
+    ModuleSplit,
+    StepCall,
+    batch_signature,
+    untouched,
+)
+from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
 
@@ -65,7 +68,7 @@ class PartitionedStepCache:
         known: Graphs of other signatures and forms, made while all parameters had values.
         exemplar: Makes the step take the form that was planned with; None where it throws no coins.
         forms: Those that are known, if there are several.
-        throws_coins: Microbatches of one batch may take several; otherwise one of them tells for all.
+        throws_coins: Microbatches of one batch may take several; otherwise the first stands for all.
     """
 
     def __init__(
@@ -273,7 +276,7 @@ class PartitionedStepCache:
         placement = calls.placement
         if graph.path_names == calls.names:
             return cut_for(graph, calls.positions, placement)
-        for stages in calls.aligned(graph.path_names):
+        for stages in aligned(graph.path_names, calls.names, calls.stage_of, placement):
             positions = [bisect_left(stages, s) for s in range(1, placement.num_stages)]
             pieces = cut_for(graph, positions, placement, may_be_empty=True)
             if not any(
@@ -344,10 +347,6 @@ class PlacedCalls:
             return None
         placement = replace(self.placement, stage_ranks=tuple(reversed(homes)))
         return PlacedCalls(tuple(names), tuple(last - s for s in reversed(stages)), placement)
-
-    def aligned(self, names: Sequence[str]) -> Iterator[list[int]]:
-        """Yields ways to give the layer calls of a form to these stages; see `aligned`."""
-        return aligned(names, self.names, self.stage_of, self.placement)
 
 
 def aligned(

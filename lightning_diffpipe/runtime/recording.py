@@ -50,15 +50,9 @@ class Recording:
         """Returns a stamp of this point in time."""
         return self._clock.stamp()
 
-    def add(self, instruction: Instruction, start: Any, early: bool = False) -> None:
-        """Notes that an instruction ran from a stamp until now.
-
-        Args:
-            instruction: What ran.
-            start: The stamp.
-            early: It is frozen work that was begun, or could have been, in bubbles of earlier batches.
-        """
-        self._stamped.append(_Stamped(instruction, start, self._clock.stamp(), early))
+    def add(self, instruction: Instruction, start: Any) -> None:
+        """Notes that an instruction ran from a stamp until now."""
+        self._stamped.append(_Stamped(instruction, start, self._clock.stamp()))
 
     def end_of(self, instruction: Instruction) -> Any:
         """Returns the stamp at which an instruction ended; `None` if it has not."""
@@ -79,19 +73,17 @@ class Recording:
         A wait lasts until its message is there; pieces of frozen work (`Encode`) lie inside waits, or
         before everything else. Read it when the step is over.
         """
-        spans = self._spans_of(self._stamped)
-        return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
+        if self._stamped:
+            self._clock.wait_for(self._stamped[-1].stop)
 
-    def _spans_of(self, entries: Sequence[_Stamped]) -> list[Span]:
-        if entries:
-            self._clock.wait_for(entries[-1].stop)
-        return [
-            Span(self._rank, entry.instruction, self._at_s(entry.start), self._at_s(entry.stop))
-            for entry in entries
+        def at_s(stamp: Any) -> float:
+            return self.started_s + self._clock.seconds(self._origin, stamp)
+
+        spans = [
+            Span(self._rank, entry.instruction, at_s(entry.start), at_s(entry.stop))
+            for entry in self._stamped
         ]
-
-    def _at_s(self, stamp: Any) -> float:
-        return self.started_s + self._clock.seconds(self._origin, stamp)
+        return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
 
     @property
     def compute_s(self) -> float:
@@ -113,13 +105,6 @@ class Recording:
         return sum(s.duration_s for s in self._encodes if _lies_in(s, waits))
 
     @property
-    def leftover_s(self) -> float:
-        """Seconds of frozen work that bubbles of earlier batches had no room for."""
-        waits = [s for s in self.spans if isinstance(s.instruction, _WAITS)]
-        early = [e for e in self._stamped if isinstance(e.instruction, Encode) and e.early]
-        return sum(s.duration_s for s in self._spans_of(early) if not _lies_in(s, waits))
-
-    @property
     def encode_s(self) -> float:
         """Seconds of all frozen work."""
         return sum(s.duration_s for s in self._encodes)
@@ -133,7 +118,6 @@ class _Stamped(NamedTuple):
     instruction: Instruction
     start: Any
     stop: Any
-    early: bool
 
 
 _WAITS = (Wait, ExchangeFrozen, ReduceGradients, ShareResults)

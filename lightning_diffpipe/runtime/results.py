@@ -109,7 +109,7 @@ class ResultSharing:
         self._under_way: deque[_Shared] = deque()
 
     def start(self, works: Sequence[MicrobatchWork], alarm: bool = False) -> list[Work]:
-        """Begins to sum what this rank's microbatches have to tell.
+        """Begins to sum what this rank's microbatches have computed.
 
         Args:
             works: The microbatches.

@@ -6,7 +6,9 @@ compute. This file turns views into the two operations a schedule knows, and bou
     forward   received tensors (from stage s-1) + frozen results  ->  tensors for stage s+1, or the loss
     backward  gradients of the tensors sent (from stage s+1)      ->  gradients of the tensors received
 
-Tensors that a later stage of the same rank reads are handed to it, and their gradients handed back.
+Tensors that a later stage of the same rank reads are handed to it, and their gradients handed back. What lives
+between instructions is stored in a `Stash`: one leaves what a later one takes away, so that it is empty at the end
+of a step, and what is left over is a bug in the schedule.
 
 What the pipeline needs to know about a callable depends on the sizes of its microbatches, so there is
 one `PartitionedStep` for each signature of a microbatch.
@@ -25,15 +27,13 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.comm.packing import MessageLayout
-from lightning_diffpipe.errors import BoundaryError
+from lightning_diffpipe.errors import BoundaryError, ScheduleError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
-from lightning_diffpipe.graph.layer_run import Memo
 from lightning_diffpipe.graph.step import StepCall, logged_values
-from lightning_diffpipe.graph.view import StageRun, StageView
+from lightning_diffpipe.graph.view import Memo, StageRun, StageView
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.stash import Stash
 
 
 @dataclass
@@ -121,9 +121,65 @@ class MicrobatchWork:
     batch: int = 0
 
 
-def _latest(work: MicrobatchWork) -> AbstractContextManager[None]:
-    """Leaves weights as they are, of which there is one version."""
-    return contextlib.nullcontext()
+class Stash:
+    """Values stored from one instruction to another."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, int, int], Any] = {}  # by what, stage and microbatch
+
+    def put(self, what: str, stage: int, microbatch: int, value: Any) -> None:
+        """Stores a value.
+
+        Raises:
+            ScheduleError: The same thing is stored already: an instruction ran twice.
+        """
+        key = what, stage, microbatch
+        if key in self._values:
+            raise ScheduleError(
+                f"{what} of stage {stage}, microbatch {microbatch} was made twice in one step"
+            )
+        self._values[key] = value
+
+    def gather(
+        self,
+        what: str,
+        stage: int,
+        microbatch: int,
+        values: dict[Any, Any],
+        add: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        """Stores entries of a dict that comes in several parts; those that come again are added up."""
+        stored = self._values.setdefault((what, stage, microbatch), {})
+        for key, value in values.items():
+            stored[key] = add(stored[key], value) if add and key in stored else value
+
+    def take(self, what: str, stage: int, microbatch: int) -> Any:
+        """Hands a value out and forgets it.
+
+        Raises:
+            ScheduleError: Nothing is stored: the instruction that makes it has not run.
+        """
+        key = what, stage, microbatch
+        if key not in self._values:
+            raise ScheduleError(
+                f"{what} of stage {stage}, microbatch {microbatch} is needed before it was made; "
+                "the program of this rank is out of order"
+            )
+        return self._values.pop(key)
+
+    def check_empty(self) -> None:
+        """Checks that every value found its taker.
+
+        Raises:
+            ScheduleError: Something is left.
+        """
+        if self._values:
+            left = ", ".join(f"{what} {stage}/{number}" for what, stage, number in self._values)
+            raise ScheduleError(f"left over at the end of the step: {left}")
+
+    def clear(self) -> None:
+        """Drops everything, after an error."""
+        self._values.clear()
 
 
 class StageRunner:
@@ -142,7 +198,9 @@ class StageRunner:
         self._stash = stash
         self._device = device
         self._check_finite = check_finite
-        self.weights_of: Callable[[MicrobatchWork], AbstractContextManager[None]] = _latest
+        self.weights_of: Callable[[MicrobatchWork], AbstractContextManager[None]] = (
+            lambda work: contextlib.nullcontext()  # there is one version
+        )
 
     def forward(self, stage: int, work: MicrobatchWork) -> None:
         """Runs one microbatch through one stage; its outputs stay attached for the backward."""
@@ -238,19 +296,12 @@ class StageRunner:
             if returned:
                 self._stash.gather("returned", before, work.index, returned, torch.add)
 
-    def outgoing_activation(self, stage: int, work: MicrobatchWork) -> Tensor:
-        """Returns the message into `stage`, packed from what the stage before it produced."""
-        tensors = self._taken("sent", stage, work, work.partitioned.cut.stages[stage].message)
-        self._check("activation", stage, work, tensors)
-        layout = work.partitioned.activation_layouts[stage]
-        return layout.pack(list(tensors.values()), self._device)
-
-    def outgoing_gradient(self, stage: int, work: MicrobatchWork) -> Tensor:
-        """Returns the message to `stage`: the gradients of what it sent."""
-        tensors = self._taken("upstream", stage, work, work.partitioned.gradient_keys[stage])
-        self._check("gradient", stage, work, tensors)
-        layout = work.partitioned.gradient_layouts[stage]
-        return layout.pack(list(tensors.values()), self._device)
+    def outgoing_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
+        """Returns the message into `stage`: what the stage before it produced, or gradients of what it sent."""
+        what = "sent" if kind == "activation" else "upstream"
+        tensors = self._taken(what, stage, work, self._keys(kind, stage, work))
+        self._check(kind, stage, work, tensors)
+        return self._layout(kind, stage, work).pack(list(tensors.values()), self._device)
 
     def incoming_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
         """Returns an empty buffer of the right size for a message."""
@@ -258,15 +309,8 @@ class StageRunner:
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
         """Takes a received message apart, for the instruction that will need it."""
-        partitioned = work.partitioned
-        is_activation = kind == "activation"
-        keys = (
-            partitioned.cut.stages[stage].message
-            if is_activation
-            else partitioned.gradient_keys[stage]
-        )
         tensors = self._layout(kind, stage, work).unpack(buffer)
-        if keys:
+        if keys := self._keys(kind, stage, work):
             self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
 
     def _received(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
@@ -292,7 +336,16 @@ class StageRunner:
         found: dict[TensorKey, Tensor] = {}
         return self._stash.take(what, stage, work.index) if expected else found
 
-    def _layout(self, kind: str, stage: int, work: MicrobatchWork) -> MessageLayout:
+    @staticmethod
+    def _keys(kind: str, stage: int, work: MicrobatchWork) -> tuple[TensorKey, ...]:
+        """Returns what a message into a stage carries."""
+        partitioned = work.partitioned
+        if kind == "activation":
+            return partitioned.cut.stages[stage].message
+        return partitioned.gradient_keys[stage]
+
+    @staticmethod
+    def _layout(kind: str, stage: int, work: MicrobatchWork) -> MessageLayout:
         partitioned = work.partitioned
         if kind == "activation":
             return partitioned.activation_layouts[stage]

@@ -2,7 +2,7 @@
 
 On rank 0, with the first request: one step is timed, whole and in two patches, attention and convolutions in it
 are counted, and the model is probed for whether patches can flow through it. Weights are not needed for any of
-that. On accelerators memory is measured, too. The choice itself is pure arithmetic, `planning/sampling/choice.py`.
+that. On accelerators memory is measured, too. The choice itself is pure arithmetic, `planning/sampling_choice.py`.
 Where a rehearsal then refuses what was chosen, the choice is made again among the rest.
 """
 
@@ -23,30 +23,31 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError
-from lightning_diffpipe.graph.calltree import Forward, forward_replaced
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling.candidates import (
+from lightning_diffpipe.planning.sampling_choice import (
     MIN_STEPS,
     DenoiserProfile,
+    Refusal,
     SamplingChoice,
+    SamplingWish,
+    choose_sampling,
 )
-from lightning_diffpipe.planning.sampling.choice import choose_sampling
-from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion.bands import windows_of
-from lightning_diffpipe.sampling.memory import (
+from lightning_diffpipe.sampling.mesh import SamplingMesh
+from lightning_diffpipe.sampling.methods import CHOOSABLE, MethodOptions, options_taken
+from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import divides_text
+from lightning_diffpipe.sampling.rehearsal import (
     failing,
     is_out_of_memory,
     needing_memory,
     release_memory,
 )
-from lightning_diffpipe.sampling.mesh import SamplingMesh
-from lightning_diffpipe.sampling.methods import CHOOSABLE, MethodOptions, options_taken
-from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import divides_text
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.marks import calls_answered
 
 _REPEATS = 3
 
@@ -173,9 +174,7 @@ def options_of(choice: SamplingChoice) -> dict[str, Any]:
     "name a method and its mesh instead, such as method=pipefusion with parallel=, or draw fewer or smaller "
     "pictures at a time",
 )
-def profile_request(
-    request: Request, num_samples: int, branches: int, layout: Layout | None = None
-) -> DenoiserProfile:
+def profile_request(request: Request, num_samples: int, branches: int) -> DenoiserProfile:
     """Times one step of a request, which is not changed, and counts what the methods would have to send.
 
     Raises:
@@ -186,8 +185,7 @@ def profile_request(
         activation_bytes = _peak_bytes(lambda: request.denoise(latents, timestep), latents.device)
     step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0, verify=False)
-    if layout is not None:
-        patched.know(request, layout)
+    layout: Layout | None = None
     microbatches, glue_s, call_s, refusal = 1, 0.0, 0.0, ""
     try:
         with failing("in 2 patches"):
@@ -270,19 +268,16 @@ def _glue_s(request: Request, layout: Layout) -> float:
     """Seconds of a step with all blocks answering at once."""
     device, calls = request.latents.device, iter(())
 
-    def make(name: str, forward: Forward) -> Forward:
-        def stubbed(*args: Any, **kwargs: Any) -> Any:
-            block = next(calls)
-            return block.nested(block.dummy(0.0, device))
-
-        return stubbed
+    def stubbed(*_: Any) -> Any:
+        block = next(calls)
+        return block.nested(block.dummy(0.0, device))
 
     def run() -> Tensor:
         nonlocal calls
         calls = iter(layout.blocks)
         return request.denoise(request.latents, request.timesteps[0])
 
-    with forward_replaced(request.model, layout.block_names, make):
+    with calls_answered(request.model, layout.block_names, stubbed):
         return _seconds(run, device)
 
 

@@ -1,7 +1,9 @@
 """What all ranks need to know to sample one request: plain values that can be sent.
 
-Rank 0 runs the pipeline's call once with a denoiser that predicts zeros (`loop.py`); what it saw is a `Call`. Every
-rank, that one included, makes a `Request` of it for its own copy, or its own part, of the denoiser:
+Rank 0, which has all parts, runs the pipeline's call dry, with a denoiser that predicts zeros (`loop.py`). That
+records what the parts answer (`record.py`), counts the steps, shows what the denoiser is called with, and tells by
+NaN whether the loop's own code brings rows together: a `Call`. Every rank, that one included, makes a `Request` of
+it for its own copy, or its own part, of the denoiser:
 
     rank 0      prompts -> pipeline's own code, first run -> Call ── broadcast ──> all ranks
     all ranks   Call + denoiser -> Request -> sampler, which runs the pipeline's loop -> final latents
@@ -10,8 +12,10 @@ rank, that one included, makes a `Request` of it for its own copy, or its own pa
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,16 +26,19 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.dry_run import DryRun, Phase
 from lightning_diffpipe.sampling.loop import (
     Exchange,
     PipelineCall,
     PipelineLoop,
     Prediction,
+    Step,
+    attention_processors,
     latents_name,
+    predicted_zeros,
     restored,
+    snapshot,
 )
-from lightning_diffpipe.sampling.record import Controlled
+from lightning_diffpipe.sampling.record import Controlled, LoopEnds, Record
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
@@ -41,8 +48,28 @@ from lightning_diffpipe.sampling.schedulers import (
     random_states,
 )
 
+_NAN = float("nan")
 _SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
 """Arguments of denoisers without a row per sample, whatever their size."""
+
+
+@dataclass
+class Phase:
+    """Steps in a row that call the same denoiser.
+
+    Attributes:
+        denoisers: Which; several if each step calls several.
+        shape: Of the latents, those of all ranks.
+        start: Steps before them.
+        calls: For the first and the last of them that call any, arguments of each call.
+        num_calls: For each of them, how many calls.
+    """
+
+    denoisers: tuple[str, ...]
+    shape: torch.Size
+    start: int = 0
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    num_calls: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -86,23 +113,6 @@ class Call:
     random_states: list[Tensor] = field(default_factory=list)
     loop: list[PipelineLoop] = field(default_factory=list)
     stepped: list[list[PatchSchedulers]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, pipeline: PipelineCall, dry_run: DryRun) -> Call:
-        """What the first run of a pipeline's call has shown."""
-        rows, decoded = len(dry_run.latents), dry_run.record.num_decoded
-        return cls(
-            replace(pipeline, record=dry_run.record),
-            dry_run.phases,
-            torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in dry_run.timesteps]),
-            dry_run.latents,
-            dry_run.scheduler,
-            decoded if decoded and rows % decoded == 0 else rows,
-            dry_run.step_arguments,
-            dry_run.channels,
-            dry_run.mixes,
-            dry_run.by_place,
-        )
 
     @property
     def steps(self) -> list[list[dict[str, Any]]]:
@@ -192,7 +202,7 @@ class Call:
     def request(self, model: nn.Module, exchange: Exchange | None = None) -> Request:
         """Binds the call to a denoiser, or to this rank's part of it; branches of guidance are exchanged."""
         divided, controls = self.divided == "batch", self.pipeline.controls
-        if controls:
+        if controls or "listed" in self.steps[0][0]:
             model = Controlled(model, controls)
         begun, stepped = list[PipelineLoop](), list[PatchSchedulers]()
         if self.phases[0].start:
@@ -240,6 +250,7 @@ class Call:
             "predictions" in self.mixes,
             # All loops of a request begin with the same numbers, as if there were one.
             drawing_from(self.random_states, self.whole.device, goes_back=bool(self.loop)),
+            draws=not self.loop,  # the first is the one that ends the call
         )
         self.loop.append(loop)
         return loop
@@ -284,6 +295,8 @@ class Call:
                 if own is not None:
                     arguments = _rows(arguments, own, num_rows)
                 out = model(**_with_latents(arguments, latents))[0]
+                for axis in _inserted(out, latents):
+                    out = out.squeeze(axis)
                 out = out[tuple(map(slice, latents.shape))]
                 found = out if found is None else found + out
             assert found is not None
@@ -296,7 +309,8 @@ class Call:
         first, last = self.steps
         if not timestep.isnan():
             is_last = len(self.timesteps) > 1 and bool(timestep == self.timesteps[-1])
-            return last if is_last else first
+            # In containers of their own, which models may change.
+            return pytree.tree_map(lambda x: x, last if is_last else first)
 
         def unknown(one: Any, other: Any) -> Any:
             if not isinstance(one, Tensor) or (
@@ -415,6 +429,7 @@ class Call:
 def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> dict[str, Any]:
     """Takes rows of every argument that has one row per input of the denoiser."""
     taken: dict[int, Tensor] = {}  # what was one tensor stays one
+    lists = "listed" in arguments
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows:
@@ -423,10 +438,17 @@ def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> d
             taken[id(leaf)] = leaf[list(rows)]
         return taken[id(leaf)]
 
+    def of_all(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {n: of_all(each) for n, each in value.items()}
+        if lists and isinstance(value, list) and len(value) == num_rows:
+            return [value[i] for i in rows]
+        return pytree.tree_map(take, value)
+
     def of(given: Mapping[str, Any]) -> dict[str, Any]:
         controls = {"controls": [(n, of(each)) for n, each in given.get("controls", ())]}
         return {
-            name: value if name in _SHARED else pytree.tree_map(take, value)
+            name: value if name in _SHARED else of_all(value)
             for name, value in given.items()
             if name != "controls"
         } | (controls if "controls" in given else {})
@@ -451,8 +473,175 @@ def _given(seen: Tensor, latents: Tensor) -> Tensor:
         latents: Of one row for each sample.
     """
     given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
+    for axis in _inserted(seen, given):
+        given = given.unsqueeze(axis)
     for axis in range(1, seen.ndim):
         missing = seen.shape[axis] - given.shape[axis]
         if missing > 0:
             return torch.cat([given, seen.narrow(axis, given.shape[axis], missing)], axis)
     return given
+
+
+def _inserted(seen: Tensor, latents: Tensor) -> list[int]:
+    """Axes of one entry that a pipeline gives its latents for a denoiser of videos, such as that of frames."""
+    if seen.ndim != latents.ndim + 1 or latents.ndim < 4:
+        return []
+    ones = [axis for axis in range(2, seen.ndim) if seen.shape[axis] == 1]
+    return [axis for axis in ones if seen.squeeze(axis).shape[1:] == latents.shape[1:]][:1]
+
+
+# ------------------------------------------------------------------------------------ the dry run
+
+
+def dry_run_of(call: PipelineCall) -> Call:
+    """Runs the call on the rank that has all parts, without computing anything but what is before the loop.
+
+    Raises:
+        ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
+        Exception: What the pipeline's own checks raise.
+    """
+    # Callbacks are for true latents.
+    arguments = {n: each for n, each in call.arguments.items() if not n.startswith("callback")}
+    quiet = replace(call, arguments=arguments)
+    found, timesteps = _one_run(quiet, None)
+    if not found.phases:
+        raise ConfigurationError(
+            f"{type(call.pipeline).__name__} ran {len(timesteps)} scheduler steps with no call of its "
+            f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
+        )
+    here, record = found.pipeline, found.pipeline.record
+    assert record is not None
+    in_loop = record.in_loop
+    if in_loop:  # which of these are controls?
+        record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
+        again, _ = _one_run(here, len(timesteps))
+        if record.controls.keys() < in_loop:
+            again, _ = _one_run(here, len(timesteps))
+        found.phases = again.phases
+    mixes = frozenset(
+        what
+        for what in ("latents", "predictions")
+        if (what == "latents" and in_loop - record.controls.keys())
+        or mixes_rows(here, min(2, len(timesteps)), what)
+    )
+    rows, decoded = len(found.whole), record.num_decoded
+    return replace(
+        found,
+        pipeline=replace(call, record=record),
+        timesteps=torch.stack([torch.as_tensor(t).reshape(-1)[0] for t in timesteps]),
+        num_samples=decoded if decoded and rows % decoded == 0 else rows,
+        mixes=mixes,
+    )
+
+
+def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]]:
+    """One run with a denoiser that predicts zeros; recorded unless it ends after a number of steps.
+
+    Returns:
+        What it has shown, and the timesteps as the scheduler was given them.
+    """
+    record = Record()
+    nothing = torch.empty(0)
+    found = Call(replace(call, record=record), [], nothing, nothing, None, 0)
+    timesteps: list[Any] = []
+    waiting: dict[str, list[dict[str, Any]]] = {}
+    processors = attention_processors(call.parts)
+    begun = False
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        nonlocal begun
+        begun = True
+        record.in_loop |= record.asked_last
+        waiting.setdefault(name, []).append(arguments)
+        return predicted_zeros(call.parts[name], arguments, _NAN)
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        prediction, t, sample = list(arguments.values())[1:4]
+        if not timesteps:
+            _refuse_predicted_variance(scheduler, prediction, sample)
+            found.whole, found.scheduler = sample, copy.deepcopy(scheduler)
+            found.scheduler.__class__ = type(scheduler).__mro__[1]
+            found.by_place = attention_processors(call.parts) != processors
+            found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
+            found.step_arguments.pop("return_dict", None)
+            if sample.ndim > 3 and not prediction.isnan().any():
+                found.channels = sample.shape[1]
+        called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]
+        if called and (not found.phases or found.phases[-1].denoisers != called):
+            start = len(timesteps) if found.phases else 0
+            without = [0] * (len(timesteps) - start)
+            found.phases.append(Phase(called, sample.shape, start, num_calls=without))
+        if found.phases:
+            phase = found.phases[-1]
+            phase.num_calls.append(len(calls))
+            phase.calls = [*phase.calls[:1], calls] if calls else phase.calls
+        timesteps.append(t)
+        waiting.clear()
+        if len(timesteps) == num_steps:
+            raise LoopEnds
+        values = dict(arguments, **{list(arguments)[1]: prediction.nan_to_num()})
+        return plain(**values)
+
+    _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: begun)
+    return found, timesteps
+
+
+def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
+    """Whether the loop's own code brings rows of latents or predictions together, found by NaN in half of them."""
+    found, left = False, num_steps
+    before = torch.empty(0)  # the latents as they were handed back
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        nonlocal found
+        given = arguments[latents_name(arguments)]
+        if what == "latents" and (given.ndim == before.ndim or given.ndim > before.ndim >= 4):
+            axis = 1 if given.ndim == 3 else -2
+            size = before.shape[axis] // 2
+            found |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
+        out = predicted_zeros(call.parts[name], arguments)
+        draw = torch.Generator().manual_seed(len(out[0]))
+        drawn = [torch.randn(x.shape, generator=draw).to(x) for x in out]
+        return Prediction(map(_half_marked, drawn) if what == "predictions" else drawn)
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        nonlocal found, left, before
+        step = Step(plain, arguments)
+        own = _half_marked(torch.zeros_like(step[1])).isnan()
+        found |= bool((step[1].isnan() & ~own).any())
+        left -= 1
+        if found or not left:
+            raise LoopEnds
+        before = step[3].nan_to_num()
+        return step.answer(_half_marked(before) if what == "latents" else before)
+
+    _run(call, on_denoise, on_step)
+    return found
+
+
+def _run(call: PipelineCall, *given: Any) -> None:
+    """Runs a call up to the end of its loop, with generators as they were after it; see `PipelineCall.run`."""
+    devices = [call.device] if call.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
+        call.run(*given)
+
+
+def _half_marked(x: Tensor) -> Tensor:
+    """A copy with NaN in the first half of the rows, or of the tokens."""
+    axis = 1 if x.ndim == 3 else -2
+    x = x.clone()
+    x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)
+    return x
+
+
+def _refuse_predicted_variance(scheduler: Any, prediction: Tensor, sample: Tensor) -> None:
+    """Raises ConfigurationError if the scheduler wants what the pipeline cuts off, which no step would survive."""
+    plain = type(scheduler).__mro__[1]
+    if "variance_type" not in inspect.signature(plain.__init__).parameters:
+        return  # a config keeps settings of the scheduler it was made from
+    kind = scheduler.config.variance_type
+    if kind in ("learned", "learned_range") and prediction.shape[1] != 2 * sample.shape[1]:
+        raise ConfigurationError(
+            f"{plain.__name__} with variance_type={kind} takes a variance that the model predicts, but this "
+            "pipeline hands it none; write variance_type=fixed_small into scheduler/scheduler_config.json, or "
+            "take another scheduler"
+        )

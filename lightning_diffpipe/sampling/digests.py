@@ -2,7 +2,8 @@
 
 Ranks read their weights themselves, under PipeFusion only those of their own layers, perhaps from copies on several
 hosts. A stale copy would give a wrong picture without an error. So every rank takes a digest of *every* tensor that
-is stored, whichever it will read:
+is stored, whichever it will read, and before the first request that needs them of other parts that all ranks read,
+such as a second denoiser or a ControlNet:
 
     name, type, shape, and SAMPLED_BLOCKS blocks of BLOCK_BYTES, the first, the last and others at equal distances;
     a tensor that is no longer than these together is read as a whole
@@ -81,6 +82,18 @@ def digests_of_safetensors(path: Path) -> dict[str, str]:
         return found
 
 
+def _digest_of_file(path: Path) -> dict[str, str]:
+    """The digest of a file whose tensors are not known, by its name."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+
+        def read(start: int, stop: int) -> bytes:
+            file.seek(start)
+            return file.read(stop - start)
+
+        return {path.name: _digest(str(num_bytes), num_bytes, read)}
+
+
 @dataclass(frozen=True)
 class Identity:
     """What must be the same on all ranks.
@@ -102,6 +115,10 @@ class Identity:
     @classmethod
     def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
         """The identity of a model that is open, whose parameters may be placeholders for `weights`."""
+        if not isinstance(denoiser, nn.Module):  # a part without weights, such as guidance
+            return cls(
+                {}, as_texts(dict(getattr(denoiser, "config", {}))), {}, socket.gethostname()
+            )
         config = as_texts(
             {k: v for k, v in getattr(denoiser, "config", {}).items() if not k.startswith("_")}
         )
@@ -113,6 +130,30 @@ class Identity:
             return cls(texts, config, digests, f"{host}, in memory")
         files = getattr(weights, "files", dict)()
         return cls(texts, config, weights.digests(), f"{host}:{weights.origin}", files)
+
+    @classmethod
+    def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:
+        """The identity of a part as it is stored, by all its files of weights.
+
+        Args:
+            folder: Of the part.
+            variant: Of the files that are read, such as `"fp16"`.
+            loras: Digests of what is added to each layer.
+        """
+        config = json.loads(path.read_text()) if (path := folder / "config.json").exists() else {}
+        infix = f".{variant}." if variant else "."
+        paths = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
+        # Those of a variant where it has them all; files of another one are not read.
+        read = [
+            p for p in paths if infix in p.name and (variant or p.name.count(".") == 1)
+        ] or paths
+        digests, files = {}, {}
+        for path in sorted(read):
+            own = digests_of_safetensors(path) if path.suffix != ".bin" else _digest_of_file(path)
+            digests |= own
+            files |= dict.fromkeys(own, f"/{path.name}")
+        texts = as_texts({k: v for k, v in config.items() if not k.startswith("_")})
+        return cls({}, texts, digests | loras, f"{socket.gethostname()}:{folder}", files)
 
     @property
     def digest(self) -> str:

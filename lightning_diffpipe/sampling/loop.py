@@ -9,7 +9,7 @@
 So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and pictures
 as input are its own code. The call is run several times. The first run, of rank 0, has a denoiser that predicts
 zeros: it records what text encoders and the like answer (`record.py`), counts the steps and shows what the denoiser
-is called with (`dry_run.py`). Further runs, on any rank, are answered from that record. They always see latents of
+is called with (`call.py`). Further runs, on any rank, are answered from that record. They always see latents of
 full shape; what this rank does not compute is NaN there.
 """
 
@@ -132,7 +132,7 @@ class PipelineCall:
             elif name == "scheduler":
                 own[name] = _stepping_by(part, controls.forgotten_after(on_step))
             elif name in self.denoisers:
-                own[name] = _answered_by(part, controls.read_by(on_denoise, name))
+                own[name] = _answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
             elif record is not None:
                 own[name] = Recorder(part, name, record, is_looping)
             elif name in known.controls:
@@ -274,6 +274,33 @@ def _answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn
     return twin
 
 
+def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Lets a denoiser that takes its samples as a list be answered as one that takes them as one tensor.
+
+    Its argument `listed` says which of the others was a list; `Controlled` makes it one again.
+    """
+
+    def denoise(arguments: dict[str, Any]) -> Any:
+        name = next((n for n, value in arguments.items() if _is_list_of_samples(value)), None)
+        if name is None or any(_is_batch(n, value) for n, value in arguments.items()):
+            return answer(arguments)
+        stacked = torch.stack(arguments[name])
+        predictions = answer(arguments | {name: stacked, "listed": name})[0]
+        return Prediction((list(predictions.unbind()),))
+
+    return denoise
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    """Whether an argument has latents of one shape, without the axis of samples."""
+    tensors = isinstance(value, list) and all(isinstance(x, Tensor) and x.ndim > 2 for x in value)
+    return tensors and len({x.shape for x in value}) == 1
+
+
+def _is_batch(name: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and (name in _LATENTS or value.ndim >= 3)
+
+
 @contextlib.contextmanager
 def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
     """A context after which parts have the types and attention processors that they had before it.
@@ -338,11 +365,11 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
         if isinstance(arguments.get(name), Tensor):
             return name
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.ndim >= 3:
+        if _is_batch(name, value):
             return name
     raise ConfigurationError(
-        "the denoiser takes each sample as a tensor of its own, and no rank can share such a list; draw with "
-        "diffusers alone"
+        "the denoiser takes each sample as a tensor of its own, of other shapes, and no rank can share such a "
+        "list; draw with diffusers alone"
     )
 
 
@@ -428,6 +455,15 @@ class Step:
         with torch.random.fork_rng(devices=[]):
             self.plain(self[0], zeros, self[2], zeros, **options)
 
+    def draw(self, from_default: bool) -> None:
+        """As `count`, on all rows: generators go on as where the step is taken, the default ones if asked."""
+        device = self[3].device
+        _, prediction, _, sample = list(self.arguments)[:4]
+        zeros = {n: torch.zeros_like(self.arguments[n]) for n in (prediction, sample)}
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=not from_default):
+            self.plain(**self.arguments | zeros)
+
 
 Compute = Callable[[dict[str, Any]], Any]
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -447,7 +483,14 @@ class PipelineLoop:
         channels: Channels of a prediction that the loop looks at; None means all.
         mixes: The loop brings rows of predictions together.
         head: A context for what comes before the first call of the denoiser.
+        draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
+            as in one process.
+
+    Attributes:
+        is_stepped_elsewhere: No patch is stepped on this rank. Then default generators go on, too, if it draws.
     """
+
+    is_stepped_elsewhere = False
 
     def __init__(
         self,
@@ -461,11 +504,12 @@ class PipelineLoop:
         channels: int | None = None,
         mixes: bool = False,
         head: contextlib.AbstractContextManager[None] | None = None,
+        draws: bool = False,
     ) -> None:
         self._call, self._compute, self._denoiser, self._rows = call, compute, denoiser, rows
         self._head = head or contextlib.nullcontext()
         self._branch, self._by_calls, self.is_divided = branch, by_calls, branch is not None
-        self.mixes = mixes
+        self.mixes, self._draws = mixes, draws
         self._complete: Complete | None = None
         self._exchange, self._channels = exchange, channels
         self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
@@ -519,7 +563,7 @@ class PipelineLoop:
         self._denoiser, self._compute, self._channels = denoiser, compute, channels
         if self._stepped is None:  # others have stepped
             event = self._at_step()
-            event.count()
+            self._count(event)
             self._stepped = event.answer(self._embedded(latents))
 
     def skip(self, latents: Tensor | None) -> None:
@@ -530,7 +574,7 @@ class PipelineLoop:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
         if event.name != self._denoiser:
             part = self._call.parts[event.name]
-            if "controls" in event.arguments:
+            if event.arguments.keys() & {"controls", "listed"}:
                 part = Controlled(part, self._call.controls)
             self._go_on(part(**event.arguments))
             return None
@@ -602,6 +646,9 @@ class PipelineLoop:
             return self._result
         self._run_to_step()
         step = self._at_step()
+        if self._stepped is None:
+            with torch.inference_mode():  # as in the steps before
+                self._count(step)
         alone = self._stepped is not None and self._rows is None
         self._go_on(self._stepped if alone else step.answer(latents))
         if self._event is not None:
@@ -629,8 +676,15 @@ class PipelineLoop:
             stepped, self._stepped = self._stepped, None
             self._go_on(stepped)
         else:
-            self._event.count()
+            self._count(self._event)
             self._go_on(self._event.answer(self._embedded(latents)))
+
+    def _count(self, step: Step) -> None:
+        """Lets this loop's own scheduler go along with a step that another has taken."""
+        if self._draws:
+            step.draw(from_default=self.is_stepped_elsewhere)
+        else:
+            step.count()
 
     def _run_to_step(self) -> None:
         """Leaves predictions that this rank has no need of."""

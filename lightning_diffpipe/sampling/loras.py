@@ -91,11 +91,16 @@ class StoredLora:
         return {n.partition(".")[2] for n in self._products if n.startswith(f"{part}.")}
 
     def require_fit(self, part: str, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Compares with the weights of a part, by name.
+        """Compares with the weights of a part, by name, with or without the `text_model` of older text encoders.
 
         Raises:
             CheckpointError: Layers are not there, or have other shapes.
         """
+        for layer in self.layers(part):
+            short = layer.removeprefix("text_model.")
+            other = short if short != layer else f"text_model.{layer}"
+            if f"{layer}.weight" not in shapes and f"{other}.weight" in shapes:
+                self._products[f"{part}.{other}"] = self._products.pop(f"{part}.{layer}")
         layers = self.layers(part)
         unknown = sorted(layer for layer in layers if f"{layer}.weight" not in shapes)
         if unknown:
@@ -199,8 +204,9 @@ def adapted(
 
 
 def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[StoredLora]) -> None:
-    """Adds to the weights of all parts but the denoiser, as `add_to_part`."""
-    for name in sorted(set().union(*(lora.parts() for lora in loras)) - {denoiser}):
+    """Adds to the weights of all parts that are here but the denoiser, as `add_to_part`."""
+    adapted_parts = set().union(*(lora.parts() for lora in loras)) - {denoiser}
+    for name in sorted(adapted_parts & parts.keys()):
         add_to_part(parts[name], name, loras)
 
 

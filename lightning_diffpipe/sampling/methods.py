@@ -30,11 +30,10 @@ from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
 from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh, refuse_axes
-from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import refuse_mode
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
-from lightning_diffpipe.sampling.request import Request, Sampler
+from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
@@ -248,7 +247,9 @@ class Worker:
         Returns:
             What was decided about the request on the way, for `sample`.
         """
-        if self._is_shared:
+        mesh = self.place.mesh
+        # Ranks, or patches, share calls of the denoiser.
+        if max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1:
             call.refuse_steps(self.options.method)
             if self.options.method == "pipefusion":
                 call.refuse_rows(self.options.synchronous_steps)
@@ -290,12 +291,6 @@ class Worker:
                 raise
         self._is_finite = bool(latents.isfinite().all())
         return latents
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether ranks, or patches, share calls of the denoiser."""
-        mesh = self.place.mesh
-        return max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1
 
     @property
     def _num_patches(self) -> int:

@@ -76,7 +76,24 @@ def moved(value: Any, device: torch.device | str) -> Any:
     return pytree.tree_map(move, value)
 
 
-class Recorder:
+class _Asked:
+    """Stands for a part that can be called, counted and iterated over."""
+
+    def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Asks the part."""
+        return self._ask("__call__", args, kwargs)
+
+    def __len__(self) -> int:
+        return self._ask("__len__", (), {})
+
+    def __iter__(self) -> Iterator[Any]:  # over the layers of a text encoder
+        return (getattr(self, str(index)) for index in range(len(self)))
+
+
+class Recorder(_Asked):
     """Stands for a part, and keeps what it answers."""
 
     def __init__(
@@ -102,16 +119,6 @@ class Recorder:
             return lambda *args, **kwargs: self._ask(name, args, kwargs)
         self._record.attributes.setdefault(path, value)
         return value
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Asks the part."""
-        return self._ask("__call__", args, kwargs)
-
-    def __len__(self) -> int:
-        return self._ask("__len__", (), {})
-
-    def __iter__(self) -> Iterator[Any]:  # over the layers of a text encoder
-        return (getattr(self, str(index)) for index in range(len(self)))
 
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"
@@ -142,7 +149,7 @@ class Recorder:
         return self._ask("decode", (latents, *args), kwargs)
 
 
-class Replayed:
+class Replayed(_Asked):
     """Stands for a part whose answers are known."""
 
     def __init__(
@@ -160,7 +167,7 @@ class Replayed:
         if name in _MODES and (self._real is None or isinstance(self._real, nn.Module)):
             return _then(getattr(self._real, name, None), self)
         if path in self._record.answers:
-            return lambda *args, **kwargs: self._answer(name, args, kwargs)
+            return lambda *args, **kwargs: self._ask(name, args, kwargs)
         if name == "device":
             return self._device
         if path in self._record.attributes:
@@ -175,17 +182,7 @@ class Replayed:
             )
         return getattr(self._real, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answers."""
-        return self._answer("__call__", args, kwargs)
-
-    def __len__(self) -> int:
-        return self._answer("__len__", (), {})
-
-    def __iter__(self) -> Iterator[Any]:  # over the layers of a text encoder
-        return (getattr(self, str(index)) for index in range(len(self)))
-
-    def _answer(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"
         answers, turn = self._record.answers.get(path, []), self._turns[path]
         self._turns[path] += 1
@@ -304,11 +301,18 @@ class Controlled(nn.Module):
         self.denoiser = denoiser
         self.controls = nn.ModuleDict(controls)
 
-    def forward(self, controls: Sequence[tuple[str, dict[str, Any]]] = (), **arguments: Any) -> Any:
+    def forward(
+        self,
+        controls: Sequence[tuple[str, dict[str, Any]]] = (),
+        listed: str | None = None,
+        **arguments: Any,
+    ) -> Any:
         """Calls the denoiser.
 
         Args:
             controls: Names and arguments of calls of controls.
+            listed: The argument of the denoiser that takes samples as a list, and is given as one tensor; then so
+                is what it returns.
             arguments: Of the denoiser, with an `Answer` for each tensor that a control returns.
         """
         answers = [pytree.tree_leaves(self.controls[name](**given)) for name, given in controls]
@@ -316,4 +320,8 @@ class Controlled(nn.Module):
         def known(x: Any) -> Any:
             return answers[x.call][x.leaf] if isinstance(x, Answer) else x
 
-        return self.denoiser(**pytree.tree_map(known, arguments))
+        given = pytree.tree_map(known, arguments)
+        if listed is None:
+            return self.denoiser(**given)
+        out = self.denoiser(**given | {listed: list(given[listed].unbind())})
+        return (torch.stack(list(out[0])),)

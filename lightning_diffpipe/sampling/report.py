@@ -23,11 +23,11 @@ import torch
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import RankReport
+from lightning_diffpipe.sampling.statistics import Freshness
 
 
 @dataclass(frozen=True)

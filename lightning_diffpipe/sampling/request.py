@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import SamplingError
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers, takes_generator
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Rows = Callable[[Tensor], Tensor]
@@ -46,10 +46,12 @@ class Loop(Protocol):
     Attributes:
         is_divided: Another rank computes the other branch of guidance.
         mixes: It brings rows of predictions together, so that it has to be given all of them.
+        is_stepped_elsewhere: No part of the latents is stepped on this rank.
     """
 
     is_divided: bool
     mixes: bool
+    is_stepped_elsewhere: bool
 
     def predict(
         self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
@@ -143,7 +145,7 @@ class PlainLoop:
     It does the same operations in the same order, so its latents equal theirs bit for bit.
     """
 
-    is_divided = mixes = False
+    is_divided = mixes = is_stepped_elsewhere = False
 
     def __init__(self, request: Request) -> None:
         self._request, self.sample, self._index = request, request.latents, -1
@@ -228,3 +230,28 @@ class Sampler(Protocol):
         Returns:
             The final latents, of full shape, on every rank.
         """
+
+
+class OneProcess:
+    """Samples in this process alone.
+
+    Example:
+        >>> latents = OneProcess().sample(request)  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.statistics = SamplingStatistics()
+
+    def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
+        """Runs one request; see `Sampler.sample`."""
+        with request.inferring(), measured(self, request) as watch:
+            loop, latents = request.loop(), request.latents
+            for index in range(request.num_steps):
+                try:
+                    latents = loop.step(loop.guided(loop.predict()))
+                except LoopInterruptedError:
+                    break
+                watch.step_done()
+                if on_step is not None:
+                    on_step(index)
+        return latents

@@ -69,7 +69,7 @@ class PatchSchedulers:
             if m == 0:
                 self._noise.forget()
             rows = latents.narrow(self._axis, start, length)
-            with self._noise.of(start, length, latents.shape[self._axis]):
+            with self._noise.of(range(start, start + length), latents.shape[self._axis]):
                 predicted = _dense(prediction.narrow(self._axis, start, length))
                 out = self._copies[m].step(predicted, t, _dense(rows), **self._step_kwargs)
             rows.copy_(out.prev_sample if hasattr(out, "prev_sample") else out[0])
@@ -141,42 +141,44 @@ def takes_generator(scheduler: Any) -> bool:
 
 
 class _NoiseOfWhole(TorchFunctionMode):
-    """Answers `torch.randn` for a patch with the patch's rows of noise for the whole."""
+    """Answers `torch.randn` for some rows of an axis with these rows of noise for all."""
 
     def __init__(self, axis: int) -> None:
         super().__init__()
         self._axis = axis
         self._drawn: dict[Any, Tensor] = {}
         self._turns: Counter[int] = Counter()
-        self._rows = (0, 0, 0)
+        self._rows: Sequence[int] = ()
+        self._size = 0
 
     def forget(self) -> None:
         """A new step begins."""
         self._drawn.clear()
         self._turns.clear()
 
-    def of(self, start: int, length: int, size: int) -> _NoiseOfWhole:
-        """Answers for a patch from now on: its first row, its rows, all rows."""
-        self._rows = (start, length, size)
+    def of(self, rows: Sequence[int], size: int) -> _NoiseOfWhole:
+        """Answers for these of `size` rows from now on."""
+        self._rows, self._size = rows, size
         return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Replaces draws of the patch's shape."""
-        start, length, size = self._rows
-        drawn = None if length == size else _draw(func, args, dict(kwargs or {}))
+        """Replaces draws of as many rows as there are here."""
+        rows, axis = self._rows, self._axis
+        drawn = None if len(rows) == self._size else _draw(func, args, dict(kwargs or {}))
         if drawn is None:
             return func(*args, **(kwargs or {}))
         shape, options = drawn
-        if len(shape) < -self._axis or shape[self._axis] != length:
+        if not -len(shape) <= axis < len(shape) or shape[axis] != len(rows):
             return torch.randn(shape, **options)
-        turn = self._turns[start]
-        self._turns[start] += 1
+        turn = self._turns[rows[0]]
+        self._turns[rows[0]] += 1
         if turn not in self._drawn:
-            shape[self._axis] = size
+            shape[axis] = self._size
             self._drawn[turn] = torch.randn(shape, **options)
-        return _dense(self._drawn[turn].narrow(self._axis, start, length))
+        whole = self._drawn[turn]
+        return whole.index_select(axis, torch.tensor(rows, device=whole.device))
 
 
 def for_samples(
@@ -194,36 +196,17 @@ def for_samples(
             f"{type(scheduler).__name__} looks at all samples in one step, or its noise is not drawn by "
             "torch.randn, so they cannot be divided over ranks: leave data at 1, or use another scheduler"
         )
-    plain, noise = type(scheduler), _NoiseOfAllSamples(rows, num_rows)
+    plain, noise = type(scheduler), _NoiseOfWhole(0)
 
     @functools.wraps(plain.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with noise:
+        noise.forget()
+        with noise.of(rows, num_rows):
             return plain.step(self, *args, **kwargs)
 
     twin = copy.deepcopy(scheduler)
     twin.__class__ = type(plain.__name__, (plain,), {"step": step})  # survives further copies
     return twin
-
-
-class _NoiseOfAllSamples(TorchFunctionMode):
-    """Answers `torch.randn` for some samples with their rows of noise for all."""
-
-    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
-        super().__init__()
-        self._rows, self._num_rows = list(rows), num_rows
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Replaces draws of as many rows as there are here."""
-        drawn = _draw(func, args, dict(kwargs or {}))
-        if drawn is None:
-            return func(*args, **(kwargs or {}))
-        shape, options = drawn
-        if not shape or shape[0] != len(self._rows):
-            return torch.randn(shape, **options)
-        return torch.randn([self._num_rows, *shape[1:]], **options)[self._rows]
 
 
 def random_states(device: torch.device) -> list[Tensor]:

@@ -9,9 +9,11 @@ loads the whole model on every rank first.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,6 +157,30 @@ class StateDict:
         return {name: digest_of_tensor(value) for name, value in self._values.items()}
 
 
+_REPLACING = threading.RLock()
+
+
+@contextmanager
+def replaced_in_this_thread(
+    cls: type, name: str, replacement: Callable[..., Any]
+) -> Iterator[None]:
+    """Replaces a method of a class; calls of other threads get the original one.
+
+    One thread does so at a time, or the first to end would give back what the other has replaced.
+    """
+    thread = threading.get_ident()
+    with _REPLACING:
+        original = getattr(cls, name)
+
+        @functools.wraps(original)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            here = threading.get_ident() == thread
+            return (replacement if here else original)(*args, **kwargs)
+
+        with mock.patch.object(cls, name, chosen):
+            yield
+
+
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
     register = nn.Module.register_parameter
@@ -164,7 +190,7 @@ def _parameters_without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
-    with mock.patch.object(nn.Module, "register_parameter", register_without_memory):
+    with replaced_in_this_thread(nn.Module, "register_parameter", register_without_memory):
         yield
 
 

@@ -17,7 +17,6 @@ from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
-from unittest import mock
 
 import diffusers
 import torch
@@ -31,17 +30,22 @@ from lightning_diffpipe.errors import (
     DiffPipeError,
     require_number,
 )
-from lightning_diffpipe.graph.fake import (
+from lightning_diffpipe.graph.placement import (
     TrackedFakeMode,
     fake_batch,
     fake_copy,
     forget_fakes,
+    is_placeholder,
     kept_young,
 )
-from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.digests import as_texts
-from lightning_diffpipe.sampling.dry_run import dry_run_of
+from lightning_diffpipe.sampling.call import Call, dry_run_of
+from lightning_diffpipe.sampling.digests import Identity, as_texts
+from lightning_diffpipe.sampling.ip_adapters import (
+    load_image_encoder,
+    refuse_images,
+    require_ip_adapters,
+    with_ip_adapters,
+)
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.loras import adapted, add_to_others, add_to_part, read_loras
 from lightning_diffpipe.sampling.record import Controlled
@@ -50,6 +54,7 @@ from lightning_diffpipe.sampling.skeleton import (
     Weights,
     check_weights,
     refuse_names,
+    replaced_in_this_thread,
     skeleton,
 )
 
@@ -158,6 +163,9 @@ class Source(Protocol):
     def part(self, name: str) -> nn.Module:
         """Another part that the loop calls, with its weights; on any rank."""
 
+    def identity(self, name: str) -> Identity:
+        """What ranks compare of that part: as it is stored, not as it was rounded; on any rank."""
+
 
 class DiffusersFolder:
     """A pipeline saved by diffusers.
@@ -173,6 +181,7 @@ class DiffusersFolder:
         vae: What the autoencoder shall do for memory: `"tiling"`, `"slicing"`.
         loras: Scale of each LoRA file.
         pipeline_class: Of diffusers, in place of the one that the folder names.
+        ip_adapters: Scale of each IP-Adapter's file.
 
     Raises:
         ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
@@ -190,6 +199,7 @@ class DiffusersFolder:
         vae: Collection[str] = (),
         loras: Mapping[str | Path, float] | None = None,
         pipeline_class: str | None = None,
+        ip_adapters: Mapping[str | Path, Any] | None = None,
     ) -> None:
         index = _model_index(path, parts, pipeline_class)
         names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
@@ -211,9 +221,9 @@ class DiffusersFolder:
         present = [name for name, entry in index.items() if _is_component(entry)]
         pipeline_class = getattr(diffusers, index["_class_name"])
         added = read_loras(loras or {}, pipeline_class, present)
+        files = require_ip_adapters(pipeline_class, ip_adapters or {})
         self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
         check_weights(self.denoiser, weights)
-        self.weights: Weights | None = adapted(weights, self.name, self.denoiser, added)
         self._path, self._index, self._device = path, index, device
         self._options = {"dtype": dtype, "variant": variant}
         if parts.get(self.name) is not None:
@@ -224,12 +234,18 @@ class DiffusersFolder:
         self._given = {name: part for name, part in parts.items() if part is not None}
         self._parts: dict[str, nn.Module] = {}
         self._loras, self._vae = added, vae
-        self._pipeline = None
-        if leads:
+        self._pipeline, self._has_ip_adapters = None, bool(ip_adapters)
+        if not leads:
+            add_to_others(self._given, self.name, added)
+        else:
             loaded = {self.name: self.denoiser, **self._given}
             self._pipeline = _load_others(path, index, loaded, device, **self._options)
             add_to_others(self._pipeline.components, self.name, added)
             self._save_memory(self._pipeline)
+            load_image_encoder(self._pipeline, files, device, dtype)
+        if ip_adapters:
+            weights = with_ip_adapters(self.outline(), self.denoiser, weights, ip_adapters)
+        self.weights: Weights | None = adapted(weights, self.name, self.denoiser, added)
 
     def _save_memory(self, pipeline: Any) -> None:
         for way in self._vae:
@@ -273,9 +289,16 @@ class DiffusersFolder:
         self._save_memory(pipeline)
         return pipeline
 
+    def check_images(self, settings: Settings) -> None:
+        """Raises ConfigurationError unless IP-Adapters are given what they read, and it is given none without."""
+        name, pipeline = self._index["_class_name"], self._pipeline
+        can_encode = pipeline is None or getattr(pipeline, "image_encoder", None) is not None
+        refuse_images(name, self._has_ip_adapters, can_encode, settings.options)
+
     def draw(self, settings: Settings, sample: Sample) -> Any:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
+        self.check_images(settings)
         return draw_with(self._pipeline, self._device, settings, sample)
 
     def part(self, name: str) -> nn.Module:
@@ -296,6 +319,18 @@ class DiffusersFolder:
             add_to_part(part, name, self._loras)
             self._parts[name] = part.to(self._device).eval()
         return self._parts[name]
+
+    def identity(self, name: str) -> Identity:
+        """What ranks compare of another part: its config, stored weights and what is added to them."""
+        if name in self._given:
+            return Identity.of({}, self._given[name], None)
+        added = {
+            f"LoRA {number}": " ".join(
+                sorted(lora.digest(name, layer) for layer in lora.layers(name))
+            )
+            for number, lora in enumerate(self._loras)
+        }
+        return Identity.of_folder(self._path / name, self._options["variant"], added)
 
 
 def _model_index(
@@ -399,7 +434,7 @@ def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: 
             refuse_names(class_name, str(folder), more, None)
         return part
 
-    checks.enter_context(mock.patch.object(cls, "from_pretrained", load_whole))
+    checks.enter_context(replaced_in_this_thread(cls, "from_pretrained", load_whole))
 
 
 def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: Sample) -> Any:
@@ -458,7 +493,7 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
     """
     try:
         with settings_restored(call.parts):
-            request = Call.of(call, dry_run_of(call))
+            request = dry_run_of(call)
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
@@ -563,8 +598,3 @@ def _check_option(name: str, known: Mapping[str, Any], pipeline: str, prompts: s
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
         raise ConfigurationError(f"{pipeline} takes no {name!r}; {hint}")
-    if name.startswith("ip_adapter_"):
-        raise ConfigurationError(
-            f"{name} needs an IP-Adapter, which is loaded into a pipeline in memory and which no folder holds, and "
-            "ranks read denoisers from folders: draw with it in one process, by diffusers alone"
-        )

@@ -25,10 +25,10 @@ from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.links import Alone, ProcessLinks
 from lightning_diffpipe.comm.meeting import gloo_of_all_hosts, meet
-from lightning_diffpipe.comm.waiter import Pending
+from lightning_diffpipe.comm.waiting import Pending
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.sampling.memory import forget_variables
+from lightning_diffpipe.sampling.rehearsal import forget_variables
 
 _log = logging.getLogger(__name__)
 _boards = itertools.count()

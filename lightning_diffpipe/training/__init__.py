@@ -1,6 +1,15 @@
 """Training under Lightning: hooks become a plan and a pipeline that runs it.
 
-`strategy.py` is what Lightning calls. From a module and a batch to placed stages: `preparation.py`,
-`plan_source.py`, `assembly.py`, `pipeline.py`. Batches: `loader.py`, `example_batch.py`, `transfer.py`.
-What Lightning asks while a step's results are still under way: `lockstep.py`, `metric_sync.py`, `early_answers.py`.
+Here in the order in which to read:
+
+    strategy.py         what Lightning calls, with `processes.py` (how ranks start and end), `signals.py` (how they
+                        stop together) and `checkpointing.py`
+    preparation.py      from module and batch to a pipeline: probed, timed and planned (`plan_source.py`)
+    assembly.py         cut as planned, refused where that would not be exact (`refusals.py`), connected, compared
+                        with the whole module (`verification.py`)
+    pipeline.py         one rank's side of it in every step; `step_watch.py` looks whether steps change
+    loader.py           equal batches and random numbers on all ranks of a pipeline
+    metric_sync.py      over which ranks a metric is synchronized
+    before_training.py  one batch to plan with, and what a probed step may ask its trainer for
+    drawing.py          samples drawn on the stages
 """

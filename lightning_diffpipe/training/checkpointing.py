@@ -40,7 +40,7 @@ from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.runtime.checkpoint import (
+from lightning_diffpipe.runtime.ownership import (
     collect,
     collect_optimizer_state,
     owners_of_state,
@@ -321,17 +321,13 @@ class CheckpointHooks(ParallelStrategy):
         Raises:
             CheckpointError: Names or shapes do not fit the module.
         """
-        pipeline = self.pipeline
-        if pipeline is None:
-            self._load_whole(checkpoint, strict)
+        if (pipeline := self.pipeline) is not None:
+            take_over(
+                checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
+                pipeline.mesh, strict,
+            )  # fmt: skip
+            pipeline.count_as_unchanged()
             return
-        take_over(
-            checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
-            pipeline.mesh, strict,
-        )  # fmt: skip
-        pipeline.count_as_unchanged()
-
-    def _load_whole(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         module = self.lightning_module
         assert module is not None
         if isinstance(self.precision_plugin, DoublePrecision):

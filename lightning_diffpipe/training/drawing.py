@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PartitionError
 from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders
-from lightning_diffpipe.runtime.checkpoint import spread
-from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
+from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
@@ -136,7 +136,14 @@ class StageDrawer:
         Raises:
             PartitionError: They are no ranges of blocks, one for each rank, in order.
         """
-        ranks = [self._holder(name) for name in layout.block_names]
+        ranks = []  # that have most of the weights of each block; the first one if all have all of them
+        for block in layout.block_names:
+            held = Counter[int]()
+            for name, parameter in self._denoiser.get_submodule(block).named_parameters():
+                held[self._pipeline.owners.get(f"{self._prefix}.{block}.{name}", 0)] += (
+                    parameter.numel()
+                )
+            ranks.append(held.most_common(1)[0][0])
         num_ranks = self._mesh.layout.ranks_per_pipeline
         if ranks != sorted(ranks) or set(ranks) != set(range(num_ranks)):
             raise PartitionError(
@@ -144,14 +151,6 @@ class StageDrawer:
                 "ranks, in order"
             )
         return tuple(ranks.index(rank) for rank in range(1, num_ranks))
-
-    def _holder(self, block: str) -> int:
-        """Returns the rank that has most of the weights of a block; the first one if all have all of them."""
-        held = Counter[int]()
-        for name, parameter in self._denoiser.get_submodule(block).named_parameters():
-            full = f"{self._prefix}.{block}.{name}"
-            held[self._pipeline.owners.get(full, 0)] += parameter.numel()
-        return held.most_common(1)[0][0]
 
     @contextlib.contextmanager
     def _everything_needed(self, setting: PipeFusionSetting) -> Iterator[None]:

@@ -14,19 +14,23 @@ same in all pipelines; those side by side share its order out.
 A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
 compared over the pipeline.
 
-For filling, the next batches are read before this one is trained on, and can be looked at.
+For filling, the next batches are read before this one is trained on, and can be looked at. They are brought to the
+device then, too, and once more by Lightning when they are due; hooks that change them on the way
+(`on_after_batch_transfer`) may be random, and draw the same numbers each time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import itertools
 import random
 import time
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -35,8 +39,9 @@ import torch
 import torch.utils._pytree as pytree
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import (
@@ -50,10 +55,16 @@ from torch.utils.data import (
 )
 
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.runtime.microbatch import plain_bytes
-from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
+from lightning_diffpipe.runtime.upcoming import plain_bytes
+from lightning_diffpipe.training.pipeline import Pipeline
 
 _NUM_COMPARED = 2
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
 
 
 class AlignedLoader:
@@ -416,13 +427,14 @@ def take_over(trainer: Any) -> None:
         trainer.test_loop,
         trainer.predict_loop,
     )
-
-    def copied(ask: Callable[[Any], Any], source: Any) -> Any:
-        loader = ask(source)
-        return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
-
     for source in (loop._data_source for loop in loops):
-        source.dataloader = partial(copied, type(source).dataloader, source)
+        source.dataloader = partial(_copied, type(source).dataloader, source)
+
+
+def _copied(ask: Callable[[Any], Any], source: Any) -> Any:
+    """Returns a source's loader; a copy of one that Lightning writes into."""
+    loader = ask(source)
+    return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
 
 
 def epoch_of(trainer: Any) -> int:
@@ -500,3 +512,54 @@ def _seed_worker(worker: int) -> None:
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
+
+
+class SeededTransfer:
+    """Seeds the batch hooks that a user wrote, in training and in its validations.
+
+    Args:
+        trainer: Whose module and data module have the hooks.
+        pipeline: Whose batches are transferred.
+    """
+
+    def __init__(self, trainer: Any, pipeline: Pipeline) -> None:
+        self._trainer, self._pipeline = trainer, pipeline
+        self._ahead = 0
+        self._installed: list[tuple[Any, str]] = []
+        for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+            for name in _TRANSFER_HOOKS if owner is not None else ():
+                if is_overridden(name, owner):
+                    setattr(owner, name, self._seeded(getattr(owner, name)))
+                    self._installed.append((owner, name))
+
+    @contextlib.contextmanager
+    def of_later_batch(self, ahead: int) -> Generator[None, None, None]:
+        """Inside, hooks draw the random numbers of a later batch; 1 is the next."""
+        # While a batch is trained on it counts as ready, so the next one has the number as it stands.
+        self._ahead = ahead - 1
+        try:
+            yield
+        finally:
+            self._ahead = 0
+
+    def _seeded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            with isolated_random_numbers(self._seed()):
+                return hook(*args, **kwargs)
+
+        return seeded
+
+    def _seed(self) -> int:
+        """Returns the seed of the batch that is transferred now, from its number in training, or in the pass."""
+        loop, pipeline = self._trainer.fit_loop.epoch_loop, self._pipeline
+        stage, number = "transfer", loop.batch_progress.total.ready + self._ahead
+        if self._trainer.state.stage != RunningStage.TRAINING:
+            stage, number = "transfer of validation", loop.val_loop.batch_progress.current.ready
+        return derived_seed(pipeline.seed, stage, pipeline.mesh.pipeline, number)
+
+    def uninstall(self) -> None:
+        """Gives the owners their hooks back."""
+        for owner, name in self._installed:
+            delattr(owner, name)
+        self._installed.clear()

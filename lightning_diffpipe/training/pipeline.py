@@ -11,6 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, restore_parameters
@@ -25,8 +27,9 @@ from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.runtime.checkpoint import spread
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.ownership import spread
+from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.reduction import StepGradients
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.training.step_watch import StepWatch
@@ -51,6 +54,32 @@ class Process:
     device: torch.device
     backend: str
     timeout_s: float
+
+
+@dataclass(frozen=True)
+class ProbedStep:
+    """A step on a batch, and the layers it was found to call.
+
+    Attributes:
+        module: The whole module, on the host, equal on all ranks.
+        step: Module and batch to loss.
+        batch: One pipeline's batch, on the host.
+        small: The batch the graph was probed with.
+        graph: The layers.
+        forms: Those that the step takes; the graph is that of the widest.
+    """
+
+    module: nn.Module
+    step: Step
+    batch: Any
+    small: Any
+    graph: LayerGraph
+    forms: Forms
+
+    @property
+    def widest(self) -> Step:
+        """The step in the form of the graph."""
+        return self.forms.widest.of_step(self.step) if self.forms.widest else self.step
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """From a module and one batch to a running pipeline.
 
     equal weights -> probe -> profile -> plan (rank 0, broadcast) -> fold -> groups -> place -> engine
-    comm/agreement   graph/   plan_source                            assembly
+    comm/meeting     graph/   plan_source                            assembly
 
 Every rank builds the whole module on the host, agrees on its weights, and looks at it in the same way;
 rank 0 alone plans. Then each rank keeps its own stages and the frozen layers, and gives the memory of
@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_diffpipe.comm.agreement import (
+from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.meeting import (
     agree,
     align_parameters,
     close_group,
@@ -33,26 +34,28 @@ from lightning_diffpipe.comm.agreement import (
     require_equal,
     world_group,
 )
-from lightning_diffpipe.comm.liveness import liveness
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, raised_by_all
+from lightning_diffpipe.errors import DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.forms import Forms, names_of, survey
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
-from lightning_diffpipe.graph.samples import BatchForm, ModuleSplit
+from lightning_diffpipe.graph.rng import microbatch_seed
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.profiling.bench import Progress
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import bar
 from lightning_diffpipe.profiling.state import take_samples
-from lightning_diffpipe.runtime.microbatch import num_samples
+from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.runtime.partitioned import MOST_FORMS, Step, too_many_forms
-from lightning_diffpipe.runtime.seeding import microbatch_seed
-from lightning_diffpipe.training.assembly import ProbedStep, assemble
-from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
-from lightning_diffpipe.training.plan_source import plan_of_rank_0, planned_layers
-from lightning_diffpipe.training.refusals import refuse_own_generators, warn_of_whole_compiled
+from lightning_diffpipe.training.assembly import assemble
+from lightning_diffpipe.training.pipeline import Pipeline, ProbedStep, Process
+from lightning_diffpipe.training.plan_source import PipelineOptions, plan_of_rank_0, planned_layers
+from lightning_diffpipe.training.refusals import (
+    refuse_own_generators,
+    refuse_untrainable,
+    warn_of_whole_compiled,
+)
 
 _log = logging.getLogger(__name__)
 _NUM_PROBED_SAMPLES = 2
@@ -82,12 +85,13 @@ def prepare(
         GraphError: The step cannot be cut at its layers.
     """
     with raised_by_all():
-        _require_trainable(module)
+        refuse_untrainable(module)
     if process.device.type == "cpu":
         keep_freed_memory()
     with liveness.inside("aligning weights"):
         world = world_group(process.world_size, process.timeout_s)
-        seed = agree(_own_seed(options), world)
+        own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
+        seed = agree(int(own_seed) if options.seed is None else options.seed, world)
         align_parameters(module, world)
     with raised_by_all():
         own = ModuleSplit.of(module)
@@ -104,27 +108,18 @@ def prepare(
     probed = ProbedStep(module, step, batch, small, graph, forms)
     chains = find_chains(module, probed.widest, small, graph)
     warn_of_whole_compiled(module, graph)
+    count = options.num_microbatches
     with _phase("timing layers and links, and planning", process) as report:
         subject = Subject(
             module, probed.widest, batch, graph, device=process.device, progress=report,
-            microbatch_size=_microbatch_size(size, options),
+            microbatch_size=math.ceil(size / count) if isinstance(count, int) else None,
             least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, own), size, graph),
         )  # fmt: skip
         plan, basis = plan_of_rank_0(subject, chains, forms, options, process, world)
     close_group(world)
     with liveness.inside("placing stages"):
-        pipeline = assemble(
-            probed, plan, process, seed=seed,
-            check_finite=options.check_finite, verify=options.verify,
-        )  # fmt: skip
+        pipeline = assemble(probed, plan, process, options, seed)
     return replace(pipeline, basis=basis)
-
-
-def _microbatch_size(num_samples: int, options: PipelineOptions) -> int | None:
-    """Returns the size of the largest microbatch, where the options say it."""
-    if not isinstance(options.num_microbatches, int):
-        return None
-    return math.ceil(num_samples / options.num_microbatches)
 
 
 @contextlib.contextmanager
@@ -209,18 +204,3 @@ def _least_samples(module: nn.Module, step: Step, sample: Any, size: int, graph:
     except Exception as error:  # of any code, which needs values, say
         _log.debug("whether one sample is enough is unknown: %s", error)
     return 1
-
-
-def _require_trainable(module: nn.Module) -> None:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigurationError(
-            f"{type(module).__name__} has no trainable parameters, so there is nothing to pipeline; "
-            "check requires_grad, or use another strategy"
-        )
-
-
-def _own_seed(options: PipelineOptions) -> int:
-    """Returns the seed asked for, else `seed_everything`'s, else this process's own."""
-    if options.seed is not None:
-        return options.seed
-    return int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))

@@ -6,17 +6,13 @@ Lightning's default process group, which the pipeline itself never uses.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +29,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
@@ -42,13 +37,17 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_diffpipe.comm.liveness import LAUNCHER, liveness
 from lightning_diffpipe.comm.meeting import meet, open_meeting_place
 from lightning_diffpipe.comm.mesh import broadcast_object
-from lightning_diffpipe.comm.streams import ask_for_queues
-from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_number
+from lightning_diffpipe.comm.waiting import ask_for_queues
+from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_timeout
 from lightning_diffpipe.training.pipeline import Pipeline, Process
+from lightning_diffpipe.training.signals import (
+    report_signals,
+    stop_by_signal,
+    stopping_at_signals,
+)
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 5.0
-_LONGEST_S = 1e8  # three years; what torch counts in nanoseconds has an end
 
 
 class ProcessHooks(ParallelStrategy):
@@ -72,7 +71,7 @@ class ProcessHooks(ParallelStrategy):
 
     def __init__(self, timeout_s: float, backend: str | None) -> None:
         super().__init__()
-        require_number("timeout_s", timeout_s, above=0, most=_LONGEST_S)
+        require_timeout(timeout_s)
         if backend is not None and not dist.is_backend_available(backend):
             raise ConfigurationError(
                 f"process_group_backend={backend!r} is none that this build of torch has; choose gloo or nccl"
@@ -221,7 +220,7 @@ class ProcessHooks(ParallelStrategy):
         them, as a lost peer closes no connection.
         """
         if isinstance(exception, SIGTERMException):
-            self._tell_of_signals()
+            report_signals(self)
         if self._backend == "nccl":
             # Its watchdog may end the process before Python prints the error.
             _log.error("rank %d stops: %r", self.global_rank, exception)
@@ -234,33 +233,6 @@ class ProcessHooks(ParallelStrategy):
             ):
                 time.sleep(0.1)
             self._launcher.kill(signal.SIGKILL)
-
-    def _tell_of_signals(self) -> None:
-        """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
-        # Ranks may agree to stop before the word of whom the signal reached has come.
-        deadline_s = time.monotonic() + _GRACE_S
-        while self.world_size > 1 and not liveness.signals and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        signals = liveness.signals or {self.global_rank: "training"}
-        # Where a rank is lost, torchrun sends SIGTERM to the others, often before they could say whom they lost.
-        loss = liveness.loss() if self.pipeline is None else None
-        lost = loss if loss is not None and loss.kind in ("ended", "failed", "silent") else None
-        if lost is None and self.global_rank != (0 if self.pipeline is not None else min(signals)):
-            return
-        who = ", ".join(f"rank {rank} ({phase})" for rank, phase in sorted(signals.items()))
-        if lost is not None:
-            who += f" after it lost {lost}"
-        where = "nothing was trained"
-        if self.lightning_module is not None and self.pipeline is not None:
-            where = f"training ended after step {self.lightning_module.trainer.global_step}"
-        saved = (
-            "nothing was saved in this run"
-            if self.last_saved is None
-            else f"last saved: {self.last_saved}"
-        )
-        print(
-            f"lightning_diffpipe: SIGTERM to {who}: {where}; {saved}", file=sys.stderr, flush=True
-        )
 
 
 def take_place_in_slurm() -> None:
@@ -319,11 +291,11 @@ class _Launcher(_SubprocessScriptLauncher):
         liveness.children = dict(enumerate(self.procs, 1))
         rank = trainer.strategy.node_rank * self.num_processes + environment.local_rank()
         try:
-            with _stopping_at_signals(trainer), liveness.run(rank):
+            with stopping_at_signals(trainer), liveness.run(rank):
                 return function(*call.args, **call.kwargs)
         except LostRankError as error:
             if error.by_signal:
-                raise _stop_by_signal() from None
+                raise stop_by_signal() from None
             raise
 
     def _call_children_scripts(self) -> None:
@@ -335,52 +307,3 @@ class _Launcher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
         finally:
             del os.environ[LAUNCHER]
-
-
-@contextlib.contextmanager
-def _stopping_at_signals(trainer: Any) -> Iterator[None]:
-    """Stops at SIGTERM where Lightning does not: before its loops, where a process would end silently."""
-    found, process = trainer._signal_connector, os.getpid()
-
-    def stop(signum: int, frame: Any) -> None:
-        if os.getpid() != process:  # forked, with this handler
-            _die(b"")
-        elif not (found._original_handlers and liveness.agrees_on_signals):  # else it is noted
-            liveness.note_signal()
-            raise _stop_by_signal()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL:
-        yield
-        return
-    after: Any = before
-    signal.signal(signal.SIGTERM, stop)
-    fits = trainer.state.fn == TrainerFn.FITTING
-    if not fits:  # Lightning's would broadcast from wherever it finds a rank
-        found._sigterm_notifier_fn = lambda *_: None
-    try:
-        yield
-    except LostRankError as error:
-        after = partial(_die, f"lightning_diffpipe: {error}\n".encode())
-        raise
-    finally:
-        if not fits:
-            del found._sigterm_notifier_fn
-        signal.signal(signal.SIGTERM, after)
-        if signal.SIGTERM in found._original_handlers:  # Lightning has yet to restore it
-            found._original_handlers[signal.SIGTERM] = after
-
-
-def _die(last_words: bytes, *_: Any) -> None:
-    """Ends this process by SIGTERM, which `torchrun` sends where a rank is lost, often before its error is out."""
-    os.write(2, last_words)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _stop_by_signal() -> SIGTERMException:
-    """Ends with the exit code of the signal before Lightning listens to it, and as Lightning does later."""
-    return SIGTERMException(*[] if liveness.agrees_on_signals else [128 + signal.SIGTERM])

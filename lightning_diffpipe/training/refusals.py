@@ -27,11 +27,16 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.calltree import is_compiled
+from lightning_diffpipe.graph.chains import Chains
+from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.side_effects import line_that_draws
+from lightning_diffpipe.planning.instruction import ForwardNoGrad
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedule import Schedule
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
@@ -376,3 +381,122 @@ def warn_of_outputs(out: Any) -> bool:
             "they need"
         )
     return bool(further)
+
+
+def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
+    """Refuses a plan that runs backbones apart which this module trains together.
+
+    Raises:
+        PlanError: It is one; says what joins them.
+    """
+    firsts = tuple(plan.first_layers[stage] for stage in plan.placement.first_stages)
+    if chains and chains.starts != firsts:
+        why = chains.joined_by or f"its backbones begin at layers {list(chains.starts)}"
+        raise PlanError(
+            f"the plan runs {len(firsts)} backbones in opposite directions, which begin at layers {list(firsts)}, "
+            f"but not with this module: {why}"
+        )
+
+
+def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses state that every stage would keep for itself.
+
+    Raises:
+        ConfigurationError: The step changes a buffer outside of the layers of a graph, folded as planned.
+    """
+    if plan.ranks_per_pipeline > 1 and graph.glue_writes:
+        name = min(graph.glue_writes)
+        raise ConfigurationError(
+            f"training_step changes the buffer {name!r} outside of a layer. Every stage has its own copy and "
+            "runs a part of the step only, so stages would disagree from then on. Change it in "
+            "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
+            "owns it and is not cut"
+        )
+
+
+def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses steps that change weights, which would happen for every microbatch, and on every stage.
+
+    Raises:
+        ConfigurationError: The step itself does, or the forward of a layer that several microbatches go through.
+    """
+    if graph.glue_parameter_writes:
+        raise ConfigurationError(
+            f"training_step changes {len(graph.glue_parameter_writes)} parameters itself, e.g. "
+            f"{min(graph.glue_parameter_writes)}, but it runs for every microbatch, on every stage, and before "
+            "training to time its layers. Change them in on_train_batch_end, where "
+            "self.trainer.strategy.is_resident(name); if they follow other weights (a momentum teacher, a target "
+            "network), inside `with self.trainer.strategy.whole_model():`, on all ranks"
+        )
+    if plan.num_microbatches == 1 and plan.ranks_per_pipeline == 1:
+        return
+    for layer in graph.layers:
+        if layer.written_parameters:
+            raise ConfigurationError(
+                f"the forward of {layer.name} changes the parameter {min(layer.written_parameters)!r}, but "
+                "other microbatches, whose gradients are not there yet, have read it, and it would be changed for "
+                "each of them. Compute with a changed copy (weight = normalize(self.weight)), and change the "
+                "parameter itself in on_train_batch_start, where self.trainer.strategy.is_resident(name)"
+            )
+
+
+def refuse_unrunnable(schedule: Schedule, pieces: Cut) -> None:
+    """Refuses programs that do not fit where gradients of this module go.
+
+    Raises:
+        PlanError: They forward a stage without gradients that get some, or have no backward for it.
+    """
+    for stage in schedule.placement.no_grad:
+        if pieces.stages[stage].is_last or pieces.stages[stage].sent_gradients:
+            raise PlanError(
+                f"the plan has no backward for stage {stage}, but this module's gradients pass it; make a plan for "
+                "this module, or leave strategy.plan out"
+            )
+    runs_without = not schedule.placement.no_grad
+    for program in schedule.programs:
+        for instruction in program:
+            if runs_without and isinstance(instruction, ForwardNoGrad):
+                raise PlanError(
+                    f"the plan has {instruction}, a forward that keeps nothing for a backward, but its stages "
+                    'have "gradient": true; make a plan for this module, or leave strategy.plan out'
+                )
+
+
+def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) -> None:
+    """Refuses what needs all stages of a batch at a time, where the pipeline is not flushed.
+
+    Raises:
+        ConfigurationError: Two stages hold a parameter, or the step returns a weight.
+    """
+    if not plan.runs_free:
+        return
+    name, remedy = plan.options.schedule, "choose a schedule that flushes, such as 1f1b"
+    if graph.weighted:
+        raise ConfigurationError(
+            f'training_step returns a "weight" beside its loss, by which gradients are divided later, but with '
+            f"schedule={name} stages step at different times; return a mean, or {remedy}"
+        )
+    holders: dict[str, int] = {}
+    for stage in pieces.stages:
+        for parameter in sorted(stage.parameters & graph.trained):
+            if parameter in holders:
+                raise ConfigurationError(
+                    f"stages {holders[parameter]} and {stage.index} both train {parameter} (tied weights, a layer "
+                    "that is called twice, or one that the step reads itself), but with "
+                    f"schedule={name} each stage steps its own copy at another time, and they would come apart; "
+                    f"{remedy}, or another num_stages"
+                )
+            holders[parameter] = stage.index
+
+
+def refuse_untrainable(module: nn.Module) -> None:
+    """Refuses a module of which nothing is trained.
+
+    Raises:
+        ConfigurationError: No parameter requires a gradient.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no trainable parameters, so there is nothing to pipeline; "
+            "check requires_grad, or use another strategy"
+        )

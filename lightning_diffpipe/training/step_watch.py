@@ -25,9 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError, GraphError
-from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.batch_layout import (
+    BatchLayout,
+    microbatch_sizes,
+    num_samples,
+    split,
+)
 from lightning_diffpipe.runtime.engine import StepResult
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
 
 _log = logging.getLogger(__name__)
 _LOSS, _GRADIENTS = "", "\0"  # names that nothing logged has
@@ -203,7 +207,12 @@ class StepWatch:
         if values.event is not None:
             values.event.synchronize()
         finite = dict(zip(values.names, values.finite.tolist(), strict=True))
-        self._count(values, finite)
+        if finite[_LOSS]:
+            self.last_finite = values.number, values.loss
+        if _GRADIENTS in finite:
+            alone = self._layout.mesh.layout.num_pipelines == 1
+            healthy = finite[_GRADIENTS] and (finite[_LOSS] or not alone)
+            self.num_diverged = 0 if healthy else self.num_diverged + 1
         new = self._to_look_at({name for name in finite if not finite[name]} - {_GRADIENTS})
         if not new:
             return
@@ -227,15 +236,6 @@ class StepWatch:
             self._warn_once(
                 _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
             )
-
-    def _count(self, values: _Finite, finite: Mapping[str, bool]) -> None:
-        if finite[_LOSS]:
-            self.last_finite = values.number, values.loss
-        if _GRADIENTS not in finite:
-            return
-        alone = self._layout.mesh.layout.num_pipelines == 1
-        healthy = finite[_GRADIENTS] and (finite[_LOSS] or not alone)
-        self.num_diverged = 0 if healthy else self.num_diverged + 1
 
     def _to_look_at(self, not_finite: set[str]) -> set[str]:
         """Returns names for which the step is to be traced again.

@@ -3,12 +3,12 @@
     Lightning calls             what happens                                          where
     setup_environment, barrier  processes start, meet and end                         processes.py
     setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
-    (batch transfer hooks)      the same random numbers whenever a batch is brought   transfer.py
+    (batch transfer hooks)      the same random numbers whenever a batch is brought   loader.py
     training_step               the schedule runs forward and backward                runtime/engine.py
     (zero_grad)                 gradients have been taken away before                 runtime/reduction.py
     backward                    they are put back; nothing is computed
     clip_gradients              global norm over all stages                           runtime/reduction.py
-    (before each batch)         ranks agree whether to stop, and when to validate     lockstep.py
+    (before each batch)         ranks agree whether to stop, and when to validate     signals.py
     validation_step, test_step  every rank runs the step, layers answer for others    runtime/relay.py
     (metric.compute)            ranks that saw the same batches count once            metric_sync.py
     save, load                  one ordinary Lightning checkpoint, all names          checkpointing.py
@@ -37,16 +37,21 @@ from torch.optim import Optimizer
 from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.seeding import derived_seed, isolated_random_numbers
+from lightning_diffpipe.training.before_training import (
+    early_answers,
+    example_batch,
+    only_counted,
+    why_empty,
+)
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
-from lightning_diffpipe.training.early_answers import early_answers, only_counted
-from lightning_diffpipe.training.example_batch import example_batch, why_empty
 from lightning_diffpipe.training.loader import (
+    SeededTransfer,
     aligned,
     epoch_of,
     resumed,
@@ -54,11 +59,9 @@ from lightning_diffpipe.training.loader import (
     take_over,
     unaligned,
 )
-from lightning_diffpipe.training.lockstep import LockStep
 from lightning_diffpipe.training.metric_sync import MetricSync, forget_elsewhere
 from lightning_diffpipe.training.pipeline import Pipeline
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
-from lightning_diffpipe.training.plan_source import planned_pipelines
+from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pipelines
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
@@ -70,7 +73,7 @@ from lightning_diffpipe.training.refusals import (
     refusing_norms_of_a_stage,
     warn_of_outputs,
 )
-from lightning_diffpipe.training.transfer import SeededTransfer
+from lightning_diffpipe.training.signals import LockStep
 from lightning_diffpipe.viewing.report import report
 
 Auto = Literal["auto"]
@@ -321,12 +324,18 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @contextlib.contextmanager
     def counting_batches(self, num_pipelines: int) -> Generator[None, None, None]:
-        """Inside, loaders tell how many batches one of so many pipelines has, and give none."""
+        """Inside, loaders tell how many batches one of so many pipelines has, and give none.
+
+        Lightning takes this rank's word for that of all: the step of another one may never come so far.
+        """
         self._counted_pipelines = num_pipelines
+        self.barrier = lambda name=None: None  # type: ignore[method-assign]
+        self.reduce = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
         try:
             yield
         finally:
             self._counted_pipelines = None
+            del self.barrier, self.reduce
 
     def _averages_bytes_factor(self, trainer: Any) -> float:
         """Returns bytes that averages of the weights take on a rank, for each byte it trains."""

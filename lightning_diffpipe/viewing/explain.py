@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from typing import Any
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
 from lightning_diffpipe.planning.caching import (
@@ -20,17 +22,16 @@ from lightning_diffpipe.planning.caching import (
     with_stored,
 )
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.pipeline_costs import PipelineCosts, Table
 from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, joined
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.viewing.units import count_of, percent, seconds, size
+from lightning_diffpipe.viewing.text import count_of, percent, seconds, size
 
 BEST = "the best of all plans"
 
@@ -80,21 +81,18 @@ class Explanation:
             "links; more can only be won with less work.",
         ]
         if planned.expected_s is not None:
-            forms = (
-                f"{percent(share)} from stage {first} on"
-                if first
-                else f"{percent(share)} all stages"
-                for share, first in self.plan.forms
-            )
+            forms = ((percent(share), first) for share, first in self.plan.forms)
+            seen = ", ".join(f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in forms)
             lines.append(
-                f"That is its form with most calls. Over the forms seen (of microbatches, {', '.join(forms)}) a "
+                f"That is its form with most calls. Over the forms seen (of microbatches, {seen}) a "
                 f"step is expected to take {seconds(planned.expected_s)} without filling; plans are chosen by that."
             )
         if self.plan.costs is not None:
             lines.append(f"Bottleneck: {self.bottleneck}.")
-        for part in self.parts:
-            share = percent(part.saved_s / step_s)
-            lines.append(f"  without {part.name}: {seconds(part.saved_s)} less ({share})")
+        lines += [
+            f"  without {part.name}: {seconds(part.saved_s)} less ({percent(part.saved_s / step_s)})"
+            for part in self.parts
+        ]
         if planned.sent_bytes is not None and planned.chain_sent_bytes:
             less = percent(1 - planned.sent_bytes / planned.chain_sent_bytes)
             lines.append(
@@ -142,7 +140,8 @@ def explain(
     for change in _tries(plan, profile, cluster, disk_bytes_per_s):
         left_s = max(until_s - time.perf_counter(), 0.0)  # those still to come share it
         try:
-            found = find_plan(change.profile, cluster, change.options, below_s, left_s / 2)
+            options = replace(change.options, **change.changes)
+            found = find_plan(change.profile, cluster, options, below_s, left_s / 2)
         except DiffPipeError:
             continue  # No faster, or not possible: too many stages, too few samples, too little memory.
         step_s = found.planned.iteration_s + change.more_s
@@ -163,10 +162,8 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
     cuts = tuple((*ab, s.num_replicas) for ab, s in zip(pairwise(edges), stages, strict=True))
     again = Evaluator(model, plan.options).plan(Proposal(_shape(plan), cuts))
-    step_s = again.planned.iteration_s
-    if math.isclose(step_s, plan.planned.iteration_s, rel_tol=SAME_STEP):
-        return plan
-    return again
+    old_s, new_s = plan.planned.iteration_s, again.planned.iteration_s
+    return plan if math.isclose(new_s, old_s, rel_tol=SAME_STEP) else again
 
 
 def _check_layers(plan: PipelinePlan, profile: ModelProfile) -> None:
@@ -187,13 +184,8 @@ def _check_layers(plan: PipelinePlan, profile: ModelProfile) -> None:
 
 def _shape(plan: PipelinePlan) -> Shape:
     """Returns everything about a plan but where it cuts."""
-    return Shape(
-        plan.num_pipelines,
-        plan.ranks_per_pipeline,
-        plan.num_stages,
-        plan.microbatch_sizes,
-        plan.options.schedule,
-    )
+    ranks, sizes = plan.ranks_per_pipeline, plan.microbatch_sizes
+    return Shape(plan.num_pipelines, ranks, plan.num_stages, sizes, plan.options.schedule)
 
 
 def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
@@ -204,18 +196,24 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     slowest = max(plan.stages, key=lambda stage: stage_s[stage.index] / stage.num_replicas)
     whole = "pipeline" if plan.num_stages > 1 else "backbone"
     frozen = "that fits no bubble" if plan.pieces else f"before the {whole}"
+    unfrozen: dict[str, Any] = {"encode_s": (0.0,) * len(costs.encode_s), "all_gather_s": 0.0}
+    links: dict[str, Any] = {"activation_s": nothing, "gradient_s": nothing}
     without = {
-        f"frozen work {frozen}": replace(
-            costs, encode_s=(0.0,) * len(costs.encode_s), all_gather_s=0.0
-        ),
-        "links between stages": replace(costs, activation_s=nothing, gradient_s=nothing),
-        "summing gradients": replace(costs, all_reduce_s=(0.0,) * len(costs.all_reduce_s)),
+        f"frozen work {frozen}": replace(costs, **unfrozen),
+        "links between stages": replace(costs, **links),
+        "summing gradients": replace(costs, all_reduce_s=()),
         f"imbalance (stage {slowest.index} is the slowest)": _balanced(plan, costs),
     }
     saved = {name: step_s - plan.step_s(changed) for name, changed in without.items()}
     # Waiting that frozen work has filled is none: no more than all bubbles can be won.
     winnable_s = step_s - plan.planned.no_bubble_limit_s
-    saved["pipeline warm-up and cooldown"] = min(_fill_s(plan, costs), winnable_s)
+    # Even so the slowest stage waits for the first work, and others for the last.
+    busiest_s = max(
+        sum(costs.compute_s(i) for i in program if isinstance(i, Staged))
+        for program in plan.programs
+    )
+    alone_s = plan.step_s(replace(costs, all_reduce_s=(), **unfrozen, **links))
+    saved["pipeline warm-up and cooldown"] = min(alone_s - busiest_s, winnable_s)
     found = (Saving(name, s) for name, s in saved.items() if s > WORTH_A_LINE * step_s)
     return tuple(sorted(found, key=lambda part: -part.saved_s))
 
@@ -233,31 +231,18 @@ def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
     return replace(costs, forward_s=even(costs.forward_s), backward_s=even(costs.backward_s))
 
 
-def _fill_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
-    """Time in which the slowest stage waits for the first work, and others for the last."""
-    busiest_s = max(
-        sum(costs.compute_s(i) for i in program if isinstance(i, Staged))
-        for program in plan.programs
-    )
-    free = replace(
-        costs,
-        encode_s=(0.0,) * len(costs.encode_s),
-        all_gather_s=0.0,
-        activation_s=tuple((0.0,) * len(costs.sizes) for _ in plan.stages),
-        gradient_s=tuple((0.0,) * len(costs.sizes) for _ in plan.stages),
-        all_reduce_s=(),
-    )
-    return plan.step_s(free) - busiest_s
-
-
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """One change, everything else as it is; a step of it takes `more_s` longer than its plan says."""
+    """One change, everything else as it is; a step of it takes `more_s` longer than its plan says.
+
+    `changes` of the options may be ones that they refuse: a schedule without a flush takes one microbatch only.
+    """
 
     description: str
     options: PlanOptions
     profile: ModelProfile
     more_s: float = 0.0
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _tries(
@@ -281,13 +266,13 @@ def _tries(
     count, stages = plan.num_microbatches, plan.num_stages
     tries = [
         *(
-            _Try(count_of(n, "microbatch", "es"), replace(fixed, num_microbatches=n), profile)
+            _Try(count_of(n, "microbatch", "es"), fixed, profile, changes={"num_microbatches": n})
             for n in (2 * count, count // 2)
             if n
         ),
         _Try("cutting the layers anew", free, profile),
         *(
-            _Try(count_of(n, "stage"), replace(free, num_stages=n), profile)
+            _Try(count_of(n, "stage"), free, profile, changes={"num_stages": n})
             for n in (stages - 1, stages + 1)
             if n
         ),
@@ -303,8 +288,9 @@ def _tries(
     for spec in SCHEDULES.values():
         if spec.advice:
             several = replace(free, num_stages="auto") if spec.place else free
-            options = replace(fixed if spec.warmup_depth > 1 else several, schedule=spec.name)
-            tries.append(_Try(f"{spec.advice} (schedule={spec.name})", options, profile))
+            base = fixed if spec.warmup_depth > 1 else several
+            what = f"{spec.advice} (schedule={spec.name})"
+            tries.append(_Try(what, base, profile, changes={"schedule": spec.name}))
     finer, name = _with_largest_layer_split(plan, profile)
     tries.append(_Try(f"splitting layer {name} in two", free, finer))
     return [*tries, _Try(BEST, replace(any_shape, schedule="auto"), profile)]
@@ -342,10 +328,7 @@ def _with_largest_layer_split(
             forms=tuple((share, moved(first)) for share, first in backbone.seen.forms),
         ),
     )
-    encoders = tuple(
-        replace(e, results=tuple(replace(r, readers=readers(r.readers)) for r in e.results))
-        for e in profile.encoders
-    )
+    encoders = tuple(encoder.read_at(readers) for encoder in profile.encoders)
     name = backbone.layers[index].name
     return replace(profile, backbones=(finer, *others), encoders=encoders), name
 

@@ -1,8 +1,14 @@
-"""Timelines as pictures; the one file of `viewing` that needs matplotlib."""
+"""Timelines as pictures (`plot`) and for Perfetto, https://ui.perfetto.dev (`chrome_trace`).
+
+In a trace each timeline is a process, each rank a thread, each message an arrow from the instruction that made it
+to the one that reads it. This is the one file of `viewing` that needs matplotlib.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -16,9 +22,11 @@ from lightning_diffpipe.planning.instruction import (
     ForwardNoGrad,
     Instruction,
     ReduceGradients,
+    Staged,
     UpdateWeights,
 )
-from lightning_diffpipe.planning.timeline import Timeline
+from lightning_diffpipe.planning.schedule import Message
+from lightning_diffpipe.planning.timeline import Span, Timeline
 
 COLORS: dict[type[Instruction], str] = {
     Forward: "#4c78a8",
@@ -81,3 +89,98 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+Event = dict[str, object]
+
+_COLORS: dict[type[Instruction], str] = {
+    Forward: "thread_state_running",
+    ForwardNoGrad: "thread_state_runnable",
+    Backward: "thread_state_iowait",
+    BackwardInput: "thread_state_iowait",
+    Encode: "good",
+    ExchangeFrozen: "grey",
+    ReduceGradients: "grey",
+}
+
+
+def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
+    """Writes a trace.
+
+    Args:
+        timelines: By name, for example `{"planned": ..., "measured": ...}`.
+
+    Returns:
+        JSON in the trace event format; times in microseconds.
+    """
+    events: list[Event] = []
+    numbers = itertools.count()  # viewers tell arrows apart by number, also between processes
+    for process, (name, timeline) in enumerate(timelines.items()):
+        events.append(_named("process_name", name, process))
+        for rank in range(timeline.num_ranks):
+            events.append(_named("thread_name", f"rank {rank}", process, rank))
+        events += [_slice(span, process) for span in timeline.spans]
+        events += _arrows(timeline, process, numbers)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(span: Span, process: int) -> Event:
+    instruction = span.instruction
+    event: Event = {
+        "ph": "X",
+        "name": str(instruction),
+        "cat": type(instruction).__name__,
+        "pid": process,
+        "tid": span.rank,
+        "ts": 1e6 * span.start_s,
+        "dur": 1e6 * span.duration_s,
+    }
+    if type(instruction) in _COLORS:
+        event["cname"] = _COLORS[type(instruction)]
+    if isinstance(instruction, Staged):
+        event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+    return event
+
+
+def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterator[Event]:
+    spans = {(span.rank, span.instruction): span for span in timeline.spans}
+    for transfer in timeline.transfers:
+        message = transfer.message
+        before = message.stage + (1 if message.kind == "gradient" else -1)
+        maker = _first_known(spans, message.from_rank, _ends(message, before))
+        reader = _first_known(spans, message.to_rank, _ends(message, message.stage))
+        if maker is None or reader is None:
+            continue
+        common: Event = {
+            "name": message.kind,
+            "cat": "message",
+            "id": next(numbers),
+            "pid": process,
+        }
+        # An arrow must begin and end within a slice to be drawn.
+        yield {
+            **common,
+            "ph": "s",
+            "tid": maker.rank,
+            "ts": 1e6 * (maker.start_s + maker.stop_s) / 2,
+        }
+        yield {**common, "ph": "f", "bp": "e", "tid": reader.rank, "ts": 1e6 * reader.start_s}
+
+
+def _first_known(
+    spans: Mapping[tuple[int, Instruction], Span], rank: int, instructions: list[Instruction]
+) -> Span | None:
+    return next((spans[rank, i] for i in instructions if (rank, i) in spans), None)
+
+
+def _ends(message: Message, stage: int) -> list[Instruction]:
+    """Lists what may make or read a message at one of its ends; of feedback the last stage is not known here."""
+    if message.kind == "feedback":
+        return []
+    back = message.kind == "gradient"
+    kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
+    return [kind(stage, message.microbatch) for kind in kinds]

@@ -1,8 +1,11 @@
-"""Pages of text: a plan (`report`), what layers cost (`cost_table`), what a cache gains (`cache_advice`)."""
+"""Pages of text: a plan (`report`), two of them (`diff`), costs (`cost_table`), a cache (`cache_advice`)."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from collections.abc import Iterator, Sequence
 
 from lightning_diffpipe.planning.caching import CacheAdvice
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -13,9 +16,16 @@ from lightning_diffpipe.planning.profile import (
     LayerProfile,
     ModelProfile,
 )
-from lightning_diffpipe.viewing.ascii import render
 from lightning_diffpipe.viewing.explain import explain
-from lightning_diffpipe.viewing.units import count_of, operations, percent, seconds, size, table
+from lightning_diffpipe.viewing.text import (
+    count_of,
+    operations,
+    percent,
+    render,
+    seconds,
+    size,
+    table,
+)
 
 
 def report(plan: PipelinePlan, max_columns: int = 120) -> str:
@@ -43,7 +53,7 @@ def headline(plan: PipelinePlan) -> str:
 
 def stage_table(plan: PipelinePlan) -> str:
     """Draws a table with a row for each stage."""
-    header = [
+    header = (
         "stage",
         "ranks",
         "layers",
@@ -53,27 +63,19 @@ def stage_table(plan: PipelinePlan) -> str:
         "to next",
         "reduce",
         "memory",
-    ]
-    rows = []
+    )
+    rows, costs, memory = [], plan.costs, plan.planned.peak_memory_bytes
     for stage in plan.stages:
-        ranks = plan.placement.stage_ranks[stage.index]
-        row = [
-            str(stage.index),
-            str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
-            f"{stage.first_layer}-{stage.last_layer}",
-            stage.backbone,
-        ]
-        if plan.costs is None:
+        i, ranks = stage.index, plan.placement.stage_ranks[stage.index]
+        where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        row = [str(i), where, f"{stage.first_layer}-{stage.last_layer}", stage.backbone]
+        if costs is None:
             row += ["?"] * 4
         else:
-            costs, i = plan.costs, stage.index
-            row += [
-                seconds(costs.forward_s[i][0]),
-                seconds(costs.backward_s[i][0]),
-                seconds(costs.gradient_s[i][0]),
-                seconds(costs.reduce_s(ranks[0])),
+            times_s = [
+                table[i][0] for table in (costs.forward_s, costs.backward_s, costs.gradient_s)
             ]
-        memory = plan.planned.peak_memory_bytes
+            row += [seconds(time_s) for time_s in (*times_s, costs.reduce_s(ranks[0]))]
         rows.append([*row, size(max(memory[rank] for rank in ranks)) if memory else "?"])
     return table(header, rows)
 
@@ -112,48 +114,34 @@ def cost_table(profile: ModelProfile, samples: int = 1) -> str:
     parts = [f"{profile.name}: {times}; boundary, activations and operations (forward) of one"]
     every: tuple[BackboneProfile | EncoderProfile, ...] = (*profile.backbones, *profile.encoders)
     for part in every:
-        rows = [_row(layer, samples) for layer in part.layers]
-        parts.append(f"{part.name}\n{table(HEADER, [*rows, _sum(part.layers, samples)])}")
+        rows = []
+        for layer in part.layers:
+            if isinstance(layer, LayerProfile):
+                crosses = layer.boundary_bytes_per_sample
+            else:
+                crosses = layer.output_bytes_per_sample
+            rows.append(_row(layer.name, [layer], samples, size(crosses)))
+        # What crosses a boundary does not add up.
+        parts.append(f"{part.name}\n{table(HEADER, [*rows, _row('all', part.layers, samples)])}")
     return "\n\n".join(parts)
 
 
-def _row(layer: LayerProfile | EncoderLayerProfile, samples: int) -> list[str]:
-    """Writes the row of a layer; a frozen one has neither a backward nor activations."""
-    backward = activations = ""
-    if isinstance(layer, LayerProfile):
-        boundary = layer.boundary_bytes_per_sample
-        backward = seconds(layer.backward_s.at(samples))
-        activations = size(_activation_bytes(layer))
-    else:
-        boundary = layer.output_bytes_per_sample
-    return [
-        layer.name,
-        seconds(layer.forward_s.at(samples)),
-        backward,
-        size(layer.parameter_bytes),
-        size(boundary),
-        activations,
-        operations(layer.flops_per_sample),
-    ]
-
-
-def _activation_bytes(layer: LayerProfile) -> int:
-    """Sums the activation bytes of a microbatch of one sample."""
-    return layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
-
-
-def _sum(
-    layers: tuple[LayerProfile, ...] | tuple[EncoderLayerProfile, ...], samples: int
+def _row(
+    name: str,
+    layers: Sequence[LayerProfile | EncoderLayerProfile],
+    samples: int,
+    boundary: str = "",
 ) -> list[str]:
-    """Returns the last row; what crosses a boundary does not add up."""
+    """Adds up layers; frozen ones have neither a backward nor activations."""
     trained = [layer for layer in layers if isinstance(layer, LayerProfile)]
+    kept = sum(x.activation_bytes_per_sample + x.activation_bytes_per_microbatch for x in trained)
     return [
-        "all",
+        name,
         seconds(sum(layer.forward_s.at(samples) for layer in layers)),
         seconds(sum(layer.backward_s.at(samples) for layer in trained)) if trained else "",
         size(sum(layer.parameter_bytes for layer in layers)),
-        "",
-        size(sum(map(_activation_bytes, trained))) if trained else "",
+        boundary,
+        size(kept) if trained else "",
         operations(sum(layer.flops_per_sample for layer in layers)),
     ]
 
@@ -181,15 +169,81 @@ def cache_advice(advice: CacheAdvice) -> str:
         names = ", ".join(advice.computed)
         why = "follows noise or other random numbers, or is quicker to compute"
         lines.append(f"  computed    {names}: {why}")
-    if not advice.cached:
-        lines.append("  Nothing can be stored: fill bubbles.")
-    elif not advice.use_cache:
-        lines.append("  Not worth a disk: storing saves less than 2%.")
-    else:
+    if advice.use_cache:
         unknown = "; the profile does not say whether encodings follow from the sample alone"
         doubt = "" if advice.certain else unknown
         lines += [
             f"  Worth it if samples come back unchanged (no random crops, captions not redrawn{doubt}):",
             '  EncodingCache("encodings") among the callbacks, or diffpipe train callbacks=cached',
         ]
+    elif advice.cached:
+        lines.append("  Not worth a disk: storing saves less than 2%.")
+    else:
+        lines.append("  Nothing can be stored: fill bubbles.")
     return "\n".join(lines)
+
+
+def diff(a: PipelinePlan, b: PipelinePlan) -> str:
+    """Returns what changes from plan `a` to plan `b`.
+
+    Example:
+        stage 1 takes layers 4-7 instead of 4-6
+        num_microbatches: 4 instead of 8
+        step: 1.20 s instead of 1.10 s, 9.1% slower
+    """
+    if a.digest == b.digest:
+        return f"the plans are the same ({a.digest})"
+    old, new = a.options.to_dict(), b.options.to_dict()
+    lines = [
+        *([] if a.num_ranks == b.num_ranks else [f"ranks: {b.num_ranks} instead of {a.num_ranks}"]),
+        *(f"{name}: {new[name]} instead of {old[name]}" for name in old if old[name] != new[name]),
+        *_differences(a, b),
+        *_changed_numbers(a, b),
+    ]
+    if lines:
+        return "\n".join(lines)
+    old, new = json.loads(a.to_json()), json.loads(b.to_json())  # costs, or pieces of frozen work
+    names = sorted(n for n in (old.keys() | new.keys()) - {"digest"} if old.get(n) != new.get(n))
+    return f"what they do is the same; other in the files: {', '.join(names)}"
+
+
+def _differences(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
+    """Layers of other names (the first one), stages elsewhere, and programs in another order."""
+    others = (i for i, (old, new) in enumerate(zip(a.layers, b.layers, strict=False)) if old != new)
+    for i in itertools.islice(others, 1):
+        yield f"another model: layer {i} is {b.layers[i]} instead of {a.layers[i]}"
+    for old, new in zip(a.stages, b.stages, strict=False):
+        if (old.first_layer, old.last_layer) != (new.first_layer, new.last_layer):
+            yield (
+                f"stage {new.index} takes layers {new.first_layer}-{new.last_layer} "
+                f"instead of {old.first_layer}-{old.last_layer}"
+            )
+    yield from (f"{stage} is gone" for stage in a.stages[b.num_stages :])
+    yield from (f"{stage} is new" for stage in b.stages[a.num_stages :])
+    changed = [r for r, (p, q) in enumerate(zip(a.programs, b.programs, strict=False)) if p != q]
+    if len(a.programs) == len(b.programs) and a.num_microbatches == b.num_microbatches and changed:
+        ranks = ", ".join(str(rank) for rank in changed)
+        yield f"the programs of ranks {ranks} order their work differently"
+
+
+def _changed_numbers(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
+    old, new = a.planned, b.planned
+    if old.iteration_s != new.iteration_s:
+        yield (
+            f"step: {seconds(new.iteration_s)} instead of {seconds(old.iteration_s)}, "
+            f"{_change(old.iteration_s, new.iteration_s, 'slower', 'faster')}"
+        )
+    if round(old.samples_per_s, 9) != round(new.samples_per_s, 9):
+        yield f"samples/s: {new.samples_per_s:.4g} instead of {old.samples_per_s:.4g}"
+    if round(old.bubble_ratio, 4) != round(new.bubble_ratio, 4):
+        yield f"bubble ratio: {percent(new.bubble_ratio)} instead of {percent(old.bubble_ratio)}"
+    most, was = max(new.peak_memory_bytes, default=0), max(old.peak_memory_bytes, default=0)
+    if most != was:
+        change = _change(was, most, "more", "less")
+        yield f"memory of the fullest rank: {size(most)} instead of {size(was)}, {change}"
+
+
+def _change(old: float, new: float, up: str, down: str) -> str:
+    if not old:
+        return up if new > old else down
+    return f"{percent(abs(new - old) / old)} {up if new > old else down}"

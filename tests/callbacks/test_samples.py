@@ -10,8 +10,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
+from lightning_diffpipe.callbacks.monitor import num_samples
 from lightning_diffpipe.callbacks.sample_images import picture_grid
-from lightning_diffpipe.callbacks.throughput import num_samples
 from lightning_diffpipe.errors import ConfigurationError
 
 

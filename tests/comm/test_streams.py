@@ -8,7 +8,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_diffpipe import DiffPipeStrategy, predictor
-from lightning_diffpipe.comm.streams import ask_for_queues
+from lightning_diffpipe.comm.waiting import ask_for_queues
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

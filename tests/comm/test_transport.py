@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_diffpipe.comm import streams, transport
+from lightning_diffpipe.comm import transport, waiting
 from lightning_diffpipe.comm.transport import MessageKey, P2PTransport
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
 from lightning_diffpipe.runtime.engine import _delivered
@@ -152,7 +152,7 @@ def alive_of(program: Any) -> int:
 def test_what_was_sent_is_not_kept_longer_than_what_waits_for_a_backward(
     wire, monkeypatch, schedule, replicas
 ):
-    """History: all messages of a step were kept to its end, so that memory grew with the number of microbatches."""
+    """History: all messages of a step lived until its end, so that memory grew with the number of microbatches."""
     pipeline = pipeline_on_a_wire(
         wire, Skips(), step, rows(16), len(replicas), NUM_MICROBATCHES,
         replicas=replicas, schedule=schedule,
@@ -228,7 +228,7 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
     )
     work = SimpleNamespace(wait=lambda: notes.append("waited"))
     dist = SimpleNamespace(irecv=lambda *_, **__: notes.append("begins") or work)
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(waiting, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(transport, "dist", dist)
     mesh = SimpleNamespace(
         timeout_s=1.0, backend="nccl", device=SimpleNamespace(type="cuda"), local_rank=1,
@@ -261,7 +261,7 @@ def test_sums_are_waited_for_on_behalf_of_the_stream_that_computes(monkeypatch):
         return Stream(notes, f"compute of {device.index}")
 
     cuda = SimpleNamespace(current_stream=current_stream, stream=lambda stream: stream)
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(waiting, "torch", SimpleNamespace(cuda=cuda))
     mesh = SimpleNamespace(
         timeout_s=1.0, backend="gloo", device=torch.device("cuda", 1), local_rank=0, rank=0
     )

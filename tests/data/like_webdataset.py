@@ -73,10 +73,8 @@ def _expanded(pattern):
     found = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)
     if not found:
         return [pattern]
-    before, first, last, behind = found.groups()
-    return [
-        f"{before}{number:0{len(first)}}{behind}" for number in range(int(first), int(last) + 1)
-    ]
+    before, first, last, after = found.groups()
+    return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]
 
 
 def _samples(shard):

@@ -368,7 +368,7 @@ def listed(folder, names):
 
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
-    """History: PIL's own words came, at whatever step it was drawn, and nothing told which of a million it was."""
+    """History: PIL's own words came, at whatever step it was drawn, and nothing said which of a million it was."""
     data = listed(tmp_path, broken_files(tmp_path))()
     data.setup("fit")
     reasons = ["truncated", "cannot identify", r"32 bits \(mode F\)", "decompression bomb"]
@@ -425,7 +425,7 @@ def test_folders_without_pictures_to_train_on_are_refused(tmp_path):
 
 
 def test_a_line_of_pixels_is_read_at_once():
-    """History: it was scaled to 512 x 30 million pixels, of which 512 x 512 were kept."""
+    """History: it was scaled to 512 x 30 million pixels, of which 512 x 512 were used."""
     started_s = time.process_time()
     assert to_square(Image.new("RGB", (1, 60000), (255, 255, 255)), 512).min() == 1
     assert time.process_time() - started_s < 2

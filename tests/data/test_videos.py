@@ -11,7 +11,7 @@ from PIL import Image
 from lightning_diffpipe.data import ImageFolderDataModule
 from lightning_diffpipe.errors import ConfigurationError, DataError
 
-LEVELS = [30, 60, 90, 120, 150, 180, 210]  # of the frames, by which they are told apart
+LEVELS = [30, 60, 90, 120, 150, 180, 210]  # of the frames, by which they are recognised
 
 
 def listing(folder, name):

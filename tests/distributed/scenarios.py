@@ -12,9 +12,9 @@ import torch
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.samples import ModuleSplit
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
-from lightning_diffpipe.runtime.seeding import derived_seed
+from lightning_diffpipe.graph.rng import derived_seed
+from lightning_diffpipe.graph.step import ModuleSplit
+from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from tests.distributed.tiny import Data, TinyDiffusion
 
 SEED = 11
@@ -34,7 +34,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What a run leaves behind on one rank."""
+    """What a run leaves on one rank."""
 
     losses: list[float]
     gradients: list[dict[str, torch.Tensor]]

@@ -21,7 +21,7 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.data import GlyphDataModule, ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.checkpoint import collect, collect_optimizer_state, spread
+from lightning_diffpipe.runtime.ownership import collect, collect_optimizer_state, spread
 from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
 from tests.distributed.scenarios import (
@@ -130,8 +130,8 @@ class SavesLess(TinyDiffusion):
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
-        kept = {name: value for name, value in state.items() if "encoder" not in name}
-        return {name.replace("head.", "last."): value for name, value in kept.items()}
+        own = {name: value for name, value in state.items() if "encoder" not in name}
+        return {name.replace("head.", "last."): value for name, value in own.items()}
 
 
 def save_less(rank, path):
@@ -182,7 +182,7 @@ def load_missing(rank, path):
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
-    """History: Lightning's own error told nothing but the path, with a traceback."""
+    """History: Lightning's own error said nothing but the path, with a traceback."""
     assert all(run_ranks(load_missing, 1, tmp_path / "none.ckpt"))
 
 

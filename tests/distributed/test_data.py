@@ -304,15 +304,15 @@ def use_again(rank):
         trainer.fit(module, combined)
         seen.append(epochs.epochs)
         inner += [type(loader._loader) for loader in trainer.fit_loop._combined_loader.flattened]
-    kept = [one is other for one, other in zip(combined.flattened, found, strict=True)]
-    return seen, set(inner), kept
+    same = [one is other for one, other in zip(combined.flattened, found, strict=True)]
+    return seen, set(inner), same
 
 
 def test_combined_loaders_can_be_used_again():
     """History: Lightning leaves its own loaders in the user's CombinedLoader. A second run hung in the comparison
-    of batches of the first, or kept its shares of the samples, and each epoch wrapped them once more."""
-    (first, inner, kept), (second, _, _) = run_ranks(use_again, 2)
-    assert all(kept), "the user's loaders were exchanged"
+    of batches of the first, or had its shares of the samples, and each epoch wrapped them once more."""
+    (first, inner, same), (second, _, _) = run_ranks(use_again, 2)
+    assert all(same), "the user's loaders were exchanged"
     assert inner == {DataLoader}
     for epoch in (0, 1):
         shares = indices(first[0][epoch]) + indices(second[0][epoch])

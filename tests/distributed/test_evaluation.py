@@ -204,7 +204,7 @@ def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_rep
 
     History: `batch_size` was that of microbatch 0, equal in both batches; sums over all ranks counted a pipeline
     as often as it has ranks; sums and extremes were averaged over microbatches; and of names that only some
-    microbatches log, those of the first alone were kept.
+    microbatches log, those of the first alone counted.
     """
     options = {"num_stages": num_stages, "num_replicas": num_replicas, "num_microbatches": 4}
     alone, _, _ = count(0, 1, None, 13 * pipelines)

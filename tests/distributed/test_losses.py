@@ -75,10 +75,10 @@ class PriorPreservation(Still):
     """First pictures of the subject, then as many of its class, as in DreamBooth."""
 
     def training_step(self, batch, batch_idx):
-        (subject, prior), (wanted, kept) = (
+        (subject, prior), (wanted, other) = (
             tensor.chunk(2) for tensor in self.prediction_and_target(batch)
         )
-        loss = F.mse_loss(subject, wanted) + 0.3 * F.mse_loss(prior, kept)
+        loss = F.mse_loss(subject, wanted) + 0.3 * F.mse_loss(prior, other)
         self.log("train/loss", loss)
         return loss
 
@@ -189,9 +189,9 @@ class Noisy(TinyDiffusion):
         if random.random() < 0.5:
             batch["text"] = batch["text"].flip(1)
         loss = super().loss(batch)
-        kept = F.dropout(batch["image"], 0.2)
-        weights = torch.rand(1) + torch.bernoulli(torch.full((len(kept),), 0.5))
-        return loss + (weights * kept.mean((1, 2))).mean()
+        dropped = F.dropout(batch["image"], 0.2)
+        weights = torch.rand(1) + torch.bernoulli(torch.full((len(dropped),), 0.5))
+        return loss + (weights * dropped.mean((1, 2))).mean()
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,6 @@ def test_other_losses_are_named_with_their_cure(module_class, data_class, cure):
     ],
 )
 def test_nothing_is_said_of_means(module_class, data_class, caplog):
-    with caplog.at_level(logging.INFO, "lightning_diffpipe.training.mean_check"):
+    with caplog.at_level(logging.INFO, "lightning_diffpipe.training.verification"):
         assert not warned_of(Settings(module_class=module_class, data_class=data_class))
     assert not any("cannot be compared" in record.message for record in caplog.records)

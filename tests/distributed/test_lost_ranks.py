@@ -1,11 +1,16 @@
-"""A rank that is killed, frozen or told to stop, in any phase: the others say which, how and where, and end.
+"""A rank that is killed, frozen or stopped by SIGTERM, in any phase: the others say which, how and where, and end.
 
 `benchmarks/reliability` tries all phases, on both ranks, by both launchers; here are some of them.
 """
 
+import contextlib
+import json
 import os
+import pathlib
 import re
+import selectors
 import signal
+import socket
 import subprocess
 import time
 
@@ -33,17 +38,42 @@ class DrawsWithTheWholeModel(L.Callback):
 
 
 def fit_until_harmed(rank, phase, victim, harm, folder):
-    """Trains, validates, saves and draws; one rank does itself harm at the beginning of a phase."""
-    os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    broadcast = liveness._broadcast
+    """Trains, validates, saves and draws; one rank does itself harm at the beginning of a phase.
 
-    def broadcast_and_do_harm(**message):
-        broadcast(**message)
-        if rank == victim and message.get("phase") == phase:
-            time.sleep(0.3)  # a process that is killed may take what it has just sent with it
+    Not before the other one has heard of the phase: a process that is killed may take along what it has just sent.
+    """
+    os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    take, enter, phase_of = liveness._take, liveness.enter, liveness._phase_of
+    heard = pathlib.Path(folder) / "heard"
+
+    def take_and_note(line, message):
+        take(line, message)
+        if line.rank == victim and line.phase == phase:
+            heard.touch()
+
+    def do_harm(name):
+        if rank == victim and name == phase:
+            until_s = time.monotonic() + 20.0
+            while not heard.exists():
+                assert time.monotonic() < until_s, "the other rank has not heard of the phase"
+                time.sleep(0.01)
             harm()
 
-    liveness._broadcast = broadcast_and_do_harm
+    def enter_and_do_harm(name):
+        enter(name)
+        do_harm(name)
+
+    @contextlib.contextmanager
+    def phase_with_harm(name):
+        with phase_of(name):
+            do_harm(name)
+            yield
+
+    liveness._take, liveness.enter, liveness._phase_of = (
+        take_and_note,
+        enter_and_do_harm,
+        phase_with_harm,
+    )
     strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=60)
     saves = ModelCheckpoint(folder, every_n_train_steps=2)
     trainer = quiet_trainer(
@@ -70,7 +100,7 @@ def die():
     ],
 )
 def test_whoever_loses_a_rank_names_it_and_its_phase(tmp_path, phase, victim):
-    """History: of 26 kills outside of steps none was named; gloo told an address and a joke.
+    """History: of 26 kills outside of steps none was named; gloo gave an address and a joke.
 
     Where torch's groups meet, nothing breaks, and the process is ended with a line.
     """
@@ -102,7 +132,7 @@ def stop():
 
 @pytest.mark.parametrize(("victim", "phase"), [(0, "probing the step"), (1, "validating")])
 def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
-    """History: before the first step it ended one process, and the others told of a lost connection."""
+    """History: before the first step it ended one process, and the others reported a lost connection."""
     with pytest.raises(RankError, match="ranks failed") as caught:
         run_ranks(fit_until_harmed, 2, phase, victim, stop, str(tmp_path))
     assert str(caught.value).count("lightning.pytorch.utilities.exceptions.SIGTERMException") == 2
@@ -201,6 +231,27 @@ def be_busy(rank):
 def test_a_rank_that_is_busy_lives():
     """It signs from a thread of its own."""
     assert run_ranks(be_busy, 2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b'{"phase": "scanning"}\n{"phase": "scanning"}\n']
+)
+def test_a_stranger_who_connects_is_hung_up_on_and_ranks_are_heard_still(said):
+    """History: the thread that listens ended, so that no loss was noticed any more."""
+    watching = Liveness()
+    watching._start()
+    watching._token = "secret"
+    watching._server = server = socket.create_server(("127.0.0.1", 0))
+    watching._selector.register(server, selectors.EVENT_READ)
+    watching._wake.send(b"\0")
+    with socket.create_connection(server.getsockname(), timeout=20) as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(64) == b""
+    with socket.create_connection(server.getsockname(), timeout=20) as rank:
+        message = {"token": "secret", "rank": 1, "place": [1, "host"]}
+        rank.sendall(json.dumps(message).encode() + b"\n")
+        assert b"phase" in rank.recv(64)
+    watching._leave()
 
 
 def test_errors_of_other_code_stay_as_they_are():

@@ -191,7 +191,7 @@ class Counts(torch.nn.Module):
 
 
 def test_running_statistics_come_from_the_stage_that_has_them():
-    """History: other ranks kept theirs when training ended, and checkpoints had the first rank's."""
+    """History: other ranks had theirs still when training ended, and checkpoints had the first rank's."""
     check(2, 2, module_class=Normed, strategy={"num_stages": 2})
 
 
@@ -206,7 +206,7 @@ class NormedEncoder(TinyDiffusion):
 
 
 def test_statistics_of_a_frozen_encoder_in_training_mode():
-    """History: each rank encoded some of the samples, and kept statistics of these."""
+    """History: each rank encoded some of the samples, and had statistics of these."""
     outcomes, _ = check(2, 2, module_class=NormedEncoder, strategy={"num_stages": 2})
     assert "encoder.second.0" in outcomes[0].plan.layers
     assert outcomes[0].metrics["val/loss"] == outcomes[1].metrics["val/loss"]

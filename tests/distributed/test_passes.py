@@ -129,9 +129,11 @@ def kinds(plan, stage):
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "filling"), [(2, "auto"), (3, "none"), (4, "auto")])
+@pytest.mark.parametrize(("num_ranks", "filling"), [(2, "auto"), (3, "shares"), (4, "auto")])
 def test_self_conditioning(num_ranks, filling):
     plan = check(num_ranks, strategy={"filling": filling})
+    assert plan.options.filling == ("shares" if filling == "auto" else filling)
+    assert plan.pieces
     assert [stage.gradient for stage in plan.stages] == [False] * num_ranks + [True] * num_ranks
     for stage in range(num_ranks):
         assert kinds(plan, stage) == {ForwardNoGrad}

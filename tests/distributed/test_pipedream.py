@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe import EMA, PipelineMonitor
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.runtime.seeding import derived_seed
+from lightning_diffpipe.graph.rng import derived_seed
 from tests.distributed.scenarios import assert_close, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import RankError, run_ranks
-from tests.runtime.formula import BEHIND, SEED, Formula, Scheduler, adam
+from tests.runtime.formula import DELAYS, SEED, Formula, Scheduler, adam
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ class Chain(TinyDiffusion):
 
 
 class Watch(L.Callback):
-    """Notes what callbacks are told, what this rank trains, and whether batches are under way; stops at will."""
+    """Notes what callbacks see, what this rank trains, and whether batches are under way; stops at will."""
 
     def __init__(self, save=None, stop=None):
         self.losses, self.batches, self.save, self.names, self.empty = [], [], save, [], []
@@ -81,8 +81,8 @@ def formula(outcomes, schedule, microbatches, drains, epochs=2, kind=Formula):
     torch.manual_seed(3)
     root = Chain().double()
     stage_of = {name: stage for stage, (_, watch, _) in enumerate(outcomes) for name in watch.names}
-    behind = [BEHIND[schedule](stage, len(outcomes)) for stage in range(len(outcomes))]
-    emulated = kind(root, stage_of, behind, adam, microbatches)
+    delays = [DELAYS[schedule](stage, len(outcomes)) for stage in range(len(outcomes))]
+    emulated = kind(root, stage_of, delays, adam, microbatches)
     losses, batches = [], list(DataLoader(Samples(30), 6)) * epochs
     for index, batch in enumerate(batches):
         losses.append(emulated.train(batch, index))
@@ -111,16 +111,14 @@ def check(world_size, schedule, drains=(5, 10), strategy=None, **options):
 def test_weights_follow_the_formula(world_size, schedule):
     """Two epochs of five batches, drained after each."""
     outcomes, losses = check(world_size, schedule)
-    behind = -(-(world_size - 1) // (world_size - 1 if schedule == "pipedream_2bw" else 1))
+    delay = -(-(world_size - 1) // (world_size - 1 if schedule == "pipedream_2bw" else 1))
     for _, watch, metrics in outcomes:
         for epoch in (0, 5):
             logged, numbers = (noted[epoch : epoch + 5] for noted in (watch.losses, watch.batches))
-            assert all(map(math.isnan, logged[:behind])), (
-                "no loss is known while the pipeline fills"
-            )
-            known = [*range(epoch, epoch + 4 - behind), epoch + 4]
-            assert numbers[behind:] == known
-            assert logged[behind:] == pytest.approx([losses[n] for n in known], rel=1e-10)
+            assert all(map(math.isnan, logged[:delay])), "no loss is known while the pipeline fills"
+            known = [*range(epoch, epoch + 4 - delay), epoch + 4]
+            assert numbers[delay:] == known
+            assert logged[delay:] == pytest.approx([losses[n] for n in known], rel=1e-10)
         assert metrics["train/loss"] == pytest.approx(losses[9], rel=1e-10)
         assert [n for n, empty in enumerate(watch.empty, 1) if empty] == [5, 10]
 

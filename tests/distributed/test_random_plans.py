@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 class Sleeper(nn.Module):
-    """A residual block that takes as long as it is told."""
+    """A residual block that takes as long as it is given."""
 
     sleep_s = 0.0
 

@@ -100,7 +100,7 @@ def test_logging_over_ranks_is_the_cure():
 
 
 class Counts(Metric):
-    """A sum over samples, kept in checkpoints."""
+    """A sum over samples, stored in checkpoints."""
 
     def __init__(self):
         super().__init__()
@@ -231,12 +231,12 @@ class LogsForeign(TinyDiffusion):
 
     def __init__(self):
         super().__init__()
-        self.kept = [Counts()]
+        self.foreign = [Counts()]
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.kept[0](loss.detach()[None])
-        self.log("train/foreign", self.kept[0])
+        self.foreign[0](loss.detach()[None])
+        self.log("train/foreign", self.foreign[0])
         return loss
 
 

@@ -10,8 +10,7 @@ from torchmetrics import MeanMetric
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
-from lightning_diffpipe.training.plan_source import _require_chains
+from lightning_diffpipe.training.plan_source import PipelineOptions, _require_chains
 from tests.distributed.tiny import Cascade, Samples
 
 

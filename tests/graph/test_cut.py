@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import PartitionError
-from lightning_diffpipe.graph.cut import balanced_positions, boundary_bytes, cut
+from lightning_diffpipe.graph.cut import boundary_bytes, cut
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorSpec
-from lightning_diffpipe.planning.routing import Route, route
+from lightning_diffpipe.planning.schedule import Route, route
 
 
 def make_graph(reads, tail, frozen=()):
@@ -95,28 +95,11 @@ def test_laws_of_cuts(graph, data):
         assert (read | (graph.tail_reads if stage.is_last else set())) - own == stage.needed
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
-def test_balanced_positions_match_brute_force(costs, data):
-    num_stages = data.draw(st.integers(1, len(costs)))
-
-    def dearest(positions):
-        bounds = [0, *positions, len(costs)]
-        return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
-
-    best = min(map(dearest, itertools.combinations(range(1, len(costs)), num_stages - 1)))
-    assert dearest(balanced_positions(costs, num_stages)) == best
-
-
 @pytest.mark.parametrize("positions", [[0], [3], [2, 2], [2, 1]])
 def test_empty_stages_are_refused(positions):
     graph = make_graph([(), (0,), (1,)], tail=(2,))
     with pytest.raises(PartitionError, match="every stage needs at least one layer"):
         cut(graph, positions)
-
-
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(PartitionError, match="cannot cut 2 layers into 3 stages"):
-        balanced_positions([1, 1], 3)
 
 
 def test_a_rank_keeps_what_its_later_stages_read():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_diffpipe.graph import float32
+from lightning_diffpipe.graph import versions
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def test_torch_before_2_9_has_the_older_names_only(
         cudnn=SimpleNamespace(allow_tf32=convolutions),
     )
     names = SimpleNamespace(backends=older, get_float32_matmul_precision=lambda: on_host)
-    monkeypatch.setattr(float32, "torch", names)
-    assert float32.float32_precisions() == expected
+    monkeypatch.setattr(versions, "torch", names)
+    assert versions.float32_precisions() == expected
 
 
 def test_the_newer_names_answer_here():
-    assert len(float32.float32_precisions()) == 3
+    assert len(versions.float32_precisions()) == 3
     assert hasattr(torch.backends, "fp32_precision")
 
 
@@ -46,8 +46,8 @@ def test_float32_on_a_gpu_may_have_the_digits_of_tf32(
     products, convolutions, convolves, expected, monkeypatch
 ):
     """History: encoders whose convolutions rounded so, as they do by default, were said to mix samples."""
-    monkeypatch.setattr(float32, "float32_precisions", lambda: (products, convolutions, "none"))
+    monkeypatch.setattr(versions, "float32_precisions", lambda: (products, convolutions, "none"))
     gpu, host = torch.device("cuda"), torch.device("cpu")
-    assert float32.rounding_of(torch.float32, gpu, convolves) == expected
-    assert float32.rounding_of(torch.float32, host, convolves) == 2.0**-23
-    assert float32.rounding_of(torch.bfloat16, gpu, convolves) == 2.0**-7
+    assert versions.rounding_of(torch.float32, gpu, convolves) == expected
+    assert versions.rounding_of(torch.float32, host, convolves) == 2.0**-23
+    assert versions.rounding_of(torch.bfloat16, gpu, convolves) == 2.0**-7

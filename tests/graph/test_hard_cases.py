@@ -326,6 +326,13 @@ def test_no_fake_tensor_stays_in_a_cache():
     assert type(CachesATable.table) in (type(None), Tensor)
 
 
+def test_fake_tensors_of_layers_that_leak_die_with_the_run(monkeypatch):
+    """History: the context of the error that tells of a leak held the module, so that all objects were searched."""
+    survived = lambda: pytest.fail("fake tensors survived a run")
+    monkeypatch.setattr(gc, "get_objects", survived)
+    check_case("InputReadAfterALayerWroteIntoIt", share=1 / 40, splits=(2,))
+
+
 def test_no_fake_tensor_stays_in_a_log_record(caplog):
     """History: a record held the error of a step that insists on its batch size, with all its tensors.
 

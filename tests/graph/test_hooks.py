@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.cut import cut, require_hooks_within_stages
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.graph.side_effects import require_hooks_within_stages
 from tests.graph.emulate import emulate, reference, relative_error
 
 SEED = 3

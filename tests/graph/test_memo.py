@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.graph.memo import LayerMemo, keys_of, module_digest
+from lightning_diffpipe.graph.memo import LayerMemo, keys_of
+from lightning_diffpipe.graph.versions import module_digest
 from tests.graph.steps import small_clip, small_vae
 
 

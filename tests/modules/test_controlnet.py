@@ -6,11 +6,11 @@ import torch
 
 from lightning_diffpipe import ControlNetDiffusion, LatentDiffusion
 from lightning_diffpipe.data import GlyphDataModule
-from lightning_diffpipe.data.conditions import edges
+from lightning_diffpipe.data.captioned import edges
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source, refuse_module
 from lightning_diffpipe.modules import Optimization
-from lightning_diffpipe.modules.text import tokenize
+from lightning_diffpipe.modules.encoders import tokenize
 from tests.modules.tiny_parts import (
     SCHEDULERS,
     fit,

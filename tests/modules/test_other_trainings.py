@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import AutoencoderTraining, Optimization, TextAlignment
-from lightning_diffpipe.modules.text_alignment import look_at_neighbours
+from lightning_diffpipe.modules.encoders import look_at_neighbours
 from tests.distributed.scenarios import quick_strategy, quiet_trainer
 from tests.modules.tiny_parts import fit, tiny_text_encoder, tiny_tokenizer, tiny_vae
 from tests.ranks import run_ranks

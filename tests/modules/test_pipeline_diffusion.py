@@ -735,6 +735,11 @@ def test_bad_arguments_are_named(tmp_path):
     build("StableDiffusionXLInstructPix2PixPipeline", tmp_path).save_pretrained(tmp_path / "edits")
     opened = LatentDiffusion.from_pretrained(tmp_path / "edits", condition_dropout=0.2)
     assert opened.hparams.condition_dropout == 0.2
+    edits = build("FluxKontextPipeline", tmp_path / "kontext")
+    message = "condition_dropout=0.1 trains guidance by .* FluxKontextPipeline does not have"
+    with pytest.raises(ConfigurationError, match=message):  # history: nothing was dropped
+        PipelineDiffusion(edits, condition_dropout=0.1)
+    assert PipelineDiffusion(edits).hparams.condition_dropout == 0.0
     module = module_of("flux", tmp_path / "flux")
     with pytest.raises(
         ConfigurationError, match="learns from batches with 'caption'; this one has image"

@@ -21,6 +21,7 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
     parse_program,
 )
+from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
@@ -62,7 +63,7 @@ def test_every_send_has_its_receive_in_the_same_order(make):
                     received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
         assert sent == received
         assert sum(map(len, sent.values())) == 2 * (lowered.num_stages - 1) * M
-        lowered.validate()
+        check_laws(lowered)
 
 
 @every_schedule
@@ -150,7 +151,7 @@ def test_nobody_is_idle_for_less_than_no_time():
 def test_broken_schedules_are_refused_by_name(programs, complaint):
     parsed = tuple(parse_program(text, stage) for stage, text in enumerate(programs))
     with pytest.raises(ScheduleError, match=complaint):
-        Schedule(Placement(((0,), (1,))), 1, parsed).validate()
+        check_laws(Schedule(Placement(((0,), (1,))), 1, parsed))
 
 
 @pytest.mark.parametrize(
@@ -177,4 +178,4 @@ def test_broken_communication_is_refused_by_name(rank, old, new, complaint):
     texts[rank] = texts[rank].replace(old, new)
     programs = tuple(parse_program(text, stage) for stage, text in enumerate(texts))
     with pytest.raises(ScheduleError, match=complaint):
-        Schedule(lowered.placement, 2, programs).validate()
+        check_laws(Schedule(lowered.placement, 2, programs))

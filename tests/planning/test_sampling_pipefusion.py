@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from tests.sampling.traffic import CHANGE_BYTES, pipefusion_bytes, pipefusion_messages
 
 

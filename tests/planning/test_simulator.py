@@ -7,11 +7,10 @@ from math import lcm
 import pytest
 
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.instruction import BackwardInput, BackwardWeight
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.pipeline_costs import PipelineLinks, pipeline_costs
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     LayerProfile,

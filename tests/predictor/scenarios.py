@@ -17,8 +17,10 @@ from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
 from lightning_diffpipe.sampling.skeleton import load_weights
+from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from lightning_diffpipe.sampling.world import World
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.nccl_like import pretend_nccl
@@ -149,6 +151,22 @@ def latents_of_each(rank, jobs):
                 found.append(sample(*call)) or found[-1]
             )
             predictor(prompts, **settings)
+    return found
+
+
+def second_latents_of_each(rank, jobs):
+    """As `latents_of_each`, of the second of two requests with one generator, and with the default one."""
+    found = []
+    for path, prompts, settings, options in jobs:
+        torch.manual_seed(8 + rank)
+        again = settings | {"generator": torch.Generator().manual_seed(5)}
+        with Predictor.from_pretrained(path, **options) as predictor:
+            predictor(prompts, **again)
+            sample = predictor._sample
+            predictor._sample = lambda *call, sample=sample: (
+                found.append(sample(*call)) or found[-1]
+            )
+            predictor(prompts, **again)
     return found
 
 
@@ -324,3 +342,15 @@ def draw_with_a_slow_disk(rank, jobs):
 def take_a_second(done, steps):
     """Makes a denoising step slow."""
     time.sleep(1.0)
+
+
+class BothBands:
+    """Stands for the sampler of one rank."""
+
+    statistics = SamplingStatistics()
+
+    def __init__(self, *unused):
+        pass
+
+    def sample(self, request, on_step):
+        return emulate(request, 2, warmup_steps=1, on_step=on_step)[0]

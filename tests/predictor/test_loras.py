@@ -1,5 +1,8 @@
 """The Predictor draws with LoRA files, several and scaled, as diffusers does."""
 
+import re
+import shutil
+
 import diffusers
 import numpy as np
 import peft
@@ -19,6 +22,8 @@ from lightning_diffpipe.sampling.skeleton import SafetensorsFolder
 from tests.command import call
 from tests.modules.tiny_parts import save_checkpoint, tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
+from tests.predictor.scenarios import failure_of_each_rank
+from tests.ranks import run_ranks
 
 SCALES = {"first": 0.8, "second": -0.5}
 
@@ -78,10 +83,13 @@ def as_kohya_writes(folder, alpha):
     """The same adapters under the names of Kohya's scripts, which ComfyUI reads, too."""
     weights = {}
     for name, value in safetensors.torch.load_file(folder / LORA_FILE).items():
-        layer, kind = name.rsplit(".lora_", 1)
+        name = name.replace(".processor.", ".").replace("to_out_lora.", "to_out.0_lora.")
+        layer, kind = re.split(r"_lora\.|\.lora[._]", name)
         layer = layer.replace("text_encoder.", "lora_te.").replace("unet.", "lora_unet.")
-        layer = layer.replace(".", "_")
-        weights[f"{layer}.lora_{'down' if kind == 'A.weight' else 'up'}.weight"] = value
+        layer, is_up = layer.replace(".", "_"), kind in ("B.weight", "up.weight")
+        # Kohya's scripts keep alpha apart.
+        value = value * 2 / alpha if is_up else value
+        weights[f"{layer}.lora_{'up' if is_up else 'down'}.weight"] = value
         weights[f"{layer}.alpha"] = torch.tensor(float(alpha))
     file = folder.with_suffix(".safetensors")
     safetensors.torch.save_file(weights, file)
@@ -233,6 +241,34 @@ def test_digests_that_ranks_compare_know_of_loras(saved):
         folder / "model", method="single", loras=loras, alone=True
     ).source.weights.digests()
     assert opened({folder / "first": 1.0}) != opened({folder / "first": 0.5}) != opened({})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
+def test_ranks_with_another_lora_are_refused(saved, tmp_path):
+    """LoRAs are compared by what they add to each layer of the denoiser, and not by path."""
+    name, folder = saved
+    copied = shutil.copytree(folder / "first", tmp_path / "copied")
+    settings = {"num_inference_steps": 1, **tiny.options_of(name)}
+
+    def job(loras):
+        return folder / "model", ["a cat 1"], settings, {"method": "single", "loras": loras}
+
+    own = job({folder / "first": 0.8})
+    cases = {
+        "content": job({folder / "second": 0.8}),
+        "scale": job({folder / "first": 0.7}),
+        "further file": job({folder / "first": 0.8, folder / "second": -0.5}),
+        "none": job(None),
+        "same content elsewhere": job({copied: 0.8}),
+    }
+    first, second = run_ranks(failure_of_each_rank, 2, [(own, other) for other in cases.values()])
+    assert first == second
+    *refused, drawn = first
+    for said in refused:
+        assert "rank 1 has other weights than rank 0" in said
+        assert re.search(r"such as \S+to_(q|out\.0)\.weight", said)
+    assert drawn == "no error"
 
 
 @pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)

@@ -14,13 +14,15 @@ from lightning_diffpipe import predictor
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.sampling.candidates import (
+from lightning_diffpipe.planning.sampling_choice import (
     MIN_STEPS,
     DenoiserProfile,
+    Refusal,
+    SamplingWish,
     candidates,
+    choose_sampling,
+    memory_of_rank,
 )
-from lightning_diffpipe.planning.sampling.choice import choose_sampling, memory_of_rank
-from lightning_diffpipe.planning.sampling.wish import Refusal, SamplingWish
 from lightning_diffpipe.sampling import world
 from lightning_diffpipe.sampling.auto import options_of, wish_of
 from lightning_diffpipe.sampling.mesh import AXES, SamplingMesh, fit_mesh, fitting_meshes

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import shutil
 from collections import Counter
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
@@ -19,7 +21,8 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.loop import Step, _Generator, restored
-from tests.predictor.scenarios import draw_each
+from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
+from tests.predictor.scenarios import draw_each, failure_of_each_rank
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
 from tests.zoo.case import perturb
@@ -153,6 +156,11 @@ def rescaled(folder):
     return build("stable_diffusion", folder), {**SIZE, "guidance_rescale": 0.5}
 
 
+def samples_in_a_list(folder):
+    """A denoiser that takes each sample as a tensor, and each prompt."""
+    return build_any("ZImagePipeline", folder), {**SIZE, "max_sequence_length": 8}
+
+
 def with_timesteps(folder):
     return build("stable_diffusion", folder), {**SIZE, "timesteps": [901, 601, 301]}
 
@@ -166,7 +174,7 @@ KINDS = {
     for f in (
         img2img, inpainting, inpainting_by_mixing, controlnet, base, refiner, sd3_img2img, sd3_controlnet,
         two_transformers, chroma, rescaled, rescaled_video, with_timesteps,
-        with_sigmas,
+        with_sigmas, samples_in_a_list,
     )
 }  # fmt: skip
 
@@ -215,39 +223,47 @@ def test_one_process_draws_what_diffusers_draws(kind, saved):
     assert np.std([np.asarray(each) for each in found]) > 0.01
 
 
+TWO_RANKS = [
+    ("img2img", {"method": "single"}),
+    ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
+    ("inpainting_by_mixing", {"method": "single", "guidance": 2}),
+    ("controlnet", {"method": "single"}),
+    ("controlnet", {"method": "distrifusion", "warmup_steps": 9}),
+    ("base", {"method": "distrifusion", "warmup_steps": 9}),
+    ("base", {"method": "single", "guidance": 2}),
+    ("refiner", {"method": "distrifusion", "warmup_steps": 9}),
+    ("refiner", {"method": "single"}),
+    ("sd3_img2img", {"method": "sequence"}),
+    ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}),
+    ("two_transformers", {"method": "single"}),
+    ("two_transformers", {"method": "sequence"}),
+    ("two_transformers", {"method": "single", "guidance": 2}),
+    ("two_transformers", {"method": "pipefusion", "num_patches": 1}),
+    ("two_transformers", {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9}),
+    ("sd3_controlnet", {"method": "single"}),
+    ("sd3_controlnet", {"method": "sequence"}),
+    ("sd3_controlnet", {"method": "pipefusion", "num_patches": 1}),
+    ("rescaled_video", {"method": "sequence"}),
+    ("rescaled_video", {"method": "pipefusion", "num_patches": 1}),
+    ("chroma", {"method": "sequence"}),
+    ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
+    ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
+    ("with_timesteps", {"method": "single"}),
+    ("with_timesteps", {"method": "distrifusion", "warmup_steps": 9}),
+    ("with_sigmas", {"method": "sequence"}),
+    ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}),
+    ("samples_in_a_list", {"method": "single"}),
+    ("samples_in_a_list", {"method": "single", "guidance": 2}),
+    ("samples_in_a_list", {"method": "sequence"}),
+    ("samples_in_a_list", {"method": "pipefusion", "num_patches": 1}),
+    ("samples_in_a_list", {"method": "pipefusion", "warmup_steps": 9}),
+]
+
+
 @pytest.mark.distributed
-def test_two_ranks_draw_what_one_process_draws(saved):
+@pytest.mark.parametrize("cases", [TWO_RANKS[:14], TWO_RANKS[14:]], ids=["first", "second"])
+def test_two_ranks_draw_what_one_process_draws(cases, saved):
     """Prompts, tokens or rows are divided, those of a ControlNet, too."""
-    cases = [
-        ("img2img", {"method": "single"}),
-        ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
-        ("inpainting_by_mixing", {"method": "single", "guidance": 2}),
-        ("controlnet", {"method": "single"}),
-        ("controlnet", {"method": "distrifusion", "warmup_steps": 9}),
-        ("base", {"method": "distrifusion", "warmup_steps": 9}),
-        ("base", {"method": "single", "guidance": 2}),
-        ("refiner", {"method": "distrifusion", "warmup_steps": 9}),
-        ("refiner", {"method": "single"}),
-        ("sd3_img2img", {"method": "sequence"}),
-        ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}),
-        ("two_transformers", {"method": "single"}),
-        ("two_transformers", {"method": "sequence"}),
-        ("two_transformers", {"method": "single", "guidance": 2}),
-        ("two_transformers", {"method": "pipefusion", "num_patches": 1}),
-        ("two_transformers", {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9}),
-        ("sd3_controlnet", {"method": "single"}),
-        ("sd3_controlnet", {"method": "sequence"}),
-        ("sd3_controlnet", {"method": "pipefusion", "num_patches": 1}),
-        ("rescaled_video", {"method": "sequence"}),
-        ("rescaled_video", {"method": "pipefusion", "num_patches": 1}),
-        ("chroma", {"method": "sequence"}),
-        ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
-        ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
-        ("with_timesteps", {"method": "single"}),
-        ("with_timesteps", {"method": "distrifusion", "warmup_steps": 9}),
-        ("with_sigmas", {"method": "sequence"}),
-        ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}),
-    ]
     jobs = []
     for kind, options in cases:
         path, arguments, _ = saved(kind)
@@ -267,7 +283,16 @@ def test_patches_on_two_ranks_equal_one_rank(saved):
 
     Each of two denoisers has a sampler warm-up of its own.
     """
-    kinds, jobs = ("sd3_img2img", "sd3_controlnet", "rescaled_video", "two_transformers"), []
+    kinds, jobs = (
+        (
+            "sd3_img2img",
+            "sd3_controlnet",
+            "rescaled_video",
+            "two_transformers",
+            "samples_in_a_list",
+        ),
+        [],
+    )
     for kind in kinds:
         path, options, _ = saved(kind)
         patches = {"method": "pipefusion", "num_patches": 2}
@@ -276,6 +301,38 @@ def test_patches_on_two_ranks_equal_one_rank(saved):
     for kind, (found, _), (alone, _) in zip(kinds, drawn, draw_each(0, jobs), strict=True):
         assert (found == alone).all(), kind
         assert not same(found, saved(kind)[2]), kind
+
+
+def draw_and_refine(rank, first, second, prompts, jobs):
+    """Latents of one pipeline, halfway, are given on to another one on all ranks, as the documentation says."""
+    drawn = []
+    for options in jobs:
+        with (
+            Predictor.from_pretrained(first, **options) as base,
+            Predictor.from_pretrained(second, **options) as refiner,
+        ):
+            torch.manual_seed(rank)
+            settings = {**SETTINGS, **SIZE, "denoising_end": 0.5, "output_type": "latent"}
+            shared = [base(prompts, **settings)]
+            torch.distributed.broadcast_object_list(shared)
+            settings = {**SETTINGS, "denoising_start": 0.5, "output_type": "np"}
+            drawn.append(refiner(prompts, image=shared[0], **settings))
+    return drawn
+
+
+@pytest.mark.distributed
+def test_a_base_and_its_refiner_on_two_ranks_draw_what_diffusers_draws(saved):
+    (first, _, latents), (second, _, _) = saved("base"), saved("refiner")
+    given = {"image": torch.as_tensor(latents), "denoising_start": 0.5, "output_type": "np"}
+    expected = by_diffusers(second, **given)
+    jobs = [{"method": "single"}, {"method": "single", "guidance": 2}]
+    jobs.append({"method": "distrifusion", "warmup_steps": 9})
+    found, others = run_ranks(draw_and_refine, 2, first, second, prompts_of("any"), jobs)
+    assert others == [None] * len(jobs)
+    for options, pictures in zip(jobs, found, strict=True):
+        assert np.abs(pictures - expected).max() <= 1e-4, options
+    unrefined = by_diffusers(second, **given | {"image": torch.zeros_like(given["image"])})
+    assert np.abs(unrefined - expected).max() > 0.1, "the latents of the first do not show"
 
 
 @contextlib.contextmanager
@@ -567,16 +624,6 @@ def test_a_generator_of_a_gpu_is_that_of_the_own_one_on_other_ranks(monkeypatch)
     assert made == ["cuda:1", "cpu", "cuda:0", "cpu"]
 
 
-def test_an_ip_adapter_is_refused_with_its_reason(folder_of):
-    """History: it ended in an AttributeError of diffusers, "before anything is denoised"."""
-    with pytest.raises(
-        ConfigurationError, match=r"ip_adapter_image needs an IP-Adapter, .* no folder holds"
-    ):
-        Predictor.from_pretrained(folder_of("stable_diffusion"), "single")(
-            ["a"], **SETTINGS, **SIZE, ip_adapter_image=picture()
-        )
-
-
 def test_no_loop_is_left_behind(folder_of):
     """Loops that are not run to their end, of other patches, would hold their activations."""
     predictor = Predictor.from_pretrained(folder_of("pixart"), num_patches=4)
@@ -810,3 +857,46 @@ def test_glyphs_drawn_to_pictures_on_two_ranks_are_those_of_diffusers(tmp_path, 
             wanted = np.asarray([np.asarray(each) for each in expected], float)
             assert np.abs(found - wanted).max() <= 1, (name, method)
             assert wanted.std() > 20
+
+
+def stale_part(folder, to, part):
+    """A copy of a pipeline of which one tensor of one part is that of a step before."""
+    copied = shutil.copytree(folder, to)
+    file = copied / part / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    name = max(tensors)
+    save_file(tensors | {name: tensors[name] * 1.00001}, file)
+    return copied, name
+
+
+@pytest.mark.distributed
+def test_ranks_with_another_second_denoiser_or_controlnet_are_refused(tmp_path):
+    """History: those of the first denoiser only were compared, and each was drawn with without a word."""
+    cases, jobs = [], []
+    parts = {"two_transformers": "transformer_2", "sd3_controlnet": "controlnet"}
+    for kind, part in parts.items():
+        pipeline, options = KINDS[kind](tmp_path / kind)
+        path = tmp_path / kind / "saved"
+        pipeline.save_pretrained(path)
+        old, name = stale_part(path, tmp_path / kind / "stale", part)
+        rest = (["a cat 1"], {"num_inference_steps": 3, **options}, {"method": "sequence"})
+        cases.append(
+            (f"such as {name} (in ", f"{part}/diffusion_pytorch_model.safetensors on rank 1")
+        )
+        jobs.append([(path, *rest), (old, *rest)])
+        jobs.append([(path, *rest)] * 2)
+    prompts, settings = ["digit four"], {"num_inference_steps": 2}
+    cascade = tiny_cascade()
+    save_checkpoint(cascade, tmp_path / "cascade.ckpt")
+    with torch.no_grad():
+        cascade.upscaler.conv_out.bias.mul_(1.001)
+    save_checkpoint(cascade, tmp_path / "stale.ckpt")
+    files = [tmp_path / name for name in ("cascade.ckpt", "stale.ckpt")]
+    jobs.append([(file, prompts, settings, {"method": "single"}) for file in files])
+    first, second = run_ranks(failure_of_each_rank, 2, jobs)
+    assert first == second
+    for i, parts_of_message in enumerate(cases):
+        assert all(part in first[2 * i] for part in parts_of_message), first[2 * i]
+        assert "rank 1 has other weights than rank 0: 1 of" in first[2 * i]
+        assert first[2 * i + 1] == "no error"
+    assert "rank 1 has other weights than rank 0: 1 of" in first[-1]

@@ -1,7 +1,9 @@
 """The Predictor in one process: against diffusers' own pipelines, and what it refuses."""
 
 import json
+import math
 import shutil
+import threading
 from functools import partial
 
 import diffusers
@@ -15,8 +17,8 @@ from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.model_sources import open_source
-from lightning_diffpipe.modules.built_in import built_in
 from lightning_diffpipe.modules.latent_diffusion import pictures
+from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, load_weights, skeleton
@@ -481,8 +483,11 @@ def test_hub_ids_on_this_machine(is_pipeline, folder_of, tmp_path, monkeypatch):
         ({"device": "gpu0"}, "device='gpu0'; choose cpu or cuda"),
         ({"dtype": "float32"}, "dtype='float32'; choose torch.float32, torch.bfloat16"),
         ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; choose torch.float32"),
-        ({"timeout_s": 0}, "timeout_s must be a number > 0; got 0"),
-        ({"timeout_s": "long"}, "timeout_s must be a number > 0; got 'long'"),
+        ({"timeout_s": 0}, "timeout_s must be a number > 0 and <= 100000000; got 0"),
+        ({"timeout_s": -2.0}, "timeout_s must be a number > 0 and <= 100000000; got -2.0"),
+        ({"timeout_s": math.inf}, "timeout_s must be a number > 0 and <= 100000000; got inf"),
+        ({"timeout_s": 1e30}, r"timeout_s must be a number > 0 and <= 100000000; got 1e\+30"),
+        ({"timeout_s": "long"}, "timeout_s must be a number > 0 and <= 100000000; got 'long'"),
     ],
 )
 def test_devices_types_and_times_that_do_not_exist_are_refused(options, message, folder_of):
@@ -576,6 +581,32 @@ def test_buffers_are_of_the_types_diffusers_gives_them():
     model = skeleton(cls, {}, torch.device("cpu"), torch.bfloat16)
     expected = own | {"stored": torch.bfloat16, "counter": torch.int64, "careful": torch.float32}
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == expected
+
+
+MADE_MEANWHILE = []
+
+
+class Meanwhile(diffusers.ModelMixin, diffusers.ConfigMixin):
+    """While it is made, another thread makes a layer."""
+
+    config_name = "config.json"
+
+    @register_to_config
+    def __init__(self):
+        super().__init__()
+        self.own = torch.nn.Linear(2, 2)
+        thread = threading.Thread(target=lambda: MADE_MEANWHILE.append(torch.nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+
+
+def test_what_other_threads_make_has_memory():
+    """History: their layers lost their weights, without a word."""
+    register = torch.nn.Module.register_parameter
+    model = skeleton(Meanwhile, {}, torch.device("cpu"), torch.float32)
+    assert all(map(is_placeholder, model.parameters()))
+    assert not any(p.is_meta for p in MADE_MEANWHILE.pop().parameters())
+    assert torch.nn.Module.register_parameter is register
 
 
 class WithBuffers(diffusers.ModelMixin, diffusers.ConfigMixin):

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from lightning_diffpipe.errors import DiffPipeError, GraphError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.digests import digests_of_safetensors
-from lightning_diffpipe.sampling.distrifusion import emulate
-from lightning_diffpipe.sampling.statistics import SamplingStatistics
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import (
+    BothBands,
     cancelled,
     counts_tokens,
     draw,
@@ -37,6 +36,7 @@ from tests.predictor.scenarios import (
     refused_later,
     refused_over_nccl,
     requests_in_turn,
+    second_latents_of_each,
     take_a_second,
     too_large,
 )
@@ -104,6 +104,28 @@ def test_prompts_are_divided_over_the_data_axis(job, tmp_path):
         assert close(found, alone(each))
         assert report.mesh == "data=2"
         assert report.bytes_sent == expected
+
+
+def test_generators_go_on_from_request_to_request_as_in_one_process(job, tmp_path):
+    """History: those of rank 0 stood still under PipeFusion, so that a second picture had noise of the first."""
+    ancestral = diffusers.EulerAncestralDiscreteScheduler()
+    drawing = diffusers.DDPMScheduler(clip_sample=False)  # DiT hands it no generator
+    pixart = stochastic(job("pixart"), tmp_path / "pixart", ancestral)
+    dit = stochastic(job("dit"), tmp_path / "dit", drawing)
+    ways = [{"method": "pipefusion", "num_patches": 1}, {"method": "sequence"}]
+    ways.append({"method": "pipefusion", "num_patches": 2, "warmup_steps": 9})
+    jobs = [
+        (*each[:3], {**way, "dtype": torch.float64})
+        for each, ways_of in ((pixart, ways), (dit, ways[::2]))
+        for way in ways_of
+    ]
+    exact = second_latents_of_each(
+        0, [(*each[:3], {"method": "single", "dtype": torch.float64}) for each in jobs]
+    )
+    one_rank = second_latents_of_each(0, jobs)
+    for found in (one_rank, *run_ranks(second_latents_of_each, 2, jobs)):
+        for each, expected in zip(found, exact, strict=True):
+            torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("is_checkpoint", [False, True])
@@ -229,18 +251,6 @@ def test_displaced_bands_on_two_ranks_equal_the_emulator(job, monkeypatch):
     for i, expected in enumerate(latents_of_each(0, by_one)):
         assert all(torch.equal(rank[i], expected) for rank in found)
         assert (expected - exact[i]).norm() > 1e-4 * exact[i].norm(), "staleness does not show"
-
-
-class BothBands:
-    """Stands for the sampler of one rank."""
-
-    statistics = SamplingStatistics()
-
-    def __init__(self, *unused):
-        pass
-
-    def sample(self, request, on_step):
-        return emulate(request, 2, warmup_steps=1, on_step=on_step)[0]
 
 
 def test_prompts_or_halves_of_guidance_or_shared_tokens_times_stages_or_bands(job, tmp_path):
@@ -614,8 +624,8 @@ def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
 @pytest.mark.slow
 def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
     """History: under data parallelism it was missed after half an hour."""
-    arguments = (*job("dit", 9, method="single", data=2, timeout_s=2.0), 1, tmp_path)
+    arguments = (*job("dit", 9, method="single", data=2, timeout_s=4.0), 1, tmp_path)
     with pytest.raises(RankError, match="ranks failed"):
         run_ranks(hung, 2, *arguments)
-    message = "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for 2 s"
+    message = "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for 4 s"
     assert message in (tmp_path / "0").read_text()

@@ -32,12 +32,15 @@ def batches():
     return DataLoader([{"image": image, "caption": "a"} for image in images], batch_size=4)
 
 
-class Kept(SampleImages):
+class Remembering(SampleImages):
     """Remembers what it drew."""
 
+    drawn = ()
+
     def draw(self, trainer, module):
-        self.images = super().draw(trainer, module)
-        return self.images
+        images = super().draw(trainer, module)
+        self.drawn = [*self.drawn, images.numpy()]
+        return images
 
 
 def as_array(images):
@@ -46,7 +49,7 @@ def as_array(images):
 
 def train_and_predict(rank, world_size, folder, num_patches=1):
     settings = {"num_inference_steps": 3, "guidance_scale": 2.0, "seed": 4}
-    samples = Kept(PROMPTS, every_n_steps=None, num_patches=num_patches, **settings)
+    samples = Remembering(PROMPTS, every_n_steps=None, num_patches=num_patches, **settings)
     strategy = DiffPipeStrategy(num_stages=2, profile="flops", seed=1, timeout_s=20)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -65,7 +68,7 @@ def train_and_predict(rank, world_size, folder, num_patches=1):
     trainer.fit(module, batches(), batches())
     assert not samples.draws_by_layers
     predicted = trainer.predict(module, DataLoader(PROMPTS, batch_size=1))
-    return samples.images.numpy(), [as_array(p) for p in predicted]
+    return samples.drawn[-1], [as_array(p) for p in predicted]
 
 
 @pytest.mark.slow
@@ -121,9 +124,7 @@ def train(rank, world_size, name, every_n_steps):
         What was drawn; whether layers answered one by one; what the trained module draws, whole; its weights.
     """
     settings = {"num_inference_steps": 2, "guidance_scale": 2.0, "seed": 4}
-    samples = Kept(PROMPTS[:2], every_n_steps=every_n_steps, **settings)
-    drawn, publish = [], samples._publish
-    samples._publish = lambda *given: drawn.append(given[1].numpy()) or publish(*given)
+    samples = Remembering(PROMPTS[:2], every_n_steps=every_n_steps, **settings)
     strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, profile="flops", timeout_s=20)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
@@ -145,7 +146,7 @@ def train(rank, world_size, name, every_n_steps):
         trainer.fit(module, DataLoader(data, batch_size=4))
     alone = module.sample(PROMPTS[:2], 2, 2.0, torch.Generator().manual_seed(4)).numpy()
     weights = {n: p.detach().numpy() for n, p in module.denoiser.named_parameters()}
-    return drawn, samples.draws_by_layers, alone, weights
+    return samples.drawn, samples.draws_by_layers, alone, weights
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ import torch
 
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.sampling.distrifusion import emulate
-from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import OneProcess, Request
 from tests.zoo import CASES
 
 PATH = Path(__file__).parents[2] / "docs" / "sampling_models.md"

@@ -8,9 +8,9 @@ import torch
 
 from lightning_diffpipe import ModelProfile
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling import bench, cache
-from lightning_diffpipe.profiling.cache import cached_profile, profile_path
+from lightning_diffpipe.profiling import bench, profiler
 from lightning_diffpipe.profiling.measure import Subject
+from lightning_diffpipe.profiling.profiler import cached_profile, profile_path
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, toy
 
@@ -28,15 +28,15 @@ def folder(tmp_path, monkeypatch):
 def measured(monkeypatch):
     """Counts how often a profile was really measured, looks at a kept one aside."""
     calls = []
-    original = cache.measure_profile
+    original = profiler.measure_profile
 
     def counting(subject, *rest):
         if subject.repeats == OPTIONS["repeats"]:
             calls.append(subject)
         return original(subject, *rest)
 
-    monkeypatch.setattr(cache, "measure_profile", counting)
-    monkeypatch.setattr(cache, "TOLERANCE", 1e6)  # the machine that tests run on is busy
+    monkeypatch.setattr(profiler, "measure_profile", counting)
+    monkeypatch.setattr(profiler, "TOLERANCE", 1e6)  # the machine that tests run on is busy
     return calls
 
 
@@ -75,7 +75,7 @@ def test_precision_and_kernels_have_files_of_their_own(monkeypatch):
     cuda = torch.backends.cuda
     for place, name, value in (
         (cuda, "flash_sdp_enabled", lambda: False),
-        (cache, "float32_precisions", lambda: ("tf32", "none", "none")),
+        (profiler, "float32_precisions", lambda: ("tf32", "none", "none")),
         (module, "gradient_checkpointing", True),
         (module, "processor", object()),
     ):
@@ -96,33 +96,42 @@ def test_precision_and_kernels_have_files_of_their_own(monkeypatch):
     assert len(set(paths)) == len(paths)
 
 
-NAMES_OF_TF32 = [
-    ("torch.backends", "fp32_precision", "tf32"),
-    ("torch.backends.cuda.matmul", "fp32_precision", "tf32"),
-    ("torch.backends.cuda.matmul", "allow_tf32", True),
-]
+SETTINGS_OF_TF32 = (
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "name", "value"), NAMES_OF_TF32)
-def test_precision_is_known_by_whatever_name_it_was_set(place, name, value):
+def test_precision_is_known_by_whatever_name_it_was_set():
     """History: torch's older names refuse to answer once the newer ones are used, and sampling and kept encodings
-    asked them."""
+    asked them.
+
+    No process can go back to the older names, so each setting has a fork of its own; imports are done once for all.
+    """
     program = f"""
+import multiprocessing
 import torch
-from lightning_diffpipe.graph.memo import module_digest
-from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.profiling.cache import profile_path
-from lightning_diffpipe.sampling.one_process import tolerance_of
+from lightning_diffpipe.graph.versions import circumstances
+from lightning_diffpipe.profiling.profiler import profile_path
+from lightning_diffpipe.sampling.rehearsal import tolerance_of
 from tests.profiling.toys import toy
 module, _, _, graph = toy()
 path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
 before = path()
-{place}.{name} = {value!r}
-assert path() != before
-tolerance_of(module, torch.zeros(1), convolves_parts=True)
-from lightning_diffpipe.graph import memo
-memo._circumstances()
+def check(setting):
+    exec(setting)
+    assert path() != before, setting
+    tolerance_of(module, torch.zeros(1), convolves_parts=True)
+    circumstances()
+exit_codes = {{}}
+for setting in {SETTINGS_OF_TF32!r}:
+    process = multiprocessing.get_context("fork").Process(target=check, args=(setting,))
+    process.start()
+    process.join()
+    exit_codes[setting] = process.exitcode
+assert not any(exit_codes.values()), exit_codes
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
@@ -136,13 +145,13 @@ def test_bytes_that_a_layer_keeps_are_looked_at(folder, monkeypatch, factor):
     module, step, batch, graph = toy()
     subject = Subject(module, step, batch, graph, **OPTIONS)
     document = json.loads(cached_profile(subject).to_json())
-    monkeypatch.setattr(cache, "TOLERANCE", 1e6)
+    monkeypatch.setattr(profiler, "TOLERANCE", 1e6)
     layer = document["backbones"][0]["layers"][1]
     assert layer["activation_bytes_per_sample"] > 0
     for each in document["backbones"][0]["layers"]:
         each["activation_bytes_per_sample"] = int(factor * each["activation_bytes_per_sample"])
     kept = ModelProfile.from_json(json.dumps(document))
-    assert cache.still_holds(kept, subject, "kept") == (factor == 1.0)
+    assert profiler.still_holds(kept, subject, "kept") == (factor == 1.0)
 
 
 def test_a_look_that_runs_out_of_memory_measures_anew(folder, measured, monkeypatch):
@@ -154,8 +163,8 @@ def test_a_look_that_runs_out_of_memory_measures_anew(folder, measured, monkeypa
     def full(*_):
         raise torch.OutOfMemoryError("tried to allocate 1 TiB")
 
-    monkeypatch.setattr(cache, "measure_profile", full)
-    assert not cache.still_holds(kept, subject, "kept")
+    monkeypatch.setattr(profiler, "measure_profile", full)
+    assert not profiler.still_holds(kept, subject, "kept")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_a_profile_of_a_busy_machine_is_measured_anew(
     folder, measured, caplog, monkeypatch, factor, holds
 ):
     """History: a profile taken beside other work stayed, and promised 820 ms where 516 were measured."""
-    monkeypatch.setattr(cache, "TOLERANCE", 9.0)
+    monkeypatch.setattr(profiler, "TOLERANCE", 9.0)
     monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
     module, step, batch, graph = toy()
     subject = Subject(module, step, batch, graph, **OPTIONS)
@@ -225,13 +234,13 @@ def test_times_of_frozen_layers_are_looked_at(folder, monkeypatch):
     module, step, batch, graph = toy()
     subject = Subject(module, step, batch, graph, **OPTIONS)
     profile = cached_profile(subject)
-    monkeypatch.setattr(cache, "TOLERANCE", 9.0)
+    monkeypatch.setattr(profiler, "TOLERANCE", 9.0)
     monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
     document = json.loads(profile.to_json())
     document["encoders"][0]["layers"][0]["forward_s"] = {"2": 1000.0}
     slow = ModelProfile.from_json(json.dumps(document))
     assert slow.trained_s(2) == profile.trained_s(2)
-    assert not cache.still_holds(slow, subject, "kept")
+    assert not profiler.still_holds(slow, subject, "kept")
 
 
 def test_ranks_follow_the_first_ones_verdict(folder, measured):

@@ -1,8 +1,11 @@
 """Peaks of devices by the names that drivers give them."""
 
 import pytest
+import torch
+from torch import nn
 
-from lightning_diffpipe.profiling.device_model import peak_of_name
+from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.profiling.modelled import flops_per_sample, peak_of_name
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,16 @@ def test_devices_that_are_not_known_have_no_peak(name):
 def test_types_that_a_device_has_no_units_for_count_as_single_precision():
     assert peak_of_name("Tesla V100-PCIE-16GB", "bf16-mixed") == 14e12
     assert peak_of_name("NVIDIA H100 PCIe", "32-true") == 378e12
+
+
+def test_layers_that_no_gradient_reaches_cost_their_forward_only():
+    """History: an estimate under `no_grad` counted as trained, which doubled self-conditioning."""
+    module, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)
+
+    def estimates_first(module, batch):
+        with torch.no_grad():
+            estimate = module(batch)
+        return module(batch + estimate).mean()
+
+    once = flops_per_sample(probe(module, lambda module, batch: module(batch).mean(), batch))
+    assert flops_per_sample(probe(module, estimates_first, batch)) == once * 4 / 3

@@ -13,8 +13,7 @@ from lightning_diffpipe.planning.memory import frozen_loads
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.profiling.encodings import encodings, found_by_running
-from lightning_diffpipe.profiling.layer_costs import estimate_profile
+from lightning_diffpipe.profiling.layer_costs import encodings, estimate_profile, found_by_running
 from lightning_diffpipe.profiling.profiler import profile
 
 from ..distributed.tiny import Samples, TinyDiffusion
@@ -113,7 +112,7 @@ class Locked(torch.nn.Module):
 
 
 def test_what_follows_noise_cannot(monkeypatch):
-    monkeypatch.setattr("lightning_diffpipe.profiling.encodings.MIN_FLOPS_PER_BYTE", 0)
+    monkeypatch.setattr("lightning_diffpipe.profiling.layer_costs.MIN_FLOPS_PER_BYTE", 0)
     module, batch, call = Locked(), torch.randn(2, 8), lambda module, batch: module(batch)
     graph = probe(module, call, batch, max_share=0.1)
     found = encodings(module, call, batch, graph, found_by_running(module, call, batch))

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import nn
 
-from lightning_diffpipe.errors import GraphError, ProfileError
+from lightning_diffpipe.errors import ConfigurationError, GraphError, ProfileError
 from lightning_diffpipe.graph.backward import NestedExits
 from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
@@ -241,6 +241,15 @@ def test_refuses_more_samples_than_there_are():
     module, step, batch, graph = toy(num_samples=4)
     with pytest.raises(ProfileError, match="cannot time 8 samples with a batch of 4"):
         measured(module, step, batch, graph, sample_counts=(8,))
+
+
+@pytest.mark.parametrize(
+    "option", [{"budget_s": 0}, {"repeats": -1}, {"sample_counts": (2, 0)}], ids=str
+)
+def test_refuses_effort_that_is_not_positive(option):
+    """History: no time ended in a division by zero, runs less than none in a median of nothing."""
+    with pytest.raises(ConfigurationError, match=f"{next(iter(option))} must be positive; got "):
+        profiler.profile(nn.Linear(2, 1), torch.ones(4, 2), step=lambda m, x: m(x).mean(), **option)
 
 
 def test_refuses_a_step_that_changed_since_its_probe():

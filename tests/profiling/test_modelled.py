@@ -4,13 +4,6 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import modelled
-from lightning_diffpipe.profiling.device_model import (
-    DEVICES,
-    DeviceModel,
-    ModelledClock,
-    device_named,
-    fused_attention,
-)
 from lightning_diffpipe.profiling.known_models import (
     CLIP_H,
     KNOWN_MODELS,
@@ -19,7 +12,14 @@ from lightning_diffpipe.profiling.known_models import (
     KnownTraining,
     _call_sd,
 )
-from lightning_diffpipe.profiling.modelled import modelled_profile
+from lightning_diffpipe.profiling.modelled import (
+    DEVICES,
+    DeviceModel,
+    ModelledClock,
+    device_named,
+    fused_attention,
+    modelled_profile,
+)
 from tests.profiling.known import check_known
 
 ROUND = DeviceModel(

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from lightning_diffpipe import ModelProfile, PipelinePlan
-from lightning_diffpipe.modules.built_in import built_in
+from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, Seconds
 from lightning_diffpipe.profiling import modelled
 from tests import command

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
-from lightning_diffpipe.runtime.seeding import derived_seed
+from lightning_diffpipe.graph.rng import derived_seed
+from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from tests.graph.steps import step
 
 SEED = 5
-BEHIND = {
+DELAYS = {
     "pipedream": lambda stage, stages: stages - 1 - stage,
     "pipedream_vertical_sync": lambda stage, stages: stages - 1,
     "pipedream_2bw": lambda stage, stages: 1,
 }
-"""By how many batches the weights of a stage are behind; written from the papers, not from the code."""
+"""By how many batches the weights of a stage are old; written from the papers, not from the code."""
 
 
 class Formula:
@@ -32,13 +32,13 @@ class Formula:
         self,
         root: Any,
         stage_of: dict[str, int],
-        behind: list[int],
+        delays: list[int],
         optimizer: Any,
         microbatches: int,
     ):
         self.root = copy.deepcopy(root)
         self.parameters = {n: p for n, p in self.root.named_parameters() if n in stage_of}
-        self.stage_of, self.behind, self.microbatches = stage_of, behind, microbatches
+        self.stage_of, self.delays, self.microbatches = stage_of, delays, microbatches
         self.optimizer = optimizer(self.parameters.values())
         self.scheduler = Scheduler(self.optimizer)
         self.drain()
@@ -56,7 +56,7 @@ class Formula:
 
     def train(self, batch: torch.Tensor, index: int) -> float:
         t = len(self.versions) - 1
-        self.load(lambda stage: max(t - self.behind[stage], 0))
+        self.load(lambda stage: max(t - self.delays[stage], 0))
         self.optimizer.zero_grad()
         loss = self.loss(batch, index)
         loss.backward()

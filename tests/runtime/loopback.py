@@ -20,28 +20,98 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.comm.transport import LoopbackTransport, MessageKey
+from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, probe
 from lightning_diffpipe.graph.step import batch_signature
-from lightning_diffpipe.planning.instruction import Encode, Program, ShareResults
+from lightning_diffpipe.planning.instruction import Encode, Instruction, Program, ShareResults
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.state import take_samples
-from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, num_samples
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import Executor, Works
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.frozen_work import FrozenWork
-from lightning_diffpipe.runtime.microbatch import num_samples
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.reduction import holders_of
 from lightning_diffpipe.runtime.stage import PartitionedStep
 
 CPU = torch.device("cpu")
+
+
+class LoopbackTransport:
+    """All ranks of a pipeline in one process; messages are copied through a shared dict.
+
+    Args:
+        network: The dict that all ranks of the pipeline share.
+        rank: This rank's position.
+    """
+
+    def __init__(self, network: dict[tuple[int, MessageKey], Tensor], rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._posted: dict[MessageKey, Tensor] = {}
+        self.num_bytes_sent = 0
+
+    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
+        """Puts a copy of the buffer into the peer's mailbox."""
+        self._network[to, key] = buffer.clone()
+        self.num_bytes_sent += buffer.numel()
+
+    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
+        """Remembers where the message shall go."""
+        self._posted[key] = buffer
+
+    def come_to(self, instruction: Instruction) -> None:
+        """Begins posted receives that are due before an instruction, to which this rank's program has come."""
+
+    def is_ready(self, key: MessageKey) -> bool:
+        """Returns whether the peer has sent."""
+        return (self._rank, key) in self._network
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Takes the message out of the mailbox; the caller has checked `is_ready`."""
+        buffer = self._posted.pop(key)
+        buffer.copy_(self._network.pop((self._rank, key)))
+        return buffer
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
+        """Puts all sends into their mailboxes."""
+        for parcel in sends:
+            self.send(parcel.key, parcel.buffer, parcel.peer)
+        for parcel in receives:
+            self.receive(parcel.key, parcel.buffer, parcel.peer)
+        return _LoopbackWork(self, [parcel.key for parcel in receives])
+
+    def awaited(self, works: Sequence[Any], what: str, then: Callable[[], None]) -> PendingWork:
+        """Raises, as nothing is started elsewhere in one process."""
+        raise NotImplementedError(f"no {what} between processes in one process")
+
+    def follow(self, *_facts: Any) -> None:
+        """Mailboxes need to know no schedule."""
+
+    def finish(self) -> None:
+        """Does nothing, as sends are copies."""
+
+    def close(self) -> None:
+        """Does nothing, as nothing outlives a step."""
+
+
+@dataclass
+class _LoopbackWork:
+    transport: LoopbackTransport
+    keys: list[MessageKey]
+
+    def is_ready(self) -> bool:
+        return all(map(self.transport.is_ready, self.keys))
+
+    def wait(self) -> None:
+        for key in self.keys:
+            self.transport.wait(key)
 
 
 class LateTransport(LoopbackTransport):
@@ -212,13 +282,13 @@ class Loopback:
         layout = BatchLayout(root, step, self.schedule, steps, mesh, seed)
         parameters = dict(root.named_parameters())
         trained = {name: parameters[name] for name in graph.trained & resident}
-        transport, behind = self.transport(network, rank), self.spec.staleness
-        if behind is None:
+        transport, staleness = self.transport(network, rank), self.spec.staleness
+        if staleness is None:
             engine = Engine(layout, self.reducer, transport=transport)
         else:
             own = list(trained.values())
             engine = FreeRunningEngine(
-                layout, self.reducer, own, behind(placement, rank), transport=transport
+                layout, self.reducer, own, staleness(placement, rank), transport=transport
             )
         return Rank(root, engine, interception, trained)
 

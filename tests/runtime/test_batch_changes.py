@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.step import fresh
 from lightning_diffpipe.profiling.profiler import profile
+from lightning_diffpipe.training.pipeline import ProbedStep
 from lightning_diffpipe.training.verification import run_whole
 from tests.graph.emulate import relative_error
 from tests.runtime.loopback import Loopback
@@ -142,9 +144,10 @@ def test_verification_and_profiles_leave_the_batch_alone():
     before = copy.deepcopy(batch)
     profile(module, batch, step=step, repeats=1, sample_counts=(2, 6))
     graph = probe(module, step, batch)
+    probed = ProbedStep(module, step, batch, batch, graph, Forms())
     interception = Interception(module).install()
     try:
-        run_whole(module, step, graph, interception, batch, 3, seed=0)
+        run_whole(probed, interception, batch, 3, seed=0)
     finally:
         interception.uninstall()
     torch.testing.assert_close(batch, before, rtol=0, atol=0)

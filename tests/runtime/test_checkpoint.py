@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.runtime.checkpoint import collect, owners_of_state, take_over
+from lightning_diffpipe.runtime.ownership import collect, owners_of_state, take_over
 
 FIRST = SimpleNamespace(local_rank=0, pipeline=0)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_diffpipe.clock import CudaClock, HostClock
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.comm.waiter import Waiter
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.comm.waiting import Waiter
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.planning.filling import encode_parts, num_groups_of
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -23,24 +23,23 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime import microbatch
-from lightning_diffpipe.runtime.bubbles import (
-    Filler,
+from lightning_diffpipe.runtime import upcoming
+from lightning_diffpipe.runtime.bubbles import Filler, FillingTimes
+from lightning_diffpipe.runtime.recording import Recording
+from lightning_diffpipe.runtime.upcoming import (
     Filling,
-    FillingTimes,
+    Fingerprint,
+    GroupShares,
     PreparedBatches,
     _Prepared,
 )
-from lightning_diffpipe.runtime.microbatch import Fingerprint
-from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.shares import GroupShares
 from tests.runtime.loopback import Loopback
 
 WAIT = Wait("activation", 1, 0, 0)
 
 
 class FakeClock:
-    """Time that passes only when it is told to."""
+    """Time that passes only when it is set."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -103,13 +102,13 @@ class FakeFrozen:
     """One part, no tensors."""
 
     def __init__(self, clock):
-        self.own_parts, self.kept, self.ran, self._clock = [FakePart()], {}, [], clock
+        self.own_parts, self.results, self.ran, self._clock = [FakePart()], {}, [], clock
 
     def start(self, index):
         return FakeRun(self._clock)
 
     def add_results(self, index, results):
-        self.kept[index] = results
+        self.results[index] = results
 
 
 def filled(mode, message_at_s, steps=1, last_at_s=None, clock_class=FakeClock):
@@ -128,7 +127,7 @@ def filled(mode, message_at_s, steps=1, last_at_s=None, clock_class=FakeClock):
         recording.add(WAIT, start_s)
         filler.learn(recording)
         filler.finish(frozen, recording)
-        assert frozen.kept == {7: {"all": 4}}
+        assert frozen.results == {7: {"all": 4}}
     return inside_s, clock.now_s - start_s
 
 
@@ -178,7 +177,7 @@ def test_a_rank_that_is_done_goes_on_with_the_batch_behind():
         filler.fill(WAIT, lambda arrives_s=arrives_s: clock.now_s >= arrives_s, recording)
         clock.now_s = max(clock.now_s, arrives_s)
         filler.finish(now, recording)
-        assert now.kept == {7: {"all": 4}}
+        assert now.results == {7: {"all": 4}}
         worked.append(recording.encode_s)
     assert worked[0] == pytest.approx(6.0, abs=0.5), "until the message, and no further"
     assert sum(worked) == pytest.approx(5 * 4.5 + 4.5), "then all of the last is done ahead"
@@ -195,14 +194,60 @@ def test_what_is_ahead_is_finished_in_order_and_given_up_together():
         filler.add(work)
     recording = Recording(0, clock)
     filler.finish(works[1], recording)
-    assert (works[0].kept, works[1].kept) == ({}, {}), "only the batch that is due is finished"
+    assert (works[0].results, works[1].results) == ({}, {}), (
+        "only the batch that is due is finished"
+    )
     filler.finish(works[0], recording)
-    assert (works[0].kept, works[1].kept) == ({7: {"all": 4}}, {})
-    assert recording.leftover_s == pytest.approx(4.5)
+    assert (works[0].results, works[1].results) == ({7: {"all": 4}}, {})
+    assert recording.encode_s == pytest.approx(4.5)
     assert sum(stop - start for start, stop in works[0].ran) == pytest.approx(4.5)
     filler.cancel()
     assert filler.done
-    assert works[1].kept == {}
+    assert works[1].results == {}
+
+
+class OtherForm(FakeFrozen):
+    """Frozen work of a step that takes the form it was prepared in only when its batch is due."""
+
+    is_due = False
+
+    def start(self, index):
+        run = FakeRun(self._clock)
+        if not self.is_due:
+
+            def advance_while(goes_on):
+                assert goes_on("layer 4")
+                raise GraphError("the step ended after 1 layer call, the probe saw 4")
+
+            run.advance_while = advance_while
+        return run
+
+
+def test_a_batch_that_takes_another_form_too_early_runs_when_it_is_due():
+    """History: a counter chose the form, and a batch prepared two steps ahead but begun in one ended training."""
+    clock = FakeClock()
+    filler, early, after = (
+        Filler(FillingTimes("opportunistic", clock)),
+        OtherForm(clock),
+        FakeFrozen(clock),
+    )
+    filler.add(early)
+    filler.add(after)
+    recording = Recording(0, clock)
+    arrives_s = clock.now_s + 20.0
+    filler.fill(WAIT, lambda: clock.now_s >= arrives_s, recording)
+    assert (early.results, after.results) == ({}, {7: {"all": 4}})
+    assert filler.done
+    early.is_due = True
+    filler.finish(early, recording)
+    assert early.results == {7: {"all": 4}}
+
+
+def test_a_step_that_differs_from_its_probe_when_it_is_due_ends_training():
+    filler, work = Filler(FillingTimes("opportunistic", FakeClock())), OtherForm(FakeClock())
+    filler.add(work)
+    with pytest.raises(GraphError, match="the probe saw 4"):
+        filler.finish(work, Recording(0, FakeClock()))
 
 
 def test_layers_and_waits_are_averaged():
@@ -256,24 +301,23 @@ def test_a_recording_tells_where_frozen_work_ran():
     clock = FakeClock()
     recording = Recording(1, clock)
 
-    def note(instruction, start_s, stop_s, early=False):
+    def note(instruction, start_s, stop_s):
         clock.now_s = 100 + stop_s
-        recording.add(instruction, 100 + start_s, early)
+        recording.add(instruction, 100 + start_s)
 
     note(Encode(0), 0, 1)  # of this batch, not known before
-    note(Encode(1), 1, 3, early=True)
+    note(Encode(1), 1, 3)
     note(WAIT, 1, 4)
     note(Forward(1, 0), 4, 6)
     note(Backward(1, 0), 6, 9)
-    note(Encode(1), 9, 9.25, early=True)
+    note(Encode(1), 9, 9.25)
     note(ReduceGradients(), 9, 9.5)
-    note(Encode(1), 9.5, 10, early=True)
+    note(Encode(1), 9.5, 10)
     note(ShareResults(), 9.5, 10.5)
-    note(Encode(1), 10.5, 12, early=True)
+    note(Encode(1), 10.5, 12)
     assert recording.filled_s == pytest.approx(2.75)
     assert recording.waiting_s == pytest.approx(1.5)
     assert recording.compute_s == pytest.approx(5)
-    assert recording.leftover_s == pytest.approx(1.5)
     assert recording.encode_s == pytest.approx(5.25)
     inside = [str(span.instruction) for span in recording.spans]
     assert inside.index(str(WAIT)) < inside.index("E1"), "a wait comes before what lies in it"
@@ -431,14 +475,14 @@ class ComingBy:
 def late_values(monkeypatch):
     """Tensors on "meta" stand for those on a GPU: reading a value fails there. Sets how many will differ."""
     differing = {"count": 0}
-    real = microbatch._on_its_way
+    real = upcoming._on_its_way
 
     def on_its_way(count):
         if count.device.type == "cpu":
             return real(count)
         return torch.tensor(differing["count"]), ComingBy()
 
-    monkeypatch.setattr(microbatch, "_on_its_way", on_its_way)
+    monkeypatch.setattr(upcoming, "_on_its_way", on_its_way)
     monkeypatch.setattr(ComingBy, "num_waits", 0)
     return differing
 

@@ -14,11 +14,12 @@ import torch
 import torch.utils.checkpoint
 
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen, Staged
+from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.simulator import simulate
 from tests.graph.steps import Block, Tower, step
 from tests.planning.pictures import check_golden
-from tests.runtime.formula import BEHIND, SEED, Formula, Scheduler, adam, momentum, sgd
+from tests.runtime.formula import DELAYS, SEED, Formula, Scheduler, adam, momentum, sgd
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double
 
@@ -70,8 +71,8 @@ def check(schedule, num_stages, microbatches, optimizer, module=Noisy, drains=(6
         initial = {n: p.detach().clone() for n, p in root.named_parameters()}
         stages = enumerate(pipeline.pieces.stages)
         stage_of = {n: s for s, cut in stages for n in cut.parameters & pipeline.graph.trained}
-        behind = [BEHIND[schedule](stage, num_stages) for stage in range(num_stages)]
-        formula = Formula(root, stage_of, behind, optimizer, microbatches)
+        delays = [DELAYS[schedule](stage, num_stages) for stage in range(num_stages)]
+        formula = Formula(root, stage_of, delays, optimizer, microbatches)
         schedulers = []
         for rank in pipeline.ranks:
             rank.engine.optimizers = [optimizer(rank.trained.values())]
@@ -99,7 +100,7 @@ def check(schedule, num_stages, microbatches, optimizer, module=Noisy, drains=(6
 
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("schedule", BEHIND)
+@pytest.mark.parametrize("schedule", DELAYS)
 def test_weights_follow_the_formula(schedule, num_stages, optimizer):
     microbatches = {2: 1, 3: 2, 4: 4}[num_stages] if schedule == "pipedream_2bw" else 1
     pipeline, stored = check(schedule, num_stages, microbatches, optimizer)
@@ -107,7 +108,7 @@ def test_weights_follow_the_formula(schedule, num_stages, optimizer):
     assert stored == versions, "as many as the plan counts"
 
 
-@pytest.mark.parametrize("schedule", BEHIND)
+@pytest.mark.parametrize("schedule", DELAYS)
 def test_recomputed_layers_see_the_weights_they_went_forward_with(schedule):
     check(schedule, 3, 2 if schedule == "pipedream_2bw" else 1, momentum, Checkpointed)
 
@@ -141,7 +142,7 @@ def test_the_running_program_has_the_planned_timeline():
     frozen = (Encode, ExchangeFrozen)
     ran = [tuple(i for i in program if not isinstance(i, frozen)) for program in programs]
     running = Schedule(pipeline.placement, 8, tuple(ran))
-    running.validate()
+    check_laws(running)
     computed = replace(
         running, programs=tuple(tuple(i for i in p if isinstance(i, Staged)) for p in ran)
     )

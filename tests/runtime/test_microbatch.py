@@ -1,16 +1,23 @@
-"""Microbatches: what is cut, what is kept, and what is refused."""
+"""Microbatches: what is cut, what stays whole, and what is refused."""
 
 from collections import UserDict, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.samples import BatchForm, add_sample, count_samples
+from lightning_diffpipe.graph.step import BatchForm, add_sample, count_samples
 from lightning_diffpipe.profiling.state import take_samples
-from lightning_diffpipe.runtime.microbatch import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.batch_layout import (
+    BatchLayout,
+    microbatch_sizes,
+    num_samples,
+    split,
+)
 
 
 def test_sizes_are_even_and_complete():
@@ -159,3 +166,21 @@ def test_tensors_in_an_unknown_container_are_refused():
     batch = {"x": torch.zeros(2), "tokens": UserDict(ids=torch.zeros(2, 3))}
     with pytest.raises(ConfigurationError, match=r"\['tokens'\] is a UserDict, whose tensors"):
         num_samples(batch)
+
+
+class AskedForNothing:
+    """The place of a rank that sums nothing over pipelines."""
+
+    backend = "gloo"
+
+    def summed_over_pipelines(self, number):
+        raise AssertionError("a step that returns weights needs no sum over pipelines")
+
+
+def test_losses_with_weights_of_their_own_ask_no_other_pipeline():
+    """History: every such batch waited for the sum of all samples, which nothing reads."""
+    layout = BatchLayout(nn.Module(), None, None, None, AskedForNothing(), 0)
+    weighted = SimpleNamespace(graph=SimpleNamespace(weighted=True))
+    works = [SimpleNamespace(num_samples=n, partitioned=weighted) for n in (3, 2)]
+    layout.weigh(works, accumulate=2)
+    assert [work.loss_scale for work in works] == [0.5, 0.5]

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.training.assembly import ProbedStep, _planned_graphs
+from lightning_diffpipe.training.assembly import _planned_graphs
+from lightning_diffpipe.training.pipeline import ProbedStep
 from tests.runtime.loopback import Loopback
 
 
@@ -80,7 +81,7 @@ def test_a_size_that_was_not_planned_says_why_values_are_missing():
 
 
 def test_a_size_whose_probe_runs_out_of_memory_says_so():
-    """History: it was told that parameters of other ranks are NaN."""
+    """History: its message was that parameters of other ranks are NaN."""
 
     def greedy(module, batch):
         loss = module(batch).square().mean()
@@ -98,7 +99,7 @@ def test_a_size_whose_probe_runs_out_of_memory_says_so():
 
 
 def test_dummies_of_all_sizes_share_the_memory_of_the_largest():
-    """History: every size of batch kept dummies of its own, as large as outputs that were no dummies, for good."""
+    """History: every size of batch had dummies of its own, as large as outputs that were no dummies, for good."""
     plain = lambda module, batch: module(batch).square().mean()
     ranks = Loopback(layers(), plain, torch.randn(4, 4), num_stages=2, num_microbatches=1)
     for size in (3, 8, 5):

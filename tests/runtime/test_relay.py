@@ -143,7 +143,7 @@ def test_parameters_read_between_modules_are_lent():
 
 
 def test_running_statistics_are_read_where_they_are_kept():
-    """History: a batch norm without parameters ran on every rank, with statistics that only one had kept."""
+    """History: a batch norm without parameters ran on every rank, with statistics that only one had."""
 
     class Normed(Tower):
         def __init__(self):

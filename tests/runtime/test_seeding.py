@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.runtime.seeding import isolated_random_numbers
+from lightning_diffpipe.graph.rng import isolated_random_numbers
 
 
 def test_all_generators_are_seeded_and_put_back(monkeypatch):

@@ -8,7 +8,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.residents import owners_of, require_one_home, warn_of_statistics
+from lightning_diffpipe.runtime.ownership import owners_of, require_one_home, warn_of_statistics
 from tests.graph.emulate import relative_error
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double
@@ -69,11 +69,11 @@ def test_frozen_layers_in_training_mode_see_all_samples_once(num_stages):
             pipeline.close()
     residents = [frozenset()] * len(pipeline.ranks)
     owners = owners_of(nn.Module(), pipeline.pieces, residents, pipeline.placement)
-    kept = dict(alone.named_buffers())
-    assert set(owners) == {name for name in kept if not name.startswith("quiet")}
+    expected = dict(alone.named_buffers())
+    assert set(owners) == {name for name in expected if not name.startswith("quiet")}
     for name, owner in owners.items():
         mine = pipeline.ranks[owner].module.get_buffer(name)
-        torch.testing.assert_close(mine, kept[name], rtol=1e-12, atol=1e-14, msg=name)
+        torch.testing.assert_close(mine, expected[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
 def test_only_layers_that_keep_nothing_run_in_advance(caplog):
@@ -98,7 +98,7 @@ def test_replicas_that_share_out_statistics_are_named(caplog):
 
 
 def test_state_that_two_stages_would_change_is_refused():
-    """History: each stage kept the statistics of its own calls."""
+    """History: each stage had the statistics of its own calls."""
     graph = probe(Twice(), step, torch.randn(4, WIDTH), max_share=1 / 30)
     assert [layer.name for layer in graph.layers] == ["first", "norm", "last", "norm"]
     with pytest.raises(

@@ -15,8 +15,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.dry_run import dry_run_of
+from lightning_diffpipe.sampling.call import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
@@ -307,7 +306,7 @@ def layout_of(name: str) -> Layout:
 
 def knowing(sampler, name: str, tiny: Tiny | None = None):
     """The sampler, which need not probe; it tries the layout on as after an earlier request."""
-    sampler.know(request_for(name, tiny=tiny), layout_of(name))
+    sampler.layouts.add(request_for(name, tiny=tiny), layout_of(name))
     return sampler
 
 
@@ -340,7 +339,7 @@ def pixart_call():
     tiny = build("pixart")
     parts = {"transformer": tiny.model, "scheduler": scheduler_for("pixart")}
     call = PipelineCall(TwoPrompts(tiny), "__call__", {}, parts, tuple(parts), torch.device("cpu"))
-    return tiny.model, Call.of(call, dry_run_of(call))
+    return tiny.model, dry_run_of(call)
 
 
 def sample_plainly(request: Request) -> Tensor:

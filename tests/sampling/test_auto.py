@@ -7,7 +7,7 @@ import pytest
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import place_parameters
-from lightning_diffpipe.planning.sampling.candidates import MIN_STEPS
+from lightning_diffpipe.planning.sampling_choice import MIN_STEPS
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import emulate
 from tests.sampling.distrifusion import models as bands

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_diffpipe.sampling.distrifusion import emulate
-from lightning_diffpipe.sampling.freshness import Freshness
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
+from lightning_diffpipe.sampling.statistics import Freshness
 from tests.sampling.distrifusion import models as banded
 from tests.sampling.models import STEPS, build, knowing, request_for
 from tests.sampling.ranks_in_threads import sample_together

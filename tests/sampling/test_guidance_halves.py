@@ -12,8 +12,8 @@ from lightning_diffpipe.comm.links import start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
+from lightning_diffpipe.sampling.request import OneProcess
 from tests.sampling.models import STEPS, pixart_call
 
 

@@ -12,8 +12,8 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.auto import Chooser
-from lightning_diffpipe.sampling.memory import failing, needing_memory
 from lightning_diffpipe.sampling.methods import MethodOptions
+from lightning_diffpipe.sampling.rehearsal import failing, needing_memory
 from lightning_diffpipe.sampling.world import World
 
 CPU = torch.device("cpu")

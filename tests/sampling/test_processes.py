@@ -117,8 +117,8 @@ def test_a_killed_rank_is_noticed():
 
 
 def waits_for_a_plain_object(rank):
-    links = ProcessLinks.connect([[0, 1]], CPU, timeout_s=1, patience_s=30)
-    found = links.broadcast_object(lambda: time.sleep(3) or "a layout")
+    links = ProcessLinks.connect([[0, 1]], CPU, timeout_s=4, patience_s=30)
+    found = links.broadcast_object(lambda: time.sleep(6) or "a layout")
     links.disconnect()
     return found
 

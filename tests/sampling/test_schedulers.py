@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.dry_run import dry_run_of
+from lightning_diffpipe.sampling.call import dry_run_of
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.request import InputScaler, Request
+from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     for_samples,
@@ -237,7 +235,7 @@ def call_with(generators, pipeline=OfTwo, scheduler=None):
     parts = {"scheduler": scheduler or make("DDPMScheduler"), "unet": unet_of_one_layer()}
     arguments = {"generator": generators, "eta": 1.0}
     call = PipelineCall(pipeline(), "__call__", arguments, parts, tuple(parts), torch.device("cpu"))
-    return Call.of(call, dry_run_of(call))
+    return dry_run_of(call)
 
 
 @pytest.mark.parametrize("bases", [(diffusers.DDPMScheduler,), (diffusers.DDPMScheduler, abc.ABC)])

@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
+from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion import PipeFusionSetting, SequenceParallel
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout
-from lightning_diffpipe.sampling.tracing.tokens import Part, ranges_of
+from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Layout, Part, ranges_of
 
 CHANGE_BYTES = 16
 """Two sums of squares in float64: of the change of a rank's rows, and of the rows."""
@@ -182,7 +181,7 @@ def assert_traffic_is_as_planned(samplers, request):
         num_bytes += sampler.statistics.traffic.bytes_sent
         num_messages += sampler.statistics.traffic.messages_sent
     first = samplers[0]
-    layout = first._layouts.layout_for(request)
+    layout = first.layouts.layout_for(request)
     setting, plan = first.setting(layout, first.positions, request), first.statistics.plan
     latent_bytes = request.latents.numel() * request.latents.element_size()
     inside = bytes_inside_stages(setting, first.sequence_mode)

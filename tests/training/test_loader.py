@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from lightning_diffpipe import DiffPipeStrategy
-from lightning_diffpipe.training.example_batch import _first_batches
+from lightning_diffpipe.training.before_training import _first_batches
 from lightning_diffpipe.training.loader import AlignedLoader, checksum
 from lightning_diffpipe.training.loader import aligned as wrapped
 

@@ -23,17 +23,17 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.training import assembly, pipeline, plan_source, verification
-from lightning_diffpipe.training.assembly import _require_unwritten_weights, cut_positions
+from lightning_diffpipe.training.assembly import cut_positions
 from lightning_diffpipe.training.pipeline import Pipeline
-from lightning_diffpipe.training.pipeline_options import PipelineOptions
 from lightning_diffpipe.training.plan_source import (
+    PipelineOptions,
     _cluster,
     _given_plan,
     _make_plan,
     _profile,
     planned_layers,
 )
-from lightning_diffpipe.training.refusals import warn_of_whole_compiled
+from lightning_diffpipe.training.refusals import refuse_written_weights, warn_of_whole_compiled
 from lightning_diffpipe.training.verification import WholeRun, compare
 from tests.planning.profiles import equal_profile
 
@@ -171,9 +171,9 @@ def test_a_module_is_verified_where_it_is_trained(monkeypatch):
     monkeypatch.setattr(assembly, "_connect", lambda *arguments: (mesh, {}))
     process = pipeline.Process(0, 2, torch.device("meta"), "gloo", 1.0)
     batch, step = torch.ones(2, 4), lambda module, batch: module(batch).mean()
-    probed = assembly.ProbedStep(MODULE, step, batch, batch, GRAPH, Forms())
+    probed = pipeline.ProbedStep(MODULE, step, batch, batch, GRAPH, Forms())
     with pytest.raises(StopIteration):
-        assembly.assemble(probed, PLAN, process, seed=0, verify=True)
+        assembly.assemble(probed, PLAN, process, PipelineOptions(verify=True), seed=0)
     assert places == [torch.device("meta"), "run"]
     # History: a run that failed here left its wrappers in torch for the next one.
     assert torch.utils.checkpoint.CheckpointFunction.__module__ == "torch.utils.checkpoint"
@@ -245,25 +245,25 @@ def test_layers_that_change_their_own_weights_are_refused(mode, through_data):
     module[1].through_data = through_data
     graph = probe(module, lambda module, batch: module(batch).mean(), torch.ones(2, 4), mode=mode)
     alone = SimpleNamespace(num_microbatches=1, ranks_per_pipeline=1)
-    _require_unwritten_weights(graph, alone)
+    refuse_written_weights(graph, alone)
     for plan in (PLAN, SimpleNamespace(num_microbatches=2, ranks_per_pipeline=1)):
         with pytest.raises(
             ConfigurationError, match=r"forward of 1 changes .* '1.weight', but other microb"
         ):
-            _require_unwritten_weights(graph, plan)
+            refuse_written_weights(graph, plan)
 
 
 def test_embeddings_may_shorten_their_rows():
     """Each row by itself: it does not matter which microbatch does it."""
     module = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 4))
     step = lambda module, batch: module(batch).mean()
-    _require_unwritten_weights(probe(module, step, torch.ones(2, 3, dtype=torch.long)), PLAN)
+    refuse_written_weights(probe(module, step, torch.ones(2, 3, dtype=torch.long)), PLAN)
 
 
 def test_a_step_may_bring_a_module_to_where_it_is():
     """`.to()` sets the `.data` of each parameter, to what it is."""
     step = lambda module, batch: module.to(batch.device)(batch).mean()
-    _require_unwritten_weights(probe(MODULE, step, torch.ones(2, 4), mode="real"), PLAN)
+    refuse_written_weights(probe(MODULE, step, torch.ones(2, 4), mode="real"), PLAN)
 
 
 @pytest.mark.parametrize("mode", ["fake", "real"])
@@ -295,7 +295,7 @@ def test_steps_that_change_weights_are_refused(mode, update):
         with pytest.raises(
             ConfigurationError, match=r"changes 2 parameters itself, e.g. teacher\.bias, but"
         ):
-            _require_unwritten_weights(graph, plan)
+            refuse_written_weights(graph, plan)
 
 
 def test_averages_of_the_weights_and_the_optimizer_count_as_memory():

@@ -21,15 +21,17 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.viewing.gap import (
+from lightning_diffpipe.viewing.measured import (
     LOADING,
     MESSAGES,
     OPTIMIZER,
     PACE,
     PIPELINE,
     explain_gap,
+    measured_timeline,
+    occupation,
+    without_posts,
 )
-from lightning_diffpipe.viewing.measured import measured_timeline, occupation, without_posts
 
 from ..planning.profiles import equal_profile
 

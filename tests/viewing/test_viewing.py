@@ -25,12 +25,10 @@ from lightning_diffpipe.planning.profile import (
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
-from lightning_diffpipe.viewing.ascii import render, side_by_side, waiting
-from lightning_diffpipe.viewing.chrome_trace import chrome_trace
 from lightning_diffpipe.viewing.explain import _with_largest_layer_split, explain
-from lightning_diffpipe.viewing.plan_diff import diff
-from lightning_diffpipe.viewing.report import cache_advice, cost_table, report
-from lightning_diffpipe.viewing.units import percent, seconds, size
+from lightning_diffpipe.viewing.plot import chrome_trace
+from lightning_diffpipe.viewing.report import cache_advice, cost_table, diff, report
+from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
 
 from ..planning.pictures import check_golden
 from ..planning.profiles import equal_profile
@@ -178,6 +176,15 @@ def test_what_would_help_chooses_its_own_groups_of_frozen_work():
     # Stages of 6 s a sample; each rank encodes 8 samples, in groups of 4 instead of 2.
     assert changes_of("auto", **options)["8 microbatches"] == 11 * 24 + 2 * 43
     assert "8 microbatches" not in changes_of(1, **options)  # as the user wants it
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical_sync"])
+def test_what_would_help_is_found_without_a_flush_too(schedule):
+    """History: two microbatches were tried, which PipeDream refuses, and so did the whole explanation."""
+    profile = equal_profile(8)
+    plan = find_plan(profile, Cluster(2), PlanOptions(16, schedule=schedule))
+    advice = [change.description for change in explain(plan, profile, Cluster(2)).changes]
+    assert not any(words.startswith("2 microbatches") for words in advice)
 
 
 def test_no_advice_is_to_have_none_of_something():

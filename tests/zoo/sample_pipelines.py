@@ -86,7 +86,10 @@ def measure(name: str, folder: Path) -> dict[str, str]:
     is_one = condition == "prompt" and "list" not in str(takes["prompt"]).lower()
     expected = []
     for request in requests_of(settings):
-        given = request | ({condition: prompts[0] if is_one else prompts} if condition else {})
+        # A copy: some pipelines change the list of their prompts.
+        given = request | (
+            {condition: prompts[0] if is_one else list(prompts)} if condition else {}
+        )
         torch.manual_seed(0)
         try:
             drawn = plain(**given, generator=torch.Generator().manual_seed(0))[0]

@@ -92,9 +92,11 @@ def classes() -> dict[str, type]:
 def module_of(name: str, folder: Path) -> PipelineDiffusion:
     """One pipeline in training, all captions as they are; pictures before may be dropped."""
     call = {n: v for n, v in PIPELINES[name].call.items() if n not in LENGTHS}
-    return PipelineDiffusion(
-        build(name, folder), call=call, caption_dropout=0.0, condition_dropout=0.5
-    )
+    pipeline = build(name, folder)
+    guides = "image_guidance_scale" in inspect.signature(type(pipeline).__call__).parameters
+    takes = picture_of(type(pipeline)) in required_by(type(pipeline))
+    dropout = 0.5 if guides and takes else None
+    return PipelineDiffusion(pipeline, call=call, caption_dropout=0.0, condition_dropout=dropout)
 
 
 def batch_of(name: str) -> dict[str, Any]:

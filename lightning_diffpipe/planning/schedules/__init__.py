@@ -1,20 +1,22 @@
-"""One file per schedule, each with one `ScheduleSpec`; this collects them by the names of options and plans.
+"""A file for each way to order work, with its `ScheduleSpec`s; here they get the names of options and plans.
 
 That of sampling is `PipeFusionPlan.schedule`.
 """
 
 from lightning_diffpipe.planning.schedule import ScheduleSpec
-from lightning_diffpipe.planning.schedules.bidirectional import bidirectional
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.interleaved import interleaved
-from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
+from lightning_diffpipe.planning.schedules.list_scheduling import bidirectional, v, zero_bubble_v
+from lightning_diffpipe.planning.schedules.one_f_one_b import (
+    deep_one_f_one_b,
+    one_f_one_b,
+    zero_bubble,
+)
 from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream,
     pipedream_2bw,
     pipedream_vertical_sync,
 )
-from lightning_diffpipe.planning.schedules.v import v, zero_bubble_v
-from lightning_diffpipe.planning.schedules.zero_bubble import zero_bubble
 
 _SPECS = (
     one_f_one_b,

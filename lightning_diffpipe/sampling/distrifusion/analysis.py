@@ -57,6 +57,17 @@ class JointKeys:
     before: int
     after: int
 
+    @classmethod
+    def of(cls, marked: Tensor) -> JointKeys | None:
+        """Those of an attention, where keys of the image are marked; None if none is."""
+        positions = marked.nonzero().flatten().tolist()
+        if not positions:
+            return None
+        first, last = positions[0], positions[-1]
+        if last - first + 1 != len(positions):
+            raise unsupported("attention whose keys of the image are not contiguous")
+        return cls(first, len(marked) - last - 1)
+
 
 @dataclass
 class CallAnalysis:
@@ -115,9 +126,9 @@ def analyse(call: ModelCall) -> CallAnalysis:
     look = _Look(call)
     analysis = CallAnalysis(sample=look.find_sample(call.latents))
     marks, analysis.embedders, analysis.outputs = look.mark_rows(analysis.sample)
-    analysis.unit = _unit(marks.units, look.num_rows)
+    analysis.unit = marks.unit(look.num_rows)
     marks, _, _ = look.run(analysis.sample, None)
-    analysis.keys = [_joint_keys(positions) for positions in marks.keys]
+    analysis.keys = [JointKeys.of(positions) for positions in marks.keys]
     untouched = marks.num_untouched
     analysis.constant = frozenset(
         layer for layer in marks.unreached if untouched is None or layer < untouched
@@ -228,28 +239,6 @@ class _EmbedderSearch(ForwardOnlyRun):
         return out
 
 
-def _joint_keys(marked: Tensor) -> JointKeys | None:
-    positions = marked.nonzero().flatten().tolist()
-    if not positions:
-        return None
-    first, last = positions[0], positions[-1]
-    if last - first + 1 != len(positions):
-        raise unsupported("attention whose keys of the image are not contiguous")
-    return JointKeys(first, len(marked) - last - 1)
-
-
-def _unit(units: list[float], num_rows: int) -> int:
-    unit = 1
-    for rows in units:
-        if rows > 1 and not rows.is_integer():
-            raise ConfigurationError(
-                f"the latents have {num_rows} rows, which strides or patches of this model make "
-                f"{round(num_rows / rows)} rows of: bands need a height that its strides divide"
-            )
-        unit = math.lcm(unit, max(int(rows), 1))
-    return unit
-
-
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
@@ -276,6 +265,22 @@ class Marks:
     units: list[float] = field(default_factory=list)
     spreader: str | None = None
     num_untouched: int | None = None
+
+    def unit(self, num_rows: int) -> int:
+        """Rows of the latents that strides and patches take together.
+
+        Raises:
+            ConfigurationError: They do not divide the rows.
+        """
+        unit = 1
+        for rows in self.units:
+            if rows > 1 and not rows.is_integer():
+                raise ConfigurationError(
+                    f"the latents have {num_rows} rows, which strides or patches of this model make "
+                    f"{round(num_rows / rows)} rows of: bands need a height that its strides divide"
+                )
+            unit = math.lcm(unit, max(int(rows), 1))
+        return unit
 
 
 class StandIns(TorchFunctionMode):

@@ -42,8 +42,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
     unsupported,
     windows_of,
 )
-from lightning_diffpipe.sampling.distrifusion.constants import Constants
-from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
+from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import (
     GroupNormRule,
     Moments,
@@ -52,7 +51,7 @@ from lightning_diffpipe.sampling.distrifusion.moments import (
     predicted,
     stale,
 )
-from lightning_diffpipe.sampling.freshness import Freshness
+from lightning_diffpipe.sampling.statistics import Freshness
 
 MODEL = "model"
 """The name of the model's own site; those inside begin with `model.`."""
@@ -132,7 +131,10 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         exchange.stop_step()
         results, tree = pytree.tree_flatten(out)
         for i, axis in analysis.outputs.items():
-            results[i] = self._all_bands(results[i].contiguous(), axis)
+            mine = results[i].contiguous()
+            shapes = self._shapes(mine, axis) | {self._bands.rank: TensorShape.of(mine)}
+            ordered = [shapes[rank] for rank in range(self._bands.num_bands)]
+            results[i] = torch.cat(exchange.gather(mine, ordered), axis)
         return pytree.tree_unflatten(results, tree)
 
     def __torch_function__(
@@ -345,11 +347,6 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     def _in_order(self, mine: Tensor, others: dict[int, Tensor]) -> list[Tensor]:
         ranks = range(self._bands.num_bands)
         return [mine if rank == self._bands.rank else others[rank] for rank in ranks]
-
-    def _all_bands(self, mine: Tensor, axis: int) -> Tensor:
-        shapes = self._shapes(mine, axis) | {self._bands.rank: TensorShape.of(mine)}
-        ordered = [shapes[rank] for rank in range(self._bands.num_bands)]
-        return torch.cat(self._state.exchange.gather(mine, ordered), axis)
 
 
 Rule = Callable[..., Tensor]

@@ -14,6 +14,13 @@ scheduler on the whole latents.
 Modes: "displaced"; "synchronous" waits for fresh activations always, and is exact; "naive" never asks for them.
 `warmup_steps` counts synchronous steps at the start. With none, the first step sees no other band at all.
 
+Each kind of call of the model is analysed on rank 0, which broadcasts what it found, and compared with a plain
+call, once. `analysis.py` sees values that cross rows, but not numbers that come from shapes alone, such as
+coordinates made of `x.shape[-2]`. So the first call of each kind is made both ways, the plain one by rank 0, if it
+has the memory for all rows. If they differ, both are repeated and compared function by function: the mean
+magnitudes of each result along each axis, the band's next to its part of the whole. The first function that differs
+is where the band was given other numbers.
+
 Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
 """
@@ -21,26 +28,51 @@ Source:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.links import Links, ProcessLinks
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception
-from lightning_diffpipe.graph.memo import settings_digest
+from lightning_diffpipe.graph.versions import settings_digest
+from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.sampling.distrifusion.analysis import ModelCall
-from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
-from lightning_diffpipe.sampling.distrifusion.calls import CallStates
+from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
+from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, CallState, StepKind
+from lightning_diffpipe.sampling.distrifusion.bands import Bands
+from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
-from lightning_diffpipe.sampling.freshness import Freshness
+from lightning_diffpipe.sampling.rehearsal import (
+    error_beside,
+    failing,
+    needing_memory,
+    tolerance_of,
+)
 from lightning_diffpipe.sampling.request import InputScaler, Request
-from lightning_diffpipe.sampling.schedulers import drawing_from, random_states
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
+from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
+from lightning_diffpipe.sampling.statistics import (
+    Freshness,
+    SamplingStatistics,
+    Stopwatch,
+    measured,
+)
+
+Profile = tuple[str, list[Tensor]]
+"""The name of a function, and the mean magnitudes of its result along each axis."""
+
+_REMEDY = "sample it with PipeFusion, sequence parallelism or one process"
+_WITHOUT_A_LOOK = (
+    "sample it with PipeFusion or sequence parallelism, or with fewer prompts or rows at a time"
+)
 
 Mode = Literal["displaced", "synchronous", "naive"]
 
@@ -78,10 +110,12 @@ class DistriFusion:
     ) -> None:
         _check("mode", mode, get_args(Mode))
         _check("group_norm", group_norm, get_args(GroupNormRule))
-        if warmup_steps != "auto" and warmup_steps < 0:
-            raise ConfigurationError(f"warmup_steps={warmup_steps}; choose 0 or more, or 'auto'")
-        if calls_per_message < 1:
-            raise ConfigurationError(f"calls_per_message={calls_per_message}; choose 1 or more")
+        if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
+            raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
+        if not isinstance(calls_per_message, int) or calls_per_message < 1:
+            raise ConfigurationError(f"calls_per_message={calls_per_message!r}; choose 1 or more")
+        if not isinstance(settled, Real):
+            raise ConfigurationError(f"settled must be a number; got {settled!r}")
         self.model, self.links, self.mode = model, links, mode
         self.warmup_steps, self.settled = warmup_steps, settled
         self.record_freshness = record_freshness
@@ -90,7 +124,7 @@ class DistriFusion:
         self.num_synchronous = 0
         self._states = CallStates(links, group_norm, calls_per_message, verify)
 
-    @torch.no_grad()  # inference mode would make tensors without versions, see `constants.py`
+    @torch.no_grad()  # inference mode would make tensors without versions, see `Constants`
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`.
 
@@ -197,6 +231,181 @@ class _Loop(ForwardOnlyRun):
         return BandCall(state, self._step).run(whole, watched)
 
 
+class CallStates:
+    """One state for each call of the model in a step."""
+
+    def __init__(
+        self, links: Links, group_norm: GroupNormRule, calls_per_message: int, verify: bool
+    ) -> None:
+        self._links, self._group_norm = links, group_norm
+        self._calls_per_message, self._verify = calls_per_message, verify
+        self._analyses: dict[Any, CallAnalysis] = {}
+        self._states: list[tuple[Any, CallState]] = []
+
+    def start_request(
+        self, stopwatch: Stopwatch, freshness: Freshness | None, settings: str
+    ) -> None:
+        """Begins with nothing of an earlier request; a model of other settings is looked at anew."""
+        self._states, self._stopwatch, self._freshness = [], stopwatch, freshness
+        self._settings = settings
+
+    def stop_request(self) -> int:
+        """Forgets everything of the request; returns how many negative variances there were."""
+        fallbacks = sum(int(state.fallbacks) for _, state in self._states)
+        self._states = []
+        return fallbacks
+
+    def get(self, index: int, step: int, call: ModelCall) -> CallState:
+        """The state of the `index`-th call of a step; the first step opens states.
+
+        Raises:
+            GraphError: The model cannot run on bands, or its arguments changed shape between steps.
+        """
+        kind = (call.signature(), self._settings)
+        if index < len(self._states):
+            before, state = self._states[index]
+            if before != kind:
+                raise GraphError(
+                    f"call {index} of a step got arguments of other shapes than in the first step; bands "
+                    "keep what was sent from step to step, and need the same shapes in every step"
+                )
+            return state
+        if step > 0:
+            self.check_number_of_calls(index + 1, step)
+        if kind not in self._analyses:
+            with self._stopwatch.learning():
+                self._analyses[kind] = self._learned(call)
+        state = self._new_state(self._analyses[kind], call.latents)
+        state.freshness = self._freshness
+        self._states.append((kind, state))
+        return state
+
+    def check_number_of_calls(self, num_calls: int, step: int) -> None:
+        """Every step must call the model as often as the first."""
+        if num_calls != len(self._states):
+            raise GraphError(
+                f"step {step} called the model {num_calls} times, the first step {len(self._states)} times: "
+                "bands keep what was sent from step to step, and need the same calls in every step"
+            )
+
+    def _learned(self, call: ModelCall) -> CallAnalysis:
+        def look() -> CallAnalysis:
+            with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
+                analysis = analyse(call)
+            Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
+            return analysis
+
+        analysis: CallAnalysis = self._links.broadcast_object(look)
+        if self._verify:
+            traffic = self._links.traffic.copy()
+            self._compare(analysis, call)
+            vars(self._links.traffic).update(vars(traffic))
+        return analysis
+
+    def _compare(self, analysis: CallAnalysis, whole: ModelCall) -> None:
+        """One synchronous call against a plain one of rank 0; all ranks decide together.
+
+        Where all rows at once do not fit into rank 0's memory, nothing is compared.
+        """
+
+        def on_bands() -> Any:
+            call = BandCall(self._new_state(analysis, whole.latents), StepKind(0, True))
+            return call.run(whole, set(analysis.embedders))
+
+        def plain() -> Any:
+            with whole.interception.running(None):
+                return whole.forward(*whole.args, **whole.kwargs)
+
+        bands = self._new_state(analysis, whole.latents).bands
+        tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
+        with failing(
+            f"on a band of {bands.size} of {bands.num_rows} rows",
+            _REMEDY,
+            "it makes positions for all rows by itself",
+            GraphError,
+            "use more ranks",
+        ):
+            result = on_bands()
+        warning = "all rows of the latents do not fit into memory at once; bands are not compared with them"
+        error = error_beside(self._links, plain, result, warning)
+        if not error <= tolerance:
+            expected: list[Profile] = []
+            with contextlib.suppress(RuntimeError):  # too little memory; then without a name
+                expected = profiled(plain)
+            found = first_difference(expected, profiled(on_bands), bands, tolerance)
+            name = self._links.broadcast_object(lambda: found) or found
+            self._links.finish()  # all ranks refuse together, with nothing under way
+            where = f" (first seen after {name}())" if name else ""
+            raise GraphError(
+                f"on bands of {', '.join(map(str, bands.rows))} rows this model computes something else than on "
+                f"the whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; {_REMEDY}, or pass "
+                "verify=False if you accept this"
+            )
+
+    def _new_state(self, analysis: CallAnalysis, latents: Tensor) -> CallState:
+        return CallState(
+            analysis=analysis,
+            bands=Bands.split(
+                latents.shape[-2], self._links.num_ranks, analysis.unit, self._links.rank
+            ),
+            exchange=Exchange(self._links, self._calls_per_message, self._stopwatch),
+            group_norm=self._group_norm,
+            constants=Constants(analysis.constant),
+        )
+
+
+class Profiles(TorchFunctionMode):
+    """Notes the profile of every function's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.profiles: list[Profile] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls, and looks at the result."""
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.ndim:
+            size = out.detach().double().abs()
+            axes = range(out.ndim)
+            profile = [
+                size.mean([a for a in axes if a != axis]) if out.ndim > 1 else size for axis in axes
+            ]
+            self.profiles.append((getattr(func, "__name__", str(func)), profile))
+        return out
+
+
+def first_difference(
+    whole: list[Profile], band: list[Profile], bands: Bands, tolerance: float
+) -> str | None:
+    """The name of the first function whose result on the band is no part of that on the whole."""
+    for (name, plain), (_, mine) in zip(whole, band, strict=False):
+        if len(plain) != len(mine):
+            return name
+        if any(not _agrees(a, b, bands, tolerance) for a, b in zip(plain, mine, strict=True)):
+            return name
+    return None
+
+
+def _agrees(plain: Tensor, mine: Tensor, bands: Bands, tolerance: float) -> bool:
+    """Only an axis that grows with the rows can be compared: on others, means are of other rows."""
+    start, size = bands.part_of(len(plain))
+    if len(plain) == len(mine) or size != len(mine):
+        return True
+    part = plain.narrow(0, start, size)
+    scale = float(plain.abs().mean()) + 1e-30
+    return float((part - mine).abs().max()) <= tolerance * scale
+
+
+def profiled(run: Callable[[], Any]) -> list[Profile]:
+    """Runs something and returns its profiles."""
+    notes = Profiles()
+    with notes:
+        run()
+    return notes.profiles
+
+
 class _Holder(nn.Module):
     """A module around the model, so that calls of the model itself are seen, too."""
 
@@ -250,3 +459,67 @@ def drawing_alike(links: Links, device: torch.device) -> Iterator[None]:
 def _check(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigurationError(f"{option}={value!r}; choose one of {', '.join(allowed)}")
+
+
+def emulate(
+    request: Request,
+    num_bands: int,
+    link: Link | None = None,
+    on_step: Callable[[int], None] | None = None,
+    timeout_s: float = 300.0,
+    **options: Any,
+) -> tuple[Tensor, list[DistriFusion]]:
+    """Samples with as many bands, each in a thread.
+
+    Args:
+        request: What is sampled.
+        num_bands: Ranks to emulate.
+        link: How fast messages travel; None means at once.
+        on_step: Called by band 0.
+        timeout_s: How long any wait may last.
+        options: Of `DistriFusion`.
+
+    Returns:
+        The final latents, and the samplers of all bands with their statistics.
+
+    Raises:
+        ConfigurationError: The bands drew other noise.
+    """
+    device, default = request.latents.device, None
+    if request.step_kwargs.get("generator") is None and takes_generator(request.scheduler):
+        default = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            default = torch.cuda.default_generators[index]
+    network = LoopbackNetwork(num_bands, device, link, timeout_s)
+    requests = [_with_own_generators(request, default) for _ in range(num_bands)]
+
+    def band(links: Links) -> tuple[Tensor, DistriFusion]:
+        sampler = DistriFusion(request.model, links, **options)
+        return sampler.sample(requests[links.rank], on_step if links.rank == 0 else None), sampler
+
+    results = network.run(band)
+    if default is not None:  # goes on where the copy of band 0 is, as in one process
+        default.set_state(requests[0].step_kwargs["generator"].get_state())
+    latents = results[0][0]
+    for rank, (found, _) in enumerate(results):
+        if not torch.allclose(found, latents, rtol=0.0, atol=0.0, equal_nan=True):
+            name = type(request.scheduler).__name__
+            raise ConfigurationError(
+                f"bands 0 and {rank} of {num_bands} stepped to other latents: {name} or the request's closure "
+                "draws from torch's default generator, which these bands share as threads of one process; give "
+                "it a generator or a seed of its own, or sample with processes"
+            )
+    return latents, [sampler for _, sampler in results]
+
+
+def _with_own_generators(request: Request, default: torch.Generator | None) -> Request:
+    """A request for a thread that draws as if it were a process; from a copy of the default generator if given."""
+    copies: dict[int, torch.Generator] = {}  # samples may share one
+
+    def copy(x: torch.Generator) -> torch.Generator:
+        return copies.setdefault(id(x), x.clone_state())
+
+    given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
+    arguments = pytree.tree_map_only(torch.Generator, copy, given)
+    return dataclasses.replace(request, step_kwargs=arguments)

@@ -1,8 +1,8 @@
 """PipeFusion, and sequence parallelism inside its stages or by itself: a transformer that runs in parts.
 
 Reading order: `sampler.py` (what is decided), `run.py` (the loop over turns), `stages.py` (who runs which block),
-`patch.py` (the model on some tokens), `kv_cache.py` (keys of other patches), `rehearsal.py` (is it the same
-model?); where ranks share tokens `sequence_attention.py`, `partial_attention.py` and `sequence_parallel.py`.
+`patch.py` (the model on some tokens), `kv_cache.py` (keys of other patches); where ranks share tokens
+`sequence_attention.py` and `sequence_parallel.py`.
 """
 
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionSetting

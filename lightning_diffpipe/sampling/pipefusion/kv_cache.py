@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.tracing.layout import Block
+from lightning_diffpipe.sampling.statistics import Freshness
+from lightning_diffpipe.sampling.tracing.layout import Block, Part, Selection, TokenAxis
 from lightning_diffpipe.sampling.tracing.marks import Attend
-from lightning_diffpipe.sampling.tracing.tokens import Part, Selection, TokenAxis
 
 
 class AttentionCall(NamedTuple):

@@ -11,8 +11,8 @@ except on the last rank, which makes the prediction.
     rank 1     all rows    dummy      received   patch      patch      all rows      prediction
 
 Full size is for code that looks into it. A result that is only handed on to other blocks is a dummy, too: shape
-without memory, and whoever gets this object takes the tokens instead (`tracing/glue.py`). Modules that make the
-same for every patch are run once (`tracing/invariants.py`).
+without memory, and whoever gets this object takes the tokens instead. Modules that make the same for every patch
+are run once (`tracing/glue.py`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
-from lightning_diffpipe.sampling.pipefusion.stages import Stage
+from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
+    WHOLE,
     Block,
     Layout,
+    Part,
     Place,
+    TokenAxis,
     shapes_of_call,
     without_memory,
 )
 from lightning_diffpipe.sampling.tracing.marks import Attend, AttentionByName, AttentionIntercepted
-from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part, TokenAxis
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""
@@ -66,7 +68,7 @@ class PartRunner:
     """
 
     layout: Layout
-    stage: Stage
+    stage: DenoiserStage
     interception: Interception
     attention: PartAttention
     device: torch.device
@@ -217,11 +219,12 @@ class PartRun(ForwardOnlyRun):
                 out = site.diffpipe_original(*args, **kwargs)
         finally:
             self._inside = None
-        leaves = pytree.tree_leaves(out)
-        return [
-            self._without_ghost(leaves[leaf], tokens, block)
-            for leaf, tokens in sorted(block.outputs.items())
-        ]
+        leaves, slices = pytree.tree_leaves(out), []
+        for leaf, tokens in sorted(block.outputs.items()):
+            x = leaves[leaf]
+            mine = tokens.own_among_fed(self.part, block.num_text, self.runner.layout.ghost)
+            slices.append(as_received(x if mine is None else mine.take(x, tokens.axis)))
+        return slices
 
     def _cut_arguments(self, block: Block, flat: list[Any]) -> list[Any]:
         if not self._hands_on:
@@ -268,10 +271,6 @@ class PartRun(ForwardOnlyRun):
             return self.runner.attention.attend(call)
 
         return handler
-
-    def _without_ghost(self, x: Tensor, tokens: TokenAxis, block: Block) -> Tensor:
-        mine = tokens.own_among_fed(self.part, block.num_text, self.runner.layout.ghost)
-        return as_received(x if mine is None else mine.take(x, tokens.axis))
 
     def _slices(self, call: int) -> Slices:
         """Tokens of the part in the results of a call, own or received."""

@@ -22,7 +22,7 @@ from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_al
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan, Turn
+from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan, Turn
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttention
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, Mode
@@ -30,8 +30,7 @@ from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
 from lightning_diffpipe.sampling.statistics import Stopwatch
-from lightning_diffpipe.sampling.tracing.layout import Layout
-from lightning_diffpipe.sampling.tracing.tokens import Part, Units
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Units
 
 _NAN = float("nan")
 
@@ -101,6 +100,10 @@ class PipeFusionRun:
         self._runner = PartRunner(layout, stage, self._interception, attention, device, self._fill)
         self._scaler = InputScaler(request)
         self._loops = [request.loop() for _ in setting.patches]
+        for loop in self._loops:
+            loop.is_stepped_elsewhere = not self._is_last
+        # Of this rank, in steps that compute all tokens.
+        self._own_units = self._shares(None, (0, 1))[1][self._sequence.rank].units
         units = [shares[self._sequence.rank].units for shares in setting.shares]
         rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
         schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
@@ -184,7 +187,7 @@ class PipeFusionRun:
 
     def _units(self, turn: Turn) -> Units | None:
         """Rows of this rank in the prediction of a turn."""
-        return self._shares(turn.patch, (0, 1))[1][self._sequence.rank].units
+        return self._own_units if turn.patch is None else self._part(turn).units
 
     def _predict(self, loop: Loop, turn: Turn, seen: Tensor) -> Tensor:
         """Runs the loop of a turn up to its prediction."""
@@ -199,7 +202,7 @@ class PipeFusionRun:
         """A prediction with rows of all patches; those of later ones are of the step before, as keys are."""
         together, parts = self._shares(turn.patch, (0, 1))
         if len(parts) > 1:
-            self._collect_rows(prediction, parts, "prediction")
+            collect_rows(self._sequence, self._setting.layout, prediction, parts, "prediction")
         if turn.patch is None:
             self._predictions[number] = prediction.clone()
             return prediction
@@ -264,7 +267,15 @@ class PipeFusionRun:
         last = links.num_ranks - 1
         if self._is_last:
             assert before is not None
-            settled = self._change(before, self._given(latents, turn.step + 1)) < self._settled
+            now = self._given(latents, turn.step + 1)
+            squares = torch.stack([x.double().square().sum() for x in (now - before, now)])
+            num_ranks = self._sequence.num_ranks
+            if num_ranks > 1:  # every rank of the stage has rows of its own
+                shapes = [TensorShape.of(squares)] * num_ranks
+                gathered = start_all_gather(self._sequence, squares, shapes, "statistics")()
+                squares = torch.stack(gathered).sum(0)
+            changed, size = squares.tolist()
+            settled = (math.sqrt(changed / size) if size else math.inf) < self._settled
             for rank in range(last):
                 decision = torch.tensor([settled], dtype=torch.uint8, device=links.device)
                 links.send(decision, rank, "control")
@@ -276,20 +287,8 @@ class PipeFusionRun:
 
     def _given(self, latents: Tensor, step: int) -> Tensor:
         """What the model is given of this rank's rows in a step."""
-        units = self._shares(None, (0, 1))[1][self._sequence.rank].units
-        rows = self._setting.layout.take_rows(latents, units)
+        rows = self._setting.layout.take_rows(latents, self._own_units)
         return self._scaler.scale(rows, self._request.timesteps[step], step)
-
-    def _change(self, before: Tensor, now: Tensor) -> float:
-        """Distance between what the model is given in two steps, of all rows, relative to the later one."""
-        mine = torch.stack([x.double().square().sum() for x in (now - before, now)])
-        squares, num_ranks = mine, self._sequence.num_ranks
-        if num_ranks > 1:  # every rank of the stage has rows of its own
-            shapes = [TensorShape.of(mine)] * num_ranks
-            gathered = start_all_gather(self._sequence, mine, shapes, "statistics")()
-            squares = torch.stack(gathered).sum(0)
-        changed, size = squares.tolist()
-        return math.sqrt(changed / size) if size else math.inf
 
     # --- hidden states, from rank to rank -------------------------------------------------------------
 
@@ -336,8 +335,7 @@ class PipeFusionRun:
         with self._watch.waiting():
             _, message = self._returned.take()
         # After a synchronous step all rows come at once, on the first turn of the next.
-        units = self._shares(None, (0, 1))[1][self._sequence.rank].units
-        units = units if after_synchronous else self._part(turn).units
+        units = self._own_units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)
 
     def _latent_shapes(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
@@ -356,19 +354,22 @@ class PipeFusionRun:
         if not self._is_last:
             return links.receive(TensorShape.of(latents), last, "result").wait()
         if self._sequence.num_ranks > 1:
-            self._collect_rows(latents, self._shares(None, (0, 1))[1], "result")
+            parts = self._shares(None, (0, 1))[1]
+            collect_rows(self._sequence, self._setting.layout, latents, parts, "result")
         for rank in range(last):
             links.send(latents, rank, "result")
         return latents
 
-    def _collect_rows(self, x: Tensor, parts: Sequence[Part], kind: MessageKind) -> None:
-        """Brings together what each rank of the last stage has of rows."""
-        layout = self._setting.layout
-        rows = [layout.take_rows(x, part.units) for part in parts]
-        shapes = [TensorShape.of(each) for each in rows]
-        gathered = start_all_gather(self._sequence, rows[self._sequence.rank], shapes, kind)()
-        for part, values in zip(parts, gathered, strict=True):
-            layout.put_rows(x, part.units, values)
+
+def collect_rows(
+    links: Links, layout: Layout, x: Tensor, parts: Sequence[Part], kind: MessageKind
+) -> None:
+    """Fills in what other ranks have of rows; part k is that of rank k."""
+    rows = [layout.take_rows(x, part.units) for part in parts]
+    shapes = [TensorShape.of(each) for each in rows]
+    gathered = start_all_gather(links, rows[links.rank], shapes, kind)()
+    for part, values in zip(parts, gathered, strict=True):
+        layout.put_rows(x, part.units, values)
 
 
 class _Announced(NamedTuple):

@@ -26,9 +26,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links
 from lightning_diffpipe.errors import ConfigurationError, require_number
-from lightning_diffpipe.planning.sampling.pipefusion import PipeFusionPlan
-from lightning_diffpipe.sampling.freshness import Freshness
-from lightning_diffpipe.sampling.pipefusion.rehearsal import rehearse
+from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
@@ -36,12 +34,17 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_mode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
+from lightning_diffpipe.sampling.rehearsal import rehearse
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
-from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.statistics import (
+    Freshness,
+    SamplingStatistics,
+    Stopwatch,
+    measured,
+)
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.tracing.tokens import Part
 
 
 class PipeFusion:
@@ -56,7 +59,6 @@ class PipeFusion:
         split: Blocks before which to cut, one fewer than ranks. None cuts by the cost measured in the first
             request, and keeps that for all further ones with the same blocks: ranks have weights for no other. A
             function is asked on rank 0, for each layout.
-        text_with: The patch with which text tokens are computed.
         hide_unseen: With W = 0, hide keys that have not been written yet instead of attending to zeros.
         settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         warmup_microbatches: Shares of the samples into which synchronous steps are cut, so that ranks overlap
@@ -69,7 +71,7 @@ class PipeFusion:
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, check the age of all keys, and rehearse the first
-            request of a layout: a step in patches against a synchronous one (`rehearsal.py`).
+            request of a layout: a step in patches against a synchronous one (`sampling/rehearsal.py`).
         record_freshness: Note in `statistics.freshness` how old the keys were that each patch read.
 
     Example:
@@ -85,7 +87,6 @@ class PipeFusion:
         num_patches: int = 1,
         warmup_steps: int | Literal["auto"] = 1,
         split: Sequence[int] | Callable[[Layout], Sequence[int]] | None = None,
-        text_with: int = 0,
         hide_unseen: bool = True,
         settled: float = 0.1,
         warmup_microbatches: int | None = None,
@@ -101,10 +102,6 @@ class PipeFusion:
             raise ConfigurationError(
                 f"num_patches={num_patches}; choose at least one, at best one per rank"
             )
-        if not 0 <= text_with < num_patches:
-            raise ConfigurationError(
-                f"text_with={text_with} is none of {num_patches} patches; choose 0 .. {num_patches - 1}"
-            )
         if warmup_microbatches is not None:
             require_number("warmup_microbatches", warmup_microbatches, 1, whole=True)
         if not isinstance(settled, Real):
@@ -113,12 +110,12 @@ class PipeFusion:
         self.model, self.links = model, links or Alone()
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
-        self.text_with, self.hide_unseen, self.verify = text_with, hide_unseen, verify
+        self.hide_unseen, self.verify = hide_unseen, verify
         self.settled, self.record_freshness = settled, record_freshness
         self.warmup_microbatches = warmup_microbatches
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
-        self._layouts = LayoutStore(axis)
+        self.layouts = LayoutStore(axis)
         self._by_number: dict[int, Layout] = {}  # the same on all ranks
         self._cuts: dict[tuple[str, ...], tuple[int, ...]] = {}  # where to cut, by names of blocks
         self._rehearsed: set[int] = set()  # numbers of layouts, the same on all ranks
@@ -130,18 +127,23 @@ class PipeFusion:
             ConfigurationError: Patches, ranks or the scheduler do not fit; on all ranks.
             LayoutError: The model cannot be sampled in patches; on all ranks.
         """
+
+        def decide() -> tuple[int, Layout | None, tuple[int, ...]]:
+            """Number of the layout, the layout if others do not have it yet, and where to cut."""
+            layout, positions = self._decide(request)
+            for number, known in self._by_number.items():
+                if known is layout:
+                    return number, None, positions
+            return max(self._by_number, default=-1) + 1, layout, positions
+
         # Rank 0 of the first stage decides for all of its stage, and each of these broadcasts to its pipeline.
         number, layout, self.positions = self.links.broadcast_object(
-            lambda: self.sequence_links.broadcast_object(lambda: self._to_broadcast(request))
+            lambda: self.sequence_links.broadcast_object(decide)
         )
         if layout is not None:
             self._by_number[number] = layout
             self._by_number.pop(number - MAX_LAYOUTS, None)
         return self.setting(self._by_number[number], self.positions, request)
-
-    def know(self, request: Request, layout: Layout) -> None:
-        """Spares this rank from finding a layout that is known from elsewhere."""
-        self._layouts.add(request, layout)
 
     def setting(
         self, layout: Layout, positions: Sequence[int], request: Request
@@ -181,7 +183,7 @@ class PipeFusion:
         return request.branches_in_batch if patches_flow and self.num_patches > 1 else 1
 
     def _part(self, patch: int, units: range, text: tuple[int, int]) -> Part:
-        return Part(units, text=text if patch == self.text_with else None)
+        return Part(units, text=text if patch == 0 else None)
 
     def sample(
         self,
@@ -229,20 +231,13 @@ class PipeFusion:
             rehearse(self, request, setting.layout, self.num_patches, predict)
             self._rehearsed.add(number)
 
-    def _to_broadcast(self, request: Request) -> tuple[int, Layout | None, tuple[int, ...]]:
-        """Number of the layout, the layout if others do not have it yet, and where to cut."""
-        layout, positions = self._decide(request)
-        for number, known in self._by_number.items():
-            if known is layout:
-                return number, None, positions
-        return max(self._by_number, default=-1) + 1, layout, positions
-
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
-        layout = self._layouts.layout_for(request)
+        layout = self.layouts.layout_for(request)
+        num_sharing = self.sequence_links.num_ranks
         for units in layout.split_units(self.num_patches):
-            layout.split_range(units, self.sequence_links.num_ranks)
-        SEQUENCE_MODES[self.sequence_mode].refuse(layout, self.sequence_links.num_ranks)
-        if self.num_patches > 1:
+            layout.split_range(units, num_sharing)
+        SEQUENCE_MODES[self.sequence_mode].refuse(layout, num_sharing)
+        if self.num_patches * num_sharing > 1:  # each steps rows of its own
             latents = request.latents
             refuse_unless_elementwise(
                 request.scheduler, request.timesteps, latents.ndim, layout.axis

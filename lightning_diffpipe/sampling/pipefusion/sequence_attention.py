@@ -3,7 +3,15 @@
 * Ulysses: before attention, ranks trade tokens for heads, so that each has all tokens of some heads; after it,
   they trade back. Heads must go round.
 * Ring: keys and values travel round the ranks, and each attends to one rank's at a time. Partial results are
-  merged by their normalisers (`partial_attention.py`), so any number of heads will do, at the price of more bytes.
+  merged by their normalisers, so any number of heads will do, at the price of more bytes.
+
+A partial result is `o_i` with the logarithm of its normaliser, `n_i = log sum exp(scores)`, for each query. Those
+of different keys are merged by these, whatever computed them:
+
+    n = log(exp n_1 + exp n_2)        o = o_1 exp(n_1 - n) + o_2 exp(n_2 - n)
+
+On GPUs, and on CPUs without a mask, a fused kernel computes one and never holds the scores. No kernel takes what is
+left (masks, float64, head sizes beyond a kernel's), so a few queries at a time meet all keys of the part.
 
 Inside a stage of PipeFusion the tokens are those of a patch, and keys and values of other patches are taken from
 a cache. Under Ulysses a rank keeps some heads of all tokens. In a ring every rank keeps all heads of all tokens,
@@ -24,15 +32,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from lightning_diffpipe.comm.links import Links, exchange
 from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KeysInShares, KvCache
-from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
-from lightning_diffpipe.sampling.tracing.layout import Layout
-from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
+from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
 
 Mode = Literal["ulysses", "ring"]
 
@@ -72,7 +80,12 @@ class _OverRanks:
     def attend(self, call: AttentionCall) -> Tensor:
         """Attends from this rank's tokens to those of all ranks."""
         together, parts = self._share(call.part)
-        owned = _positions(call, together, parts)
+        # Where the tokens of each part are, among those of all parts together.
+        owned = [call.tokens.owned(part, call.block.num_text) for part in parts]
+        whole = call.tokens.owned(together, call.block.num_text)
+        if whole.index is not None:
+            found = [torch.searchsorted(whole.index, each.index) for each in owned]
+            owned = [Selection(len(whole), index) for index in found]
         mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
         q, k, v, mask = call.q, call.k, call.v, self._whole_mask(call, owned)
         if mine is not None:
@@ -109,15 +122,6 @@ class _OverRanks:
 def divides_text(layout: Layout) -> bool:
     """Whether a rank owns the same text tokens in all blocks: ranks divide them by their number."""
     return len({block.num_text for block in layout.blocks if block.num_text}) <= 1
-
-
-def _positions(call: AttentionCall, together: Part, parts: Sequence[Part]) -> list[Selection]:
-    """Where the tokens of each part are among those of all parts together."""
-    owned = [call.tokens.owned(part, call.block.num_text) for part in parts]
-    whole = call.tokens.owned(together, call.block.num_text)
-    if whole.index is None:
-        return owned
-    return [Selection(len(whole), torch.searchsorted(whole.index, each.index)) for each in owned]
 
 
 def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
@@ -262,3 +266,99 @@ def refuse_mode(mode: str, option: str) -> None:
         raise ConfigurationError(
             f"{option}={mode!r} is unknown; choose one of {sorted(SEQUENCE_MODES)}"
         )
+
+
+MOST_SCORE_BYTES = 1 << 26
+"""Most bytes of a tensor of scores, unless one query needs more; two or three such tensors are alive."""
+
+_WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
+
+Attended = tuple[Tensor, Tensor]
+
+
+def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Attended:
+    """Attention to some of the keys: the result and the logarithm of its normaliser.
+
+    Args:
+        q: `(batch, heads, queries, width)`.
+        k: `(batch, key heads, keys, width)`; heads in groups of equal size share a key head.
+        v: `(batch, key heads, keys, width of values)`.
+        mask: Boolean, false where a key is hidden, or what is added to scores. A query that sees none of these keys
+            gets zeros, and a normaliser of minus infinity.
+        scale: Of scores.
+
+    Returns:
+        `(batch, heads, queries, width of values)`, in the type of the queries or a wider one, and
+        `(batch, heads, queries, 1)`, in float32 at least: in bfloat16 it would move weights by percents.
+    """
+    if k.shape[1] != q.shape[1]:  # grouped queries
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if mask is not None:
+        return _in_blocks(q, k, v, mask, scale)
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+        return out, norm.unsqueeze(-1)
+    if q.device.type == "cuda":
+        return _by_kernel_of_gpu(q, k, v, scale)
+    return _in_blocks(q, k, v, None, scale)
+
+
+def merged(total: Attended | None, part: Attended) -> Attended:
+    """Attention to the keys of both."""
+    if total is None:
+        return part
+    norm = torch.logaddexp(total[1], part[1])
+    weigh = [_weights(n, norm, n) for n in (total[1], part[1])]
+    return total[0] * weigh[0] + part[0] * weigh[1], norm
+
+
+def _by_kernel_of_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
+    """Asks the first kernel that takes these types and sizes on this GPU, and that is not turned off."""
+    width, (q, k, v) = v.shape[-1], map(_aligned, (q, k, v))
+    asked = SDPAParams(q, k, v, None, 0.0, False, False)
+    if can_use_flash_attention(asked):
+        out, norm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+    elif can_use_efficient_attention(asked):
+        out, norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, compute_log_sumexp=True, scale=scale
+        )
+        norm = norm.narrow(-1, 0, q.shape[-2])  # the kernel fills it up to a multiple of 32 queries
+    else:
+        return _in_blocks(q, k, v.narrow(-1, 0, width), None, scale)
+    return out.narrow(-1, 0, width), norm.unsqueeze(-1)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Pads with zeros to a width that kernels take, which changes no score; puts numbers of a head in a row."""
+    missing = -x.shape[-1] % _WIDTHS
+    if missing:
+        return F.pad(x, (0, missing))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Attended:
+    """A few queries after the other, so that scores of all queries and keys never exist together."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, v = k.to(wide).transpose(-2, -1), v.to(wide)
+    batch, heads, num_queries, _ = q.shape
+    out = q.new_empty(batch, heads, num_queries, v.shape[-1], dtype=wide)
+    norms = q.new_empty(batch, heads, num_queries, 1, dtype=wide)
+    of_one_query = max(batch * heads * k.shape[-2] * wide.itemsize, 1)
+    step = max(MOST_SCORE_BYTES // of_one_query, 1)
+    blocks = [x.split(step, 2) for x in (q, out, norms)]
+    masks: Sequence[Tensor | None] = [mask] * len(blocks[0])
+    if mask is not None and mask.shape[-2] > 1:
+        masks = mask.split(step, -2)
+    for queries, block, norm, seen in zip(*blocks, masks, strict=True):
+        scores = (queries.to(wide) @ keys).mul_(scale)
+        if seen is not None:
+            hides = seen.dtype == torch.bool
+            scores = scores.masked_fill_(~seen, -math.inf) if hides else scores + seen
+        norm.copy_(scores.logsumexp(-1, keepdim=True))
+        block.copy_(_weights(scores, norm, norm) @ v)
+    return out, norms
+
+
+def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
+    """Weights of scores under a normaliser; zero where the own one says that no key is seen. NaN stays NaN."""
+    return (scores - norm).exp_().masked_fill_(own == -math.inf, 0.0)

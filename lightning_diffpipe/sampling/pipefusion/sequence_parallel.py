@@ -21,26 +21,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.links import Alone, Links, start_all_gather
-from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.comm.links import Alone, Links
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.pipefusion.patch import PartRunner, Slices
-from lightning_diffpipe.sampling.pipefusion.rehearsal import rehearse_sharing
+from lightning_diffpipe.sampling.pipefusion.run import collect_rows
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     Mode,
     refuse_mode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
+from lightning_diffpipe.sampling.rehearsal import rehearse_sharing
 from lightning_diffpipe.sampling.request import Loop, Request
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
-from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.layout import WHOLE, Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
-from lightning_diffpipe.sampling.tracing.tokens import WHOLE, Part
 
 
 class SequenceParallel:
@@ -52,7 +50,7 @@ class SequenceParallel:
         mode: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None.
         verify: Fill everything that must not be read with NaN, and compare the first step of the first request of
-            a layout with what rank 0 computes alone (`rehearsal.py`).
+            a layout with what rank 0 computes alone (`sampling/rehearsal.py`).
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class SequenceParallel:
         self.model, self.links, self.mode, self.verify = model, links or Alone(), mode, verify
         self.statistics = SamplingStatistics()
         self.layout: Layout  # of the last request
-        self._layouts = LayoutStore(axis)
+        self.layouts = LayoutStore(axis)
         # On rank 0, which finds layouts; as many as it knows again.
         self._rehearsed: list[Layout] = []
 
@@ -81,17 +79,13 @@ class SequenceParallel:
         """
 
         def decide() -> Layout:
-            layout = self._layouts.layout_for(request)
+            layout = self.layouts.layout_for(request)
             layout.split_units(self.links.num_ranks, "the number of ranks")
             SEQUENCE_MODES[self.mode].refuse(layout, self.links.num_ranks)
             return layout
 
         self.layout = self.links.broadcast_object(decide)
         return self.layout
-
-    def know(self, request: Request, layout: Layout) -> None:
-        """Spares this rank from finding a layout that is known from elsewhere."""
-        self._layouts.add(request, layout)
 
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler`."""
@@ -172,14 +166,8 @@ class SequenceParallel:
         """A prediction with the rows of all ranks."""
         if len(parts) == 1:
             return prediction
-        mine = layout.take_rows(prediction, parts[self.links.rank].units).contiguous()
-        shapes = []
-        for part in parts:
-            shape = list(mine.shape)
-            shape[layout.axis] = layout.rows(prediction, part.units).shape[layout.axis]
-            shapes.append(TensorShape(tuple(shape), mine.dtype))
-        whole = start_all_gather(self.links, mine, shapes, "prediction")()
-        return torch.cat(whole, layout.axis)
+        collect_rows(self.links, layout, prediction, parts, "prediction")
+        return prediction
 
 
 def _refuse(visit: int, *slices: Slices) -> Any:

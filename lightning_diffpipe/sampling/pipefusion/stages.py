@@ -25,14 +25,15 @@ from torch import nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import LayoutError, PartitionError
-from lightning_diffpipe.graph.calltree import Forward, forward_replaced
-from lightning_diffpipe.graph.cut import balanced_positions
+from lightning_diffpipe.graph.calltree import Forward
+from lightning_diffpipe.planning.partition import minimax_cuts
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
+from lightning_diffpipe.sampling.tracing.marks import calls_answered
 
 
 @dataclass(frozen=True)
-class Stage:
+class DenoiserStage:
     """What one rank does in one call of `denoise`.
 
     Attributes:
@@ -62,7 +63,7 @@ class Stages:
     """
 
     blocks: tuple[tuple[str, ...], ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[DenoiserStage, ...]
 
     @classmethod
     def split(cls, layout: Layout, positions: Sequence[int]) -> Stages:
@@ -91,7 +92,9 @@ class Stages:
             ends = tuple(last_of[visit] for visit in range(max(visit_of) + 1))
             is_last = rank == len(owners) - 1
             incoming, outgoing = crossing[rank : rank + 2]
-            stages.append(Stage(frozenset(own), incoming, outgoing, ends, visit_of, is_last))
+            stages.append(
+                DenoiserStage(frozenset(own), incoming, outgoing, ends, visit_of, is_last)
+            )
         return cls(owners, tuple(stages))
 
     @property
@@ -127,7 +130,7 @@ def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tu
             f"cannot spread {num_blocks} blocks over {num_ranks} ranks; use at most {num_blocks} "
             "ranks for the pipeline, and the others for guidance or for more prompts"
         )
-    return balanced_positions(costs, num_ranks)
+    return minimax_cuts(costs, num_ranks)[1:]
 
 
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
@@ -152,29 +155,22 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
 
 def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
     """Seconds of each call of a block, and of what comes after the last."""
-    names, times, inside, end_s = set(layout.block_names), [], False, 0.0
-    clock = clock_for(request.latents.device)
+    times: list[float] = []
+    end_s, clock = 0.0, clock_for(request.latents.device)
 
     def now_s() -> float:
         clock.settle()
         return time.perf_counter()
 
-    def make(name: str, forward: Forward) -> Forward:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside, end_s
-            if inside:
-                return forward(*args, **kwargs)
-            inside = True
-            start_s = now_s()
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                end_s, inside = now_s(), False
-                times.append(end_s - start_s)
+    def timed(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        nonlocal end_s
+        start_s = now_s()
+        out = forward(*args, **kwargs)
+        end_s = now_s()
+        times.append(end_s - start_s)
+        return out
 
-        return timed
-
-    with request.inferring(), forward_replaced(request.model, names, make):
+    with request.inferring(), calls_answered(request.model, layout.block_names, timed):
         request.denoise(request.latents, request.timesteps[0])
     return times, now_s() - end_s
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward
-from lightning_diffpipe.sampling.tracing.layout import Block
+from lightning_diffpipe.sampling.tracing.layout import NOBODY, Block, Part, TokenAxis
 from lightning_diffpipe.sampling.tracing.marks import (
     AttentionIntercepted,
     CodeWords,
@@ -29,7 +29,6 @@ from lightning_diffpipe.sampling.tracing.marks import (
     marked,
     token_local,
 )
-from lightning_diffpipe.sampling.tracing.tokens import NOBODY, Part, TokenAxis
 
 Target = tuple[str, int, int]
 """What can be reached: ("key" | "mask", attention call, axis) or ("result", leaf, axis)."""

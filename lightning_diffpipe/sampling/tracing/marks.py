@@ -16,9 +16,10 @@ makes the whole row NaN, whatever the weights are. `WithoutProducts` therefore m
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_diffpipe.graph.calltree import tensors_in
+from lightning_diffpipe.graph.calltree import Forward, forward_replaced, tensors_in
+from lightning_diffpipe.graph.placement import is_placeholder
 
 Attend = Callable[..., Tensor]
 """`attend(query, key, value, **options)`, as torch's scaled dot-product attention."""
@@ -71,6 +73,46 @@ def answer_attention(
     options = dict(zip(names, args, strict=False)) | dict(kwargs)
     query, key, value = (options.pop(name) for name in names[:3])
     return handler(attend, query, key, value, **options)
+
+
+Answer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
+"""`answer(name, forward, args, kwargs)` answers a call of a module."""
+
+
+@contextlib.contextmanager
+def calls_answered(model: nn.Module, names: Collection[str], answer: Answer) -> Iterator[None]:
+    """A context in which calls of these modules are answered, but for those inside each other."""
+    inside = False
+
+    def make(name: str, forward: Forward) -> Forward:
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return forward(*args, **kwargs)
+            inside = True
+            try:
+                return answer(name, forward, args, kwargs)
+            finally:
+                inside = False
+
+        return answered
+
+    with forward_replaced(model, names, make):
+        yield
+
+
+@contextlib.contextmanager
+def finite_placeholders(model: nn.Module) -> Iterator[None]:
+    """Gives placeholders, which are NaN, a small number for some time."""
+    absent = [p for p in model.parameters() if is_placeholder(p) and p.is_floating_point()]
+    scalars = [p.data.as_strided((), ()) for p in absent]
+    for scalar in scalars:
+        scalar.fill_(0.01)
+    try:
+        yield
+    finally:
+        for scalar in scalars:
+            scalar.fill_(_NAN)
 
 
 class WithoutProducts(TorchFunctionMode):

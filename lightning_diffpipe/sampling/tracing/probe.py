@@ -9,8 +9,8 @@ Attention is replaced by "return the query", so that a transformer is local to a
    attention mixes tokens: the model is refused, and the operator named;
 3. one clean run traces the arguments of each kind of block (`blocks.py`);
 4. blocks are stubbed, and the result of one after the other is marked: who reads it through code between blocks?
-5. runs with all latents marked find modules whose result need not be computed for every patch (`invariants.py`);
-   one with stubs finds results that code between blocks only passes on (`glue.py`).
+5. runs with all latents marked find modules whose result need not be computed for every patch; one with stubs finds
+   results that code between blocks only passes on (`glue.py`).
 
 That is about `log2(units) + 8` runs of the model, most of which follow NaN only and multiply nothing. Weights do
 not matter, so placeholders will do.
@@ -19,7 +19,7 @@ not matter, so placeholders will do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,28 +30,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.graph.calltree import Forward, forward_replaced, operator_cost
-from lightning_diffpipe.graph.memo import settings_digest
-from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.sampling.memory import failing
+from lightning_diffpipe.graph.calltree import Forward, operator_cost
+from lightning_diffpipe.graph.versions import settings_digest
+from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
-from lightning_diffpipe.sampling.tracing.glue import find_glue
-from lightning_diffpipe.sampling.tracing.invariants import find_invariants
-from lightning_diffpipe.sampling.tracing.layout import AttentionSize, Block, Layout, shapes_of
+from lightning_diffpipe.sampling.tracing.glue import find_glue, find_invariants
+from lightning_diffpipe.sampling.tracing.layout import (
+    AttentionSize,
+    Block,
+    Layout,
+    TokenAxis,
+    shapes_of,
+    text_token,
+)
 from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
+    Answer,
     AttentionByName,
     AttentionHandler,
     AttentionIntercepted,
     CodeWords,
     WithoutProducts,
+    calls_answered,
+    finite_placeholders,
     lines,
     marked,
     mixing_operator,
     token_local,
 )
-from lightning_diffpipe.sampling.tracing.tokens import TokenAxis, text_token
 
 MAX_LAYOUTS = 8
 """So many layouts of one model are known at a time."""
@@ -220,7 +227,13 @@ class _Probe:
                 out = forward(*args, **kwargs)
             self._by_name &= num_named == len(flops.sizes)
             if kind not in known:
-                block = _new_block(name, out, attention, flops)
+                leaves, tree = pytree.tree_flatten(out)
+                results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
+                num_text = max((int((a.owner < -1).sum()) for a in attention if a), default=0)
+                sizes = tuple(flops.sizes)
+                block = Block(
+                    name, results, tree, attention=attention, sizes=sizes, num_text=num_text
+                )
                 tracer = BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs)))
                 tracer.trace()
                 ghost = bool(block.num_text) and not tracer.runs_without_text()
@@ -268,27 +281,12 @@ class _Probe:
         self,
         latents: Tensor,
         t: Tensor,
-        wrap: Callable[[str, Forward, Any, Any], Any],
+        wrap: Answer,
         attention: AttentionHandler | None = None,
     ) -> Tensor:
         """Runs `denoise`; `wrap` answers the outermost calls of candidates."""
-        inside = False
-
-        def make(name: str, forward: Forward) -> Forward:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal inside
-                if inside:
-                    return forward(*args, **kwargs)
-                inside = True
-                try:
-                    return wrap(name, forward, args, kwargs)
-                finally:
-                    inside = False
-
-            return wrapped
-
         with (
-            forward_replaced(self._model, self._names, make),
+            calls_answered(self._model, self._names, wrap),
             AttentionIntercepted(attention or token_local([])),
         ):
             return self._denoise(latents, t)
@@ -333,15 +331,6 @@ def _listed(rows: Tensor) -> list[int]:
     return rows.nonzero().flatten().tolist()[:8]
 
 
-def _new_block(name: str, out: Any, attention: _Owners, flops: _Flops) -> Block:
-    leaves, tree = pytree.tree_flatten(out)
-    results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
-    num_text = max((int((a.owner < -1).sum()) for a in attention if a is not None), default=0)
-    return Block(
-        name, results, tree, attention=attention, sizes=tuple(flops.sizes), num_text=num_text
-    )
-
-
 def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:
     """Calls of one kind have the same axes."""
     flat, spec = pytree.tree_flatten((args, kwargs))
@@ -358,20 +347,6 @@ def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:
 
 def _has_nan(x: Any) -> bool:
     return isinstance(x, Tensor) and bool(x.isnan().any())
-
-
-@contextlib.contextmanager
-def finite_placeholders(model: nn.Module) -> Iterator[None]:
-    """Gives placeholders, which are NaN, a small number for some time."""
-    absent = [p for p in model.parameters() if is_placeholder(p) and p.is_floating_point()]
-    scalars = [p.data.as_strided((), ()) for p in absent]
-    for scalar in scalars:
-        scalar.fill_(0.01)
-    try:
-        yield
-    finally:
-        for scalar in scalars:
-            scalar.fill_(_NAN)
 
 
 class LayoutStore:
@@ -419,15 +394,12 @@ def fits(layout: Layout, request: Request) -> bool:
     """Whether blocks are called as the layout says, on the same shapes, with the same code between them."""
     calls: list[tuple[str, Any]] = []
 
-    def run(answer: Callable[..., Any]) -> Tensor:
-        def make(name: str, forward: Forward) -> Forward:
-            def stubbed(*args: Any, **kwargs: Any) -> Any:
-                calls.append((name, shapes_of((args, kwargs))))
-                return answer(name, forward, args, kwargs)
+    def run(answer: Answer) -> Tensor:
+        def stubbed(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            calls.append((name, shapes_of((args, kwargs))))
+            return answer(name, forward, args, kwargs)
 
-            return stubbed
-
-        with forward_replaced(request.model, layout.block_names, make):
+        with calls_answered(request.model, layout.block_names, stubbed):
             return request.denoise(request.latents, request.timesteps[0])
 
     constants = layout.constants.keys() | layout.step_constants.keys()

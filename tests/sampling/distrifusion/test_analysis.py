@@ -19,8 +19,8 @@ from lightning_diffpipe.sampling.distrifusion.analysis import (
 )
 from lightning_diffpipe.sampling.distrifusion.band_call import MODEL
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
-from lightning_diffpipe.sampling.distrifusion.calls import relative_error
 from lightning_diffpipe.sampling.distrifusion.sampler import intercepted
+from lightning_diffpipe.sampling.rehearsal import relative_error
 from tests.sampling.distrifusion.models import (
     Inside,
     build,
@@ -289,7 +289,10 @@ def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
         ({"mode": "sync"}, "choose one of displaced, synchronous, naive"),
         ({"group_norm": "best"}, "choose one of predicted, corrected"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"warmup_steps": "often"}, "warmup_steps='often'"),
         ({"calls_per_message": 0}, "calls_per_message=0"),
+        ({"calls_per_message": "all"}, "calls_per_message='all'"),
+        ({"settled": "0.1", "warmup_steps": "auto"}, "settled must be a number; got '0.1'"),
     ],
 )
 def test_options_are_checked(options, message):

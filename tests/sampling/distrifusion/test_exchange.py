@@ -18,8 +18,7 @@ from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.distrifusion import emulate
-from lightning_diffpipe.sampling.distrifusion.constants import Constants
-from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
+from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 from tests.sampling.distrifusion.models import request_for
 

@@ -13,9 +13,10 @@ from diffusers.models.attention_processor import AttnProcessor
 from lightning_diffpipe.comm.links import Alone
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.sampling.distrifusion import DistriFusion, calls, emulate
-from lightning_diffpipe.sampling.distrifusion.calls import relative_error
-from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
+from lightning_diffpipe.sampling.distrifusion import sampler as bands_sampler
+from lightning_diffpipe.sampling.rehearsal import relative_error
+from lightning_diffpipe.sampling.request import OneProcess
 from tests.sampling.distrifusion.models import (
     TRANSFORMERS,
     UNETS,
@@ -161,13 +162,13 @@ def test_texts_may_change_in_the_middle(tiny_models):
 @pytest.mark.parametrize("name", ["sd", "sd, two calls"])
 def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_models, monkeypatch):
     """History: the report of one or two steps said that a step takes as long as looking and comparing, too."""
-    look, took_s = calls.analyse, 0.3
+    look, took_s = bands_sampler.analyse, 0.3
 
     def slowly(*args):
         time.sleep(took_s)
         return look(*args)
 
-    monkeypatch.setattr(calls, "analyse", slowly)
+    monkeypatch.setattr(bands_sampler, "analyse", slowly)
     _, samplers = emulate(request_for(name, tiny_models(name), num_steps=1), 2)
     for sampler in samplers:
         statistics = sampler.statistics

@@ -13,7 +13,7 @@ import torch
 from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
-from lightning_diffpipe.sampling.one_process import OneProcess
+from lightning_diffpipe.sampling.request import OneProcess
 from tests.ranks import run_ranks
 from tests.sampling.distrifusion.models import build, request_for
 
@@ -64,7 +64,7 @@ def lose_a_rank(rank):
 
     def on_step(step):
         if rank == 1 and step == 1:
-            time.sleep(8.0)
+            time.sleep(14.0)  # rank 0 may come to its wait seconds later
 
     started_s = time.monotonic()
     try:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
@@ -14,7 +15,7 @@ from tests.sampling.models import build, knowing, request_for
 from tests.sampling.traffic import assert_traffic_is_as_planned
 
 
-def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
+def sample_hybrid(name, tiny, num_stages, ranks_per_stage, scheduler=None, **options):
     """Rank `stage * ranks_per_stage + share`, each with a copy of the model."""
     pipelines = [LoopbackNetwork(num_stages, timeout_s=20) for _ in range(ranks_per_stage)]
     inside = [LoopbackNetwork(ranks_per_stage, timeout_s=20) for _ in range(num_stages)]
@@ -29,7 +30,8 @@ def sample_hybrid(name, tiny, num_stages, ranks_per_stage, **options):
         )  # fmt: skip
         if links.rank == 0:
             knowing(samplers[0], name, tiny)
-        return samplers[links.rank].sample(request_for(name, tiny=tiny._replace(model=model)))
+        request = request_for(name, scheduler, tiny=tiny._replace(model=model))
+        return samplers[links.rank].sample(request)
 
     results = LoopbackNetwork(num_stages * ranks_per_stage, timeout_s=40).run(rank)
     return results, [samplers[i] for i in sorted(samplers)]
@@ -74,6 +76,14 @@ def test_a_ring_without_a_synchronous_step(hide_unseen):
     results, _ = sample_hybrid("sd3", tiny, 1, 3, sequence_mode="ring", **options)
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_ranks_of_a_stage_step_no_scheduler_that_looks_at_all_rows():
+    """History: with one patch nothing was refused, and each rank took thresholds of its own rows."""
+    scheduler = DDPMScheduler(thresholding=True, sample_max_value=100.0)
+    scheduler.set_timesteps(3)
+    with pytest.raises(ConfigurationError, match="DDPMScheduler looks at all rows of the latents"):
+        sample_hybrid("pixart", build("pixart"), 1, 2, scheduler, num_patches=1)
 
 
 def test_more_ranks_in_a_stage_than_rows_in_a_patch():

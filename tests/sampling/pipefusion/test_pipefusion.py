@@ -13,8 +13,8 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError, Partition
 from lightning_diffpipe.graph.calltree import forward_replaced
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache
+from lightning_diffpipe.sampling.tracing.layout import Part
 from lightning_diffpipe.sampling.tracing.marks import AttentionIntercepted
-from lightning_diffpipe.sampling.tracing.tokens import Part
 from tests.sampling.models import (
     MAIN,
     MODELS,
@@ -363,7 +363,6 @@ class Noting:
             "0 or more, or 'auto'",
         ),
         ({"num_patches": 0}, ConfigurationError, "at least one"),
-        ({"num_patches": 2, "text_with": 2}, ConfigurationError, "choose 0 .. 1"),
         ({"num_patches": 2, "split": (1,)}, ConfigurationError, "1 ranks"),
         (
             {"num_patches": 2, "warmup_microbatches": 5},

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.sampling.one_process import tolerance_of
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel, sequence_parallel
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
+from lightning_diffpipe.sampling.rehearsal import tolerance_of
 from tests.sampling.models import STEPS, build, knowing, request_for, sample_plainly, too_large
 from tests.sampling.ranks_in_threads import sample_together
 

@@ -13,10 +13,13 @@ from diffusers import DDPMScheduler
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.sampling.one_process import OneProcess
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
-from lightning_diffpipe.sampling.pipefusion.partial_attention import attention_part, merged
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
+    SEQUENCE_MODES,
+    attention_part,
+    merged,
+)
+from lightning_diffpipe.sampling.request import OneProcess
 from lightning_diffpipe.sampling.tracing.layout import AttentionSize
 from tests.sampling.models import MODELS, build, normal, pixart, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together

@@ -183,7 +183,7 @@ def test_two_ways_through_the_glue_give_one_result(option):
     layout = plain.prepare(request).layout
     layout.constants, layout.step_constants, layout.attention_by_name = {}, {}, False
     layout.glue = type(layout.glue)()
-    plain._layouts.layout_for = lambda request: layout
+    plain.layouts.layout_for = lambda request: layout
     torch.testing.assert_close(result, plain.sample(request), rtol=1e-12, atol=1e-12)
 
 

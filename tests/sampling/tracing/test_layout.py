@@ -14,10 +14,10 @@ from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, resident_parameters
 from lightning_diffpipe.sampling.request import Request
-from lightning_diffpipe.sampling.tracing import invariants
+from lightning_diffpipe.sampling.tracing import glue
+from lightning_diffpipe.sampling.tracing.layout import Part, Selection
 from lightning_diffpipe.sampling.tracing.marks import MIXED, UNREACHED, CodeWords, WithoutProducts
 from lightning_diffpipe.sampling.tracing.probe import LayoutStore, fits, probe
-from lightning_diffpipe.sampling.tracing.tokens import Part, Selection
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
 
 
@@ -128,7 +128,7 @@ def test_a_layout_fits_requests_of_its_shapes():
 @pytest.mark.slow
 def test_a_probe_keeps_no_activations(monkeypatch):
     """History: of the run on latents as they are, every result was kept twice; 40 GB of a large model."""
-    kept_bytes, independent = [], invariants._independent
+    kept_bytes, independent = [], glue._independent
 
     def held(calls):
         return sum(x.nbytes for call in calls for x in (*call.results, *call.copies))
@@ -137,7 +137,7 @@ def test_a_probe_keeps_no_activations(monkeypatch):
         kept_bytes.extend(map(held, runs))
         return independent(*runs)
 
-    monkeypatch.setattr(invariants, "_independent", noting)
+    monkeypatch.setattr(glue, "_independent", noting)
     probe(request_for("pixart"))
     assert len(kept_bytes) == 4
     assert max(kept_bytes) == kept_bytes[0] > 0  # what does not depend on the latents

@@ -1,0 +1,334 @@
+"""Who holds what of a module that is cut, and one ordinary state dict of it, and back.
+
+A rank holds the parameters of its own stages and of all frozen layers. The first rank of a pipeline also holds what
+no training step reads (a VAE's decoder), for validation and sampling. State that layers change (running statistics)
+stays on the stage that runs them, and is used nowhere else.
+
+A full checkpoint looks as if one process had written it: every tensor under its fully qualified name. `collect`
+brings the tensors that rank 0 does not hold to it, one at a time, through host memory, so that nothing but rank 0's
+state dict has to fit anywhere; of several pipelines the first takes part, as the others hold copies. `spread` does
+the reverse for every rank of a pipeline, when training has ended and the module shall be whole again. `take_over`
+reads a rank's part of such a state dict. Entries that are no tensors (`get_extra_state`) are those of rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.planning.schedule import Placement
+
+_log = logging.getLogger(__name__)
+
+
+def residents_of(module: nn.Module, pieces: Cut, placement: Placement) -> list[frozenset[str]]:
+    """Returns names of the parameters held at each position of a pipeline."""
+    frozen = pieces.frozen.parameters
+    held = [
+        frozen.union(*(pieces.stages[stage].parameters for stage in placement.stages_of(local)))
+        for local in range(placement.num_ranks)
+    ]
+    read = frozen.union(*(stage.parameters for stage in pieces.stages))
+    held[0] |= {name for name, _ in module.named_parameters() if name not in read}
+    return held
+
+
+def owners_of(
+    module: nn.Module, pieces: Cut, residents: Sequence[frozenset[str]], placement: Placement
+) -> dict[str, int]:
+    """Returns the position of the first holder of every entry of the state dict that is not the same everywhere.
+
+    Args:
+        module: The module.
+        pieces: How it is cut.
+        residents: Parameters held at each position.
+        placement: Ranks of the stages.
+
+    Returns:
+        Entries that some rank lacks, or has an old copy of; on all ranks in the same order, in which they are sent.
+    """
+    canonical = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        original = canonical[id(parameter)]
+        holders = [local for local, held in enumerate(residents) if original in held]
+        if len(holders) < len(residents):
+            owners[name] = holders[0]
+    if len(residents) == 1:
+        return owners
+    for stage in pieces.stages:  # statistics change on the stage that runs the layer
+        owners |= dict.fromkeys(
+            sorted(stage.written_buffers), placement.stage_ranks[stage.index][0]
+        )
+    return owners
+
+
+def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
+    """Returns, for error messages, where each parameter lives."""
+    return {
+        name: f"stage {stage.index} (rank {placement.stage_ranks[stage.index][0]} of the pipeline)"
+        for stage in pieces.stages
+        for name in sorted(stage.parameters)
+    }
+
+
+def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
+    """Refuses state that layers change on one stage and use on another.
+
+    Raises:
+        ConfigurationError: There is some; names the buffer and where it is used.
+    """
+    for stage in pieces.stages:
+        for other in (pieces.frozen, *pieces.stages):
+            layers = [graph.layers[i] for i in other.layers]
+            used = frozenset().union(*(layer.buffers | layer.written_buffers for layer in layers))
+            both = stage.written_buffers & used
+            if both and other is not stage:
+                where = "by a frozen layer" if other is pieces.frozen else f"on stage {other.index}"
+                raise ConfigurationError(
+                    f"the buffer {min(both)!r} is changed by a layer on stage {stage.index} and used {where}. "
+                    "Every rank has its own copy, so these would disagree from the first step on. Let "
+                    "training_step call the module that owns it once, or train on one rank "
+                    "(num_stages=1, num_replicas=1)"
+                )
+
+
+def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> None:
+    """Warns of statistics that cost speed, and of those that come from some of the samples only."""
+    untrained: set[int] = set()  # they would be frozen if they had no state
+    for layer in graph.layers:
+        if layer.deps <= untrained and not layer.parameters & graph.trained:
+            untrained.add(layer.index)
+    names = sorted({graph.layers[i].name for i in untrained if graph.layers[i].written_buffers})
+    if names and placement.num_ranks > 1:
+        _log.warning(
+            "%s: not trained, but in training mode it keeps statistics. So it runs as a part of a stage, with all "
+            "that reads it, not in bubbles. If that is not meant, call .eval() on it before training",
+            ", ".join(names),
+        )
+    for stage in pieces.stages:
+        replicas = len(placement.stage_ranks[stage.index])
+        if stage.written_buffers and replicas > 1:
+            _log.warning(
+                "stage %d keeps statistics (%s, ...), and each of its %d replicas sees a part of the microbatches: "
+                "those of the first replica count. With num_replicas=1 they come from all samples",
+                stage.index, min(stage.written_buffers), replicas,
+            )  # fmt: skip
+
+
+def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Any]:
+    """Brings the entries of a state dict together on world rank 0.
+
+    Args:
+        tensors: This rank's entries by name, in the same order on every rank. Those of other owners are
+            placeholders of the right shape and dtype.
+        owners: For names not held everywhere: the position in the pipeline that holds them.
+        mesh: This rank's groups.
+
+    Returns:
+        On world rank 0 all entries, tensors on the host; elsewhere an empty dict.
+    """
+    if mesh.pipeline != 0:
+        return {}
+    gathered: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        owner = owners.get(name, 0)
+        if mesh.local_rank == owner and owner != 0:
+            mesh.send_to_first(_as_bytes(_on_host(tensor)))
+        elif mesh.local_rank == 0:
+            gathered[name] = _received(tensor, owner, mesh) if owner else _on_host(tensor)
+    return gathered
+
+
+def owners_of_state(
+    state: Mapping[str, Any], module: nn.Module, owners: Mapping[str, int]
+) -> dict[str, int]:
+    """Returns owners of the entries of a state dict that may call parameters otherwise than their module.
+
+    Args:
+        state: What the module's `state_dict()` gave, perhaps overridden to leave out or rename entries.
+        module: The module.
+        owners: As for `collect`, by the module's own names.
+
+    Returns:
+        As for `collect`, by the names of the state dict. Under an unknown name, what shares memory with a
+        parameter or buffer belongs to its owner, anything else to rank 0.
+
+    Raises:
+        CheckpointError: An entry of unknown name was computed from parameters of other ranks, which are NaN here.
+    """
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers()),
+    }
+    by_memory = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+    divided = any(is_placeholder(parameter) for parameter in module.parameters())
+    found = {}
+    for key, value in state.items():
+        name = key
+        if key not in tensors and isinstance(value, Tensor):
+            name = by_memory.get(value.data_ptr(), key)
+            # Not every operator knows eight bits.
+            seen = value.float() if value.is_floating_point() else value
+            if divided and name == key and bool(seen.isnan().any()):
+                raise CheckpointError(
+                    f"{type(module).__name__}.state_dict() gives {key!r}, which is no parameter or buffer of that "
+                    "name and none's memory, and holds NaN, as it was computed from weights of other ranks. "
+                    "Return the tensors themselves under any name, and convert or join them in on_save_checkpoint "
+                    "of the module, where checkpoint['state_dict'] is complete on rank 0 and empty elsewhere"
+                )
+        if name in owners:
+            found[key] = owners[name]
+    return found
+
+
+def spread(
+    tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
+) -> dict[str, Tensor]:
+    """Gives every rank of a pipeline the tensors it lacks.
+
+    Args:
+        tensors: As for `collect`.
+        owners: As for `collect`.
+        mesh: This rank's groups.
+
+    Returns:
+        The whole tensors on the host, for all names in `owners`.
+    """
+    whole = {}
+    for name, owner in owners.items():
+        tensor = tensors[name]
+        own = mesh.local_rank == owner
+        value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
+        mesh.broadcast(_as_bytes(value), owner)
+        whole[name] = value
+    return whole
+
+
+def take_over(
+    state: Mapping[str, Tensor],
+    module: nn.Module,
+    resident: Set[str],
+    owners: Mapping[str, int],
+    mesh: Mesh,
+    strict: bool = True,
+) -> None:
+    """Copies this rank's part of a whole state dict into the module.
+
+    Args:
+        state: Of the whole module.
+        module: With placeholders for what other ranks hold.
+        resident: Names of the parameters that this rank holds.
+        owners: As for `collect`.
+        mesh: This rank's place.
+        strict: Refuse names that are missing or unknown.
+
+    Raises:
+        CheckpointError: Names are missing or unknown, or shapes differ.
+    """
+    own = module.state_dict()
+    refuse_misfit(state, own, strict)
+    with torch.no_grad():
+        for name in _common_tensors(state, own):
+            if name in resident or owners.get(name, mesh.local_rank) == mesh.local_rank:
+                own[name].copy_(state[name])
+
+
+def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> None:
+    """Says in few words why a state dict does not fit a module.
+
+    Args:
+        state: What was read.
+        own: The module's state dict.
+        strict: Refuse names that are missing or unknown.
+
+    Raises:
+        CheckpointError: Names are missing or unknown, or shapes differ.
+    """
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if strict and (missing or unknown):
+        raise CheckpointError(
+            f"the checkpoint does not fit the module: {len(missing)} names missing "
+            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; set strict_loading=False on the module "
+            "to load what fits"
+        )
+    for name in _common_tensors(state, own):
+        if own[name].shape != state[name].shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(state[name].shape)} in the checkpoint and "
+                f"{tuple(own[name].shape)} in the module"
+            )
+
+
+def _common_tensors(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in own.items() if name in state and isinstance(value, Tensor)]
+
+
+def collect_optimizer_state(
+    state: Mapping[int, Mapping[str, Any]], owners: Mapping[int, int], mesh: Mesh
+) -> dict[int, dict[str, Any]]:
+    """Brings an optimizer's state together on world rank 0.
+
+    Args:
+        state: `optimizer.state_dict()["state"]`: values by parameter index and name, tensors perhaps inside of
+            lists and dicts. Every rank numbers all parameters of the module in the same way, whoever holds them.
+        owners: Position in the pipeline that holds each parameter index.
+        mesh: This rank's groups.
+
+    Returns:
+        On world rank 0 the state of all parameters, tensors on the host; elsewhere an empty dict.
+    """
+    if mesh.pipeline != 0:
+        return {}
+    own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
+    outlines = mesh.on_first(pytree.tree_map_only(Tensor, _outline, own))
+    if mesh.local_rank != 0:
+        for value in filter(_is_plain, pytree.tree_leaves(own)):
+            mesh.send_to_first(_as_bytes(_on_host(value)))
+        return {}
+    whole: dict[int, dict[str, Any]] = pytree.tree_map(_on_host, own)
+    for owner, outline in enumerate(outlines[1:], start=1):
+        received = partial(_received, owner=owner, mesh=mesh)
+        whole |= pytree.tree_map_only(_is_plain, received, outline)
+    return dict(sorted(whole.items()))
+
+
+def _outline(value: Tensor) -> Tensor:
+    """Returns a tensor's shape and dtype without its content; one of a class of its own with its content.
+
+    That is on the host, as whoever unpickles a tensor of a GPU puts it there, on a card that may be full.
+    """
+    return torch.empty_like(value, device="meta") if _is_plain(value) else value.detach().cpu()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
+
+
+def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
+    value = torch.empty(like.shape, dtype=like.dtype)
+    mesh.receive_from(_as_bytes(value), owner)
+    return value
+
+
+def _on_host(value: Any) -> Any:
+    """Returns a tensor in the host's memory; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu", copy=False).contiguous()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor; gloo does not know every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,449 @@
+"""Batches that come next: laid out early, so that their frozen layers can run in bubbles.
+
+    step 7    take(7)   prepare(8, 9)   program of 7, its waits filled with layers of 8, then of 9   observe
+    step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
+
+A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
+it, and is compared with what was encoded when it is due; what a GPU has to compare is looked at a step later, so
+that no host waits for it.
+
+With one batch known, a rank that has done its share of it idles beside another that has not, in every step: ranks
+are never done at the same moment. With two it goes on with the batch after it, and has less to do in the next step.
+So ranks are together on average only, and waits are empty when there is no work, rather than when it is another
+rank's. That is ours; DiffusionPipe (see `bubbles.py`) fills bubbles with frozen layers of the next batch only.
+
+How many groups of samples each rank takes follows what steps have measured (`GroupShares`). Stages are never
+quite equal, so ranks have unequal bubbles. Every rank measures how long a step keeps it busy without frozen work,
+and what a group of samples costs it; from time to time all ranks exchange both numbers and compute new shares:
+
+    busy    rank 0 |=========|              groups   5
+            rank 1 |=============|                   3        busy + groups x group_s: equal
+
+What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved
+slower are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a
+validation or a checkpoint between two steps says nothing about bubbles. Where frozen work runs several batches
+early, ranks need to be together over several batches only, and may take two groups of one batch and three of the
+next:
+
+    period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  3 2 2 2
+                                              rank 1 takes 7 of 16:  1 2 2 2
+
+Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on them. With
+`adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs also take the same course.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from lightning_diffpipe.clock import Clock
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.filling import (
+    LOOKAHEAD_BATCHES,
+    SHARES_PERIOD,
+    all_done_s,
+    even_shares,
+)
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
+from lightning_diffpipe.runtime.bubbles import Filler, FillingMode, FillingTimes
+from lightning_diffpipe.runtime.recording import Recording
+
+Upcoming = Sequence[tuple[Any, tuple[Any, ...]]]
+"""Batches that come next, and the further arguments of their steps."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How bubbles are filled.
+
+    Attributes:
+        mode: `"opportunistic"` or `"planned"`, see `runtime/bubbles.py`; `None` by backend.
+        adapts: Shares of the ranks follow what is measured.
+        planned_shares: Weights of the ranks to begin with; equal if empty.
+        lookahead_batches: Batches whose frozen layers may run before they are due.
+    """
+
+    mode: FillingMode | None = None
+    adapts: bool = True
+    planned_shares: tuple[float, ...] = ()
+    lookahead_batches: int = LOOKAHEAD_BATCHES
+
+
+class _Prepared(NamedTuple):
+    """A batch that is not trained on yet; its frozen layers may be done."""
+
+    batch_index: int
+    fingerprint: Fingerprint
+    step: StepWork
+
+
+class _Past(NamedTuple):
+    """What later steps need of one that is over; `ran` is None if its frozen work was not known before."""
+
+    recording: Recording
+    ended_s: float
+    ran: Sequence[tuple[Any, Any]] | None
+    num_groups: int
+    total_groups: int
+
+
+class PreparedBatches:
+    """The coming batches that one rank knows of.
+
+    Args:
+        filling: How bubbles are filled.
+        layout: Lays batches out.
+        clock: The clock of this rank's device.
+
+    Raises:
+        ConfigurationError: Bubbles cannot be filled in this mode over the mesh's backend.
+
+    Attributes:
+        filler: Their frozen work, to be run in waits.
+    """
+
+    def __init__(self, filling: Filling, layout: BatchLayout, clock: Clock) -> None:
+        mesh = layout.mesh
+        if filling.mode == "opportunistic" and mesh.backend == "nccl":
+            raise ConfigurationError(
+                "bubbles cannot be filled until a message arrives (mode='opportunistic') over NCCL, where the "
+                "host does not see messages arrive; use mode='planned' or None, or "
+                "process_group_backend='gloo'"
+            )
+        mode = filling.mode or ("opportunistic" if mesh.backend == "gloo" else "planned")
+        self.filler = Filler(FillingTimes(mode, clock))
+        self._layout = layout
+        self._clock = clock
+        self._prepared: deque[_Prepared] = deque()
+        self._last: _Past | None = None
+        self._compared: tuple[int, Comparison] | None = None
+        period = 1 if filling.lookahead_batches == 1 else SHARES_PERIOD
+        self._shares = GroupShares(
+            mesh.layout.ranks_per_pipeline,
+            mesh.gathered,
+            filling.adapts,
+            filling.planned_shares,
+            period,
+        )
+
+    def num_after(self, batch_index: int) -> int:
+        """Returns how many batches after this one are known."""
+        return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
+
+    def take(self, batch: Any, batch_index: int) -> StepWork | None:
+        """Returns what earlier steps prepared for this batch; None if nothing.
+
+        Raises:
+            ConfigurationError: They prepared another batch under the same number. Of values on a GPU the next
+                call raises, when they are there: the host waits for no device.
+        """
+        self.refuse_other_batch()
+        if not self._prepared:
+            return None
+        if self._prepared[0].batch_index != batch_index:
+            self.drop()
+            return None
+        prepared = self._prepared.popleft()
+        if not self._layout.still_takes_its_forms(prepared.step):
+            self.filler.drop_first()
+            return None
+        self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
+        if self._compared[1].is_known:
+            self.refuse_other_batch()
+        return prepared.step
+
+    def refuse_other_batch(self) -> None:
+        """Checks that the latest batch that was taken is the one that was prepared.
+
+        Raises:
+            ConfigurationError: It is another.
+        """
+        if self._compared is None:
+            return
+        (number, comparison), self._compared = self._compared, None
+        if difference := comparison.difference():
+            raise ConfigurationError(
+                f"batch {number} is not the one whose frozen layers ran in the bubbles of batches "
+                f"before: {difference}. Do not change batches in callbacks; change them in the data set "
+                "or in on_after_batch_transfer, or train with filling=none"
+            )
+
+    def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
+        """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
+
+        Args:
+            upcoming: Equally many on all ranks.
+            batch_index: Number of the batch that is trained on now.
+        """
+        first = batch_index + 1 + len(self._prepared)
+        for number, (batch, arguments) in enumerate(upcoming, first):
+            counts = partial(self._shares.counts, batch_index=number)
+            step = self._layout.lay_out(batch, number, arguments, counts)
+            if step.frozen is None:
+                return
+            self._prepared.append(_Prepared(number, Fingerprint.of(batch), step))
+            self.filler.add(step.frozen)
+
+    def drop(self) -> None:
+        """Forgets the batches that were to come: they will not, or others will."""
+        self._prepared.clear()
+        self.filler.cancel()
+
+    def observe(self, step: StepWork, recording: Recording) -> None:
+        """Lets the shares follow what was measured, a step later: by then a GPU has come by."""
+        past, ended_s = self._last, time.perf_counter()
+        ran = step.frozen.ran if step.frozen is not None and step.early else None
+        num_groups = step.frozen.num_own_groups if step.frozen is not None else 0
+        self._last = _Past(recording, ended_s, ran, num_groups, step.total_groups)
+        if past is None or past.ran is None or not self._shares.adapts:
+            return
+        if past.ran:
+            self._clock.wait_for(past.ran[-1][1])
+        self._shares.observe(
+            ended_s - past.ended_s,
+            past.recording.compute_s + recording.begins_after_s(past.recording),
+            sum(self._clock.seconds(start, stop) for start, stop in past.ran),
+            past.num_groups,
+            past.total_groups,
+        )
+
+
+_NUM_SAMPLED = 16  # elements of each tensor in a fingerprint
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A few values of a batch, to recognise it by without reading all of it.
+
+    Attributes:
+        values: By device: up to 16 elements of every tensor there.
+        plain: A checksum of all that is not a tensor, and of shapes and devices.
+    """
+
+    values: Mapping[str, Tensor]
+    plain: int
+
+    @classmethod
+    def of(cls, batch: Any) -> Fingerprint:
+        """Reads a batch; waits for no device."""
+        leaves = pytree.tree_leaves(batch)
+        plain = [
+            (leaf.shape, str(leaf.device)) if isinstance(leaf, Tensor) else plain_bytes(leaf)
+            for leaf in leaves
+        ]
+        taken: dict[str, list[Tensor]] = defaultdict(list)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.numel():
+                flat = leaf.detach().reshape(-1)
+                sampled = flat[:: max(1, flat.numel() // _NUM_SAMPLED)][:_NUM_SAMPLED]
+                taken[str(leaf.device)].append(sampled.to(torch.float64))
+        values = {device: torch.cat(tensors) for device, tensors in taken.items()}
+        return cls(values, zlib.crc32(repr(plain).encode()))
+
+    def compare(self, other: Fingerprint) -> Comparison:
+        """Begins to look for what tells two batches apart; waits for no device."""
+        if self.plain != other.plain:
+            return Comparison("captions, other plain values, shapes or devices differ")
+        pairs = [(value, other.values[device]) for device, value in self.values.items()]
+        counts = [(a.nan_to_num() != b.nan_to_num()).sum() for a, b in pairs]
+        num_values = sum(value.numel() for value in self.values.values())
+        return Comparison("", num_values, tuple(map(_on_its_way, counts)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What tells two batches apart; values on a GPU are known when it has come by.
+
+    Attributes:
+        plain: What differs beside values, in words.
+        num_values: Values that are compared.
+        counts: How many differ, by device: a tensor on the host, and what has to happen before it may be read.
+    """
+
+    plain: str
+    num_values: int = 0
+    counts: tuple[tuple[Tensor, torch.cuda.Event | None], ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `difference` waits for nothing."""
+        return all(event is None for _, event in self.counts)
+
+    def difference(self) -> str:
+        """Returns what tells them apart, in words; empty if nothing does."""
+        for _, event in self.counts:
+            if event is not None:
+                event.synchronize()
+        differing = sum(int(count) for count, _ in self.counts)
+        if differing:
+            return f"{differing} of {self.num_values} compared values differ"
+        return self.plain
+
+
+def _on_its_way(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Returns a number on the host, or on its way there and when it will have arrived."""
+    if count.device.type != "cuda":
+        return count, None
+    copy = torch.empty(count.shape, dtype=count.dtype, pin_memory=True)
+    copy.copy_(count, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(count.device))
+    return copy, event
+
+
+def plain_bytes(leaf: Any) -> bytes:
+    """Returns what can be compared between processes of a part of a batch that is no tensor.
+
+    Of objects the type and the size, if they have one, as pictures do: their text may tell where in memory
+    they lie.
+    """
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return f"{leaf.dtype}{leaf.shape} {zlib.crc32(leaf.tobytes())}".encode()
+    if leaf is None or isinstance(
+        leaf, str | bytes | int | float | complex | np.generic | PurePath
+    ):
+        return repr(leaf).encode()
+    size = getattr(leaf, "size", None)
+    return f"{type(leaf).__qualname__} {size if isinstance(size, int | tuple) else ''}".encode()
+
+
+_WORTHWHILE = 0.5  # of a group's time must be won
+_SLOWER = 1.01  # than the best that was tried
+_AT_FIRST, _LATER = 4, 16  # steps between two looks
+
+
+class GroupShares:
+    """The shares of the ranks of one pipeline.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        gather: Brings a few numbers of each rank to all of them; a collective call.
+        adapts: Follow what is measured.
+        planned: Weights of the ranks to begin with; equal if not given.
+        period: Batches over which shares are whole numbers of groups.
+
+    Attributes:
+        adapts: Whether the shares follow what is measured.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        gather: Callable[[Sequence[float]], list[list[float]]],
+        adapts: bool = True,
+        planned: Sequence[float] = (),
+        period: int = 1,
+    ) -> None:
+        self._period = period
+        self._gather = gather
+        self.adapts = adapts and num_ranks > 1
+        self._weights = list(planned) or [1.0] * num_ranks
+        self._steps = 0
+        self._steps_s: list[float] = []
+        self._busy_s: list[float] = []
+        self._groups_s: list[float] = []
+        self._tried: dict[tuple[int, ...], float] = {}
+
+    def counts(self, num_groups: int, batch_index: int = 0) -> tuple[int, ...]:
+        """Returns the groups of a batch for each rank; they add up.
+
+        Example:
+            >>> GroupShares(2, gather=list, planned=[3, 1]).counts(8)
+            (6, 2)
+            >>> shares = GroupShares(2, gather=list, planned=[9, 7], period=4)
+            >>> [shares.counts(4, batch_index) for batch_index in range(4)]
+            [(3, 1), (2, 2), (2, 2), (2, 2)]
+        """
+        batches = _spread(self._counts_of_period(num_groups), self._period)
+        return batches[batch_index % self._period]
+
+    def _counts_of_period(self, num_groups: int) -> tuple[int, ...]:
+        total = num_groups * self._period
+        return _rounded([weight * total / sum(self._weights) for weight in self._weights])
+
+    def observe(
+        self, step_s: float, busy_s: float, encode_s: float, num_groups: int, total_groups: int
+    ) -> None:
+        """Takes in a step; every rank of the pipeline must call it after the same steps.
+
+        Args:
+            step_s: Seconds since the step before.
+            busy_s: Seconds this rank was busy with anything but frozen work.
+            encode_s: Seconds of its share of the frozen work of a batch.
+            num_groups: Groups of that share.
+            total_groups: Groups of that batch, over all ranks.
+        """
+        if not self.adapts:
+            return
+        self._steps_s.append(step_s)
+        self._busy_s.append(busy_s)
+        if num_groups:
+            self._groups_s.append(encode_s / num_groups)
+        self._steps += 1
+        if not self._steps % (_AT_FIRST if self._steps <= _LATER else _LATER):
+            self._adapt(total_groups)
+
+    def _adapt(self, total: int) -> None:
+        seen = (self._steps_s, self._busy_s, self._groups_s)
+        gathered = self._gather([statistics.median_low(times or [0.0]) for times in seen])
+        for times in seen:
+            times.clear()
+        known = [group for _, _, group in gathered if group > 0]
+        if not known:
+            return
+        current = self._counts_of_period(total)
+        self._tried[current] = max(step for step, _, _ in gathered)
+        best = min(self._tried, key=lambda counts: (self._tried[counts], counts))
+        if self._tried[current] > _SLOWER * self._tried[best]:
+            self._weights = [float(count) for count in best]
+            return
+        busy_s = [busy * self._period for _, busy, _ in gathered]
+        group_s = sum(known) / len(known)
+        even = even_shares(busy_s, group_s, sum(current))  # all ranks would end together
+        won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, even, group_s)
+        if won_s > _WORTHWHILE * group_s and even not in self._tried:
+            self._weights = [float(count) for count in even]
+
+
+@functools.lru_cache(maxsize=16)
+def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]:
+    """Returns each rank's groups of a period, spread over its batches: by batch and rank.
+
+    All batches have equally many groups, and a rank's differ by one at most. What its count leaves when divided
+    is dealt out, rank by rank, going round the batches in bit-reversed order (van der Corput's sequence: 0, 2,
+    1, 3 of 4), any run of which lies at nearly even distances.
+
+    Example:
+        >>> _spread((5, 3), period=4)
+        ((2, 0), (1, 1), (1, 1), (1, 1))
+    """
+    order = sorted(range(period), key=lambda batch: f"{batch:016b}"[::-1])
+    batches = [[count // period for count in counts] for _ in range(period)]
+    rests = [rank for rank, count in enumerate(counts) for _ in range(count % period)]
+    for batch, rank in zip(itertools.cycle(order), rests, strict=False):
+        batches[batch][rank] += 1
+    return tuple(map(tuple, batches))
+
+
+def _rounded(exact: Sequence[float]) -> tuple[int, ...]:
+    """Returns whole numbers with the same sum; the largest rests are rounded up."""
+    whole = [int(share + 1e-9) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda rank: (whole[rank] - exact[rank], rank))
+    for rank in by_rest[: round(sum(exact)) - sum(whole)]:
+        whole[rank] += 1
+    return tuple(whole)

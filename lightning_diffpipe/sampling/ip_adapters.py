@@ -1,0 +1,251 @@
+"""IP-Adapters at sampling: pictures as prompts, by image tokens that attention layers of the denoiser read besides.
+
+A file has `image_proj`, which makes tokens of what an image encoder answers, and `ip_adapter`, keys and values for
+each layer. The pipeline's own `load_ip_adapter` puts both into the denoiser, on every rank into a skeleton of it.
+What that adds is taken out again: placeholders stay in the denoiser, and the values join its stored weights, so
+that a rank reads those of its own layers. The image encoder is asked before the loop, on rank 0 only.
+
+Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from diffusers.models.model_loading_utils import load_state_dict
+from diffusers.utils import logging
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.graph.placement import placeholder_of
+from lightning_diffpipe.sampling.skeleton import StateDict, Weights
+
+_ENCODER = "image_encoder"
+IMAGE, EMBEDDINGS = "ip_adapter_image", "ip_adapter_image_embeds"
+
+
+class ExtendedWeights:
+    """Stored weights of a denoiser, and of the adapters that were loaded into it."""
+
+    def __init__(self, weights: Weights, added: StateDict) -> None:
+        self._weights, self._added = weights, added
+        self.origin = weights.origin
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._weights, name)
+
+    def names(self) -> set[str]:
+        """All stored names."""
+        return self._weights.names() | self._added.names()
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Reads some of them, one at a time."""
+        added = self._added.names()
+        yield from self._weights.read([name for name in names if name not in added])
+        yield from self._added.read([name for name in names if name in added])
+
+    def digests(self) -> dict[str, str]:
+        """Digests of all tensors."""
+        return self._weights.digests() | self._added.digests()
+
+
+def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Path]:
+    """Returns the files of adapters.
+
+    Raises:
+        ConfigurationError: They are no mapping, or the pipeline's class takes none.
+        CheckpointError: A file is not there.
+    """
+    if not isinstance(adapters, Mapping):
+        raise ConfigurationError(
+            f"ip_adapters must be a mapping of files to their scales; got {adapters!r}"
+        )
+    if adapters and not hasattr(cls, "load_ip_adapter"):
+        raise ConfigurationError(
+            f"{cls.__name__} of diffusers takes no IP-Adapter; leave ip_adapters out"
+        )
+    for path, scale in adapters.items():
+        if any(isinstance(x, bool) or not isinstance(x, int | float) for x in tree_leaves(scale)):
+            raise ConfigurationError(f"scales in ip_adapters must be numbers; {path} has {scale!r}")
+    paths = [Path(path) for path in adapters]
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointError(
+                f"there is no IP-Adapter {path}; name its file, such as FOLDER/models/ip-adapter_sd15.safetensors"
+            )
+    return paths
+
+
+def load_image_encoder(
+    pipeline: Any, paths: Collection[Path], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Gives a pipeline the image encoder beside a file, if it has none: the folder `image_encoder`.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    folders = [path.parent / _ENCODER for path in paths if (path.parent / _ENCODER).is_dir()]
+    if not folders or getattr(pipeline, _ENCODER, None) is not None:
+        return
+    folder = folders[0]
+    try:
+        [name] = json.loads((folder / "config.json").read_text())["architectures"]
+        load = getattr(transformers, name).from_pretrained
+        encoder, found = load(folder, dtype=dtype, output_loading_info=True)
+        if missing := found["missing_keys"]:
+            raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)}")
+        parts = {_ENCODER: encoder.to(device).eval()}
+        if (folder / "preprocessor_config.json").exists():
+            parts["feature_extractor"] = transformers.AutoImageProcessor.from_pretrained(folder)
+    except Exception as error:
+        raise CheckpointError(f"cannot read the image encoder in {folder}: {error}") from error
+    pipeline.register_modules(**parts)
+
+
+def with_ip_adapters(
+    pipeline: Any, denoiser: nn.Module, weights: Weights, adapters: Mapping[str | Path, Any]
+) -> Weights:
+    """Loads adapters into a pipeline whose denoiser is a skeleton, and sets their scales.
+
+    Args:
+        pipeline: It, or an outline of it.
+        denoiser: Its denoiser; gets further layers, whose parameters are placeholders.
+        weights: Of the denoiser.
+        adapters: Scale of each file, as `set_ip_adapter_scale` of the pipeline takes it.
+
+    Returns:
+        The weights with those of the adapters.
+
+    Raises:
+        ConfigurationError: The pipeline takes no such scale, or not several adapters.
+        CheckpointError: A file cannot be read, or is of another model.
+    """
+    paths = [Path(path) for path in adapters]
+    files = ", ".join(map(str, paths))
+    num_stored = sum(map(_num_layer_tensors, paths))
+    before = {id(parameter) for parameter in denoiser.parameters()}
+    load = pipeline.load_ip_adapter
+    folders, names = [str(path.parent) for path in paths], [path.name for path in paths]
+    several = len(paths) > 1
+    given = {name: None for name in inspect.signature(load).parameters if "image_encoder" in name}
+    given.pop("image_encoder_dtype", None)
+    try:
+        with _quiet():
+            load(
+                folders if several else folders[0],
+                subfolder=[""] * len(paths) if several else "",
+                weight_name=names if several else names[0],
+                local_files_only=True,
+                **given,
+            )
+    except Exception as error:  # whatever does not fit
+        raise CheckpointError(
+            f"cannot load {files} into the {type(denoiser).__name__}, is it of another model? "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    added = _taken_out(denoiser, before)
+    num_layer_tensors = sum(".processor." in name for name in added)
+    if num_layer_tensors != num_stored or any(value.is_meta for value in added.values()):
+        raise CheckpointError(
+            f"{files} of another model: of {num_stored} tensors for layers the {type(denoiser).__name__} takes "
+            f"{num_layer_tensors}"
+        )
+    scales = list(adapters.values())
+    try:
+        pipeline.set_ip_adapter_scale(scales if several else scales[0])
+    except Exception as error:
+        raise ConfigurationError(
+            f"ip_adapters={scales}: {type(pipeline).__name__} takes no such scales ({error}); take numbers"
+        ) from error
+    return ExtendedWeights(weights, StateDict(added, "", files))
+
+
+def _num_layer_tensors(path: Path) -> int:
+    """How many tensors a file has for attention layers.
+
+    Raises:
+        CheckpointError: It cannot be read, is no IP-Adapter, or has LoRAs besides.
+    """
+    try:
+        stored = load_state_dict(str(path))
+    except Exception as error:
+        raise CheckpointError(f"cannot read the IP-Adapter {path}: {error}") from error
+    parts: dict[str, set[str]] = {}
+    for name, value in stored.items():
+        group, _, rest = name.partition(".")
+        parts.setdefault(group, set()).update(value if isinstance(value, Mapping) else {rest})
+    projections = ("image_proj", "ip_adapter_proj_model")
+    layers = parts.get("ip_adapter", parts.get("double_blocks", set()))
+    if not layers or not any(name in parts for name in projections):
+        raise CheckpointError(
+            f"{path} is no IP-Adapter: it has {', '.join(sorted(parts)[:3]) or 'nothing'}, and one has image_proj "
+            "and ip_adapter"
+        )
+    if loras := [name for name in layers if "_lora." in name]:
+        raise CheckpointError(
+            f"{path} has LoRAs besides, such as {min(loras)}, as adapters for faces have, which are not added; "
+            "write it without them, and them as a file of `loras`"
+        )
+    return len(layers)
+
+
+def _taken_out(denoiser: nn.Module, before: Collection[int]) -> dict[str, Tensor]:
+    """Values of the parameters that were not there before, which become placeholders."""
+    values: dict[str, Tensor] = {}
+    for path, module in denoiser.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in before:
+                values[f"{path}.{key}"] = parameter.detach()
+                stand_in = placeholder_of(parameter, parameter.device)
+                module._parameters[key] = stand_in.requires_grad_(parameter.requires_grad)
+    return values
+
+
+def refuse_images(
+    pipeline: str, has_adapters: bool, can_encode: bool, given: Mapping[str, Any]
+) -> None:
+    """Raises ConfigurationError unless a request has what adapters read, and no more.
+
+    Args:
+        pipeline: Its class, for the message.
+        has_adapters: Whether some are loaded.
+        can_encode: Whether there is an image encoder.
+        given: Arguments of the pipeline's call.
+    """
+    names = [name for name in given if name.startswith("ip_adapter_") and given[name] is not None]
+    if names and not has_adapters:
+        raise ConfigurationError(
+            f"{names[0]} needs an IP-Adapter: open the pipeline with ip_adapters={{FILE: 0.6}}, a file such as "
+            "FOLDER/models/ip-adapter_sd15.safetensors"
+        )
+    if has_adapters and not names:
+        raise ConfigurationError(
+            f"the {pipeline} was opened with ip_adapters, which read a picture; give {IMAGE}= or "
+            f"{EMBEDDINGS}=, or leave ip_adapters out"
+        )
+    if IMAGE in names and EMBEDDINGS not in names and not can_encode:
+        raise ConfigurationError(
+            f"{IMAGE} needs an image encoder, and the {pipeline} has none: put its folder `{_ENCODER}` beside the "
+            f"file of the IP-Adapter, or give {_ENCODER}=, or {EMBEDDINGS}= in place of the picture"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A context without warnings of diffusers: that the image encoder is missing on ranks that need none."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,304 @@
+"""What a plan and a probed step ask for before training: a batch, optimizers, schedulers, the number of batches.
+
+The plan must exist before Lightning makes samplers and optimizers, and a plan needs a batch. Asking the
+data loader for its first batch would start its workers and move its samplers, so for ordinary data
+sets the samples are taken from the data set itself: the first ones, or those that a copy of the user's own sampler
+names. All ranks take one, so that what data count or draw by themselves stays alike, and look at rank 0's.
+
+Steps are probed and timed before that, too. So what a step asks for is made when it does, as it will be in
+training, and thrown away once there is a pipeline: what is trained with, Lightning makes later.
+
+    self.optimizers(), self.lr_schedulers(), trainer.optimizers     from a call of configure_optimizers
+    trainer.estimated_stepping_batches, .num_training_batches, .train_dataloader
+                                                                    from the lengths of a pipeline's loaders
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _DataLoaderSource,
+    _request_dataloader,
+)
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.graph.rng import isolated_random_numbers
+from lightning_diffpipe.training.loader import seed_workers, unaligned
+
+_ANY_ORDER = (SequentialSampler, RandomSampler, DistributedSampler)
+_END = object()
+
+
+def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Takes one training batch through the module's own transfer hooks.
+
+    Args:
+        trainer: The trainer being set up.
+        strategy: Broadcasts the batch.
+
+    Returns:
+        The batch on the host, where the module still is, and the further arguments `training_step` takes.
+
+    Raises:
+        ConfigurationError: There is no training data.
+    """
+    module = strategy.lightning_module
+    source: _DataLoaderSource = trainer.fit_loop._data_source
+    if not source.is_defined():
+        with raised_by_all():
+            raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
+    with isolated_random_numbers(0):
+        loader = source.dataloader()
+        batch = next(_first_batches(loader), None)
+    batch = strategy.broadcast(batch)
+    if batch is None:
+        with raised_by_all():
+            raise ConfigurationError(why_empty(loader))
+    with isolated_random_numbers(0):  # of hooks, which are to give the same on all ranks
+        batch = strategy.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = strategy.batch_to_device(batch, torch.device("cpu"), dataloader_idx=0)
+    takes_index = is_param_in_hook_signature(
+        module.training_step, "batch_idx", explicit=False, min_args=2
+    )
+    return batch, (0,) if takes_index else ()
+
+
+def why_empty(loader: Any) -> str:
+    """Returns why a loader, or one of several, gives no batch, and what to do about it."""
+    loaders = loader.iterables if isinstance(loader, CombinedLoader) else loader
+    for one in pytree.tree_leaves(loaders):
+        batches = getattr(one, "batch_sampler", None)
+        sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", 0)
+        count = sized_len(sampler) or 0
+        if 0 < count < size and getattr(batches, "drop_last", False):
+            share = " for each pipeline" if isinstance(sampler, DistributedSampler) else ""
+            return (
+                f"{count} training samples{share} make no batch of {size}, and smaller ones are left out "
+                f"(drop_last=True); set the batch size (data.batch_size) to {count} or less"
+            )
+    return "the training data loader is empty: it yields no batch"
+
+
+def _first_batches(loader: Any) -> Iterator[Any]:
+    loader = unaligned(loader)
+    if isinstance(loader, DataLoader):
+        return _from_data_set(loader)
+    if isinstance(loader, CombinedLoader):
+        loader = loader.iterables
+    if isinstance(loader, dict | list | tuple):
+        inner, form = pytree.tree_flatten(loader)
+        firsts = [next(_first_batches(one), _END) for one in inner]
+        complete = all(first is not _END for first in firsts)
+        return iter([pytree.tree_unflatten(firsts, form)] if complete else [])
+    return iter(loader)
+
+
+def _from_data_set(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yields the first batch as the loader would make it, without moving samplers; a stream's takes its workers."""
+    data_set = loader.dataset
+    if isinstance(data_set, IterableDataset):
+        seed_workers(loader)
+        first = list(itertools.islice(loader, 1))
+        _shutdown_workers_and_reset_iterator(loader)  # the pass that comes seeds its own
+        yield from first
+        return
+    for wanted in _first_wanted(loader):
+        many = loader.batch_sampler is not None
+        if many and getattr(data_set, "__getitems__", None):
+            yield loader.collate_fn(data_set.__getitems__(wanted))
+        else:
+            yield loader.collate_fn([data_set[i] for i in wanted] if many else data_set[wanted])
+
+
+def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yields what the loader asks its data set for first: indices of a batch; one, if it makes no batches.
+
+    Of samplers that give all samples in some order the first ones stand for any. What others give, and what goes
+    together in a batch, is theirs to say: buckets of one size, pairs with a resolution, names. They are copied, as
+    they may count epochs or hold a generator, but the data set is not.
+
+    Raises:
+        ConfigurationError: One cannot be copied, and asking it for a batch would use it up.
+    """
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if type(batches) is BatchSampler:
+        sampler = batches.sampler
+    if type(sampler) not in _ANY_ORDER or type(batches) not in (BatchSampler, type(None)):
+        own = batches if batches is not None else sampler
+        try:
+            own = copy.deepcopy(own, {id(loader.dataset): loader.dataset})
+        except Exception as error:  # of whatever it holds
+            if any(isinstance(s, Iterator) for s in (own, getattr(own, "sampler", None))):
+                raise ConfigurationError(
+                    f"one batch is looked at before training, but the sampler ({type(own).__name__}) can be "
+                    "iterated over only once, and not be copied. Give one that begins anew each time: a list, or a "
+                    "class with __iter__"
+                ) from error
+        yield from itertools.islice(own, 1)
+    elif batches is None:
+        yield from range(min(1, len(sampler)))
+    else:
+        count = min(batches.batch_size, len(sampler))
+        if count and not (batches.drop_last and count < batches.batch_size):
+            yield [index % len(loader.dataset) for index in range(count)]
+
+
+_OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
+_OF_LOOP = (
+    "_data_source",
+    "_combined_loader",
+    "_data_fetcher",
+    "max_batches",
+    "_last_train_dl_reload_epoch",
+)
+_OF_TRAINER = ("val_check_batch",)
+
+
+@contextlib.contextmanager
+def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
+    """Inside, a step that is run before training gets what it asks its trainer for.
+
+    Args:
+        trainer: The trainer being set up.
+        strategy: Its strategy, which has no optimizers yet.
+        num_pipelines: How many pipelines will share the training data.
+    """
+    with _optimizers_on_demand(strategy), _loader_on_demand(trainer, strategy, num_pipelines):
+        yield
+
+
+class _OnFirstUse(list[Any]):
+    """A list that is filled when somebody looks into it."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        super().__init__()
+        self._make: Callable[[], list[Any]] | None = make
+
+    def _fill(self) -> None:
+        if self._make is not None:
+            made = self._make()  # may fail, and then shall do so again
+            self._make = None
+            self.extend(made)
+
+    def __len__(self) -> int:
+        self._fill()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._fill()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._fill()
+        return super().__getitem__(index)
+
+
+@contextlib.contextmanager
+def _optimizers_on_demand(strategy: Any) -> Iterator[None]:
+    """Inside, `configure_optimizers` is called once if a step asks for what it gives, else never."""
+    made: dict[str, list[Any]] = {}
+
+    def make(name: str) -> list[Any]:
+        if not made:
+            with _disable_current_modes():  # of the probe: this is no part of the step
+                optimizers, schedulers = _init_optimizers_and_lr_schedulers(
+                    strategy.lightning_module
+                )
+            wrapped = [LightningOptimizer._to_lightning_optimizer(o, strategy) for o in optimizers]
+            made.update(zip(_OPTIMIZERS, (optimizers, wrapped, schedulers), strict=True))
+        return made[name]
+
+    for name in _OPTIMIZERS:
+        setattr(strategy, name, _OnFirstUse(lambda name=name: make(name)))  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for name in _OPTIMIZERS:
+            setattr(strategy, name, [])
+
+
+@contextlib.contextmanager
+def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
+    """Inside, Lightning counts the batches of one of so many pipelines; afterwards its loop has no loader again."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:  # a single rank's, which may be made at any time
+        yield
+        return
+    saved = [(loop, name, getattr(loop, name)) for name in _OF_LOOP]
+    saved += [(trainer, name, getattr(trainer, name)) for name in _OF_TRAINER]
+
+    kind, is_set_up = type(loop), False
+
+    def set_up_data() -> None:
+        nonlocal is_set_up
+        if is_set_up:  # or about to be
+            return
+        is_set_up = True
+        try:
+            with _disable_current_modes(), isolated_random_numbers(0):
+                loader = _request_dataloader(loop._data_source)
+                # Lightning writes into it.
+                own = isinstance(loader, CombinedLoader)
+                loader = copy.copy(loader) if own else CombinedLoader(loader, "max_size_cycle")
+                loop._data_source = _DataLoaderSource(loader, "")
+                with strategy.counting_batches(num_pipelines):
+                    kind.setup_data(loop)
+        except BaseException:
+            is_set_up = False  # whoever asks next shall get the error as well
+            raise
+
+    asked = {name: _after(set_up_data, name) for name in ("max_batches", "_combined_loader")}
+    loop.__class__ = type(kind.__name__, (kind,), asked)
+    loop.setup_data = set_up_data
+    try:
+        yield
+    finally:
+        del loop.setup_data
+        loop.__class__ = kind
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+
+
+def _after(make: Callable[[], None], name: str) -> property:
+    """Returns an attribute that is read after something has been made, and kept where ordinary ones are."""
+
+    def read(owner: Any) -> Any:
+        make()
+        return vars(owner)[name]
+
+    return property(read, lambda owner, value: vars(owner).__setitem__(name, value))
+
+
+class _WithoutLength:
+    """Stands for a loader of which nobody knows how many batches it has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def only_counted(loader: Any) -> Any:
+    """Returns as many batches, without workers that would start, or samplers and streams that would move."""
+    size = sized_len(loader)
+    return _WithoutLength() if size is None else range(size)

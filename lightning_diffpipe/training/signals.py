@@ -1,0 +1,176 @@
+"""SIGTERM, and what else Lightning decides on each rank by itself, decided by all ranks together.
+
+    stop on SIGTERM          Lightning broadcasts rank 0's flag over the default group, on NCCL by way of the device
+    val_check_interval="..." each rank looks at a clock of its own, and begins to validate after another batch
+
+Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So while a
+trainer fits, a signal is only noted where it finds a rank, and passed on before the next batch (`LockStep`); the
+time is that of rank 0's clock. Before training, where Lightning does not listen, a signal ends the run at once. At
+the end a line says who got it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_diffpipe.comm.agreement import Agreement
+from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.errors import LostRankError
+
+_GRACE_S = 5.0  # for the word of whom a signal has reached
+
+
+@contextlib.contextmanager
+def stopping_at_signals(trainer: Any) -> Iterator[None]:
+    """Stops at SIGTERM where Lightning does not: before its loops, where a process would end silently."""
+    found, process = trainer._signal_connector, os.getpid()
+
+    def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:  # forked, with this handler
+            _die(b"")
+        elif not (found._original_handlers and liveness.agrees_on_signals):  # else it is noted
+            liveness.note_signal()
+            raise stop_by_signal()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:
+        yield
+        return
+    after: Any = before
+    signal.signal(signal.SIGTERM, stop)
+    fits = trainer.state.fn == TrainerFn.FITTING
+    if not fits:  # Lightning's would broadcast from wherever it finds a rank
+        found._sigterm_notifier_fn = lambda *_: None
+    try:
+        yield
+    except LostRankError as error:
+        after = partial(_die, f"lightning_diffpipe: {error}\n".encode())
+        raise
+    finally:
+        if not fits:
+            del found._sigterm_notifier_fn
+        signal.signal(signal.SIGTERM, after)
+        if signal.SIGTERM in found._original_handlers:  # Lightning has yet to restore it
+            found._original_handlers[signal.SIGTERM] = after
+
+
+def _die(last_words: bytes, *_: Any) -> None:
+    """Ends this process by SIGTERM, which `torchrun` sends where a rank is lost, often before its error is out."""
+    os.write(2, last_words)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_by_signal() -> SIGTERMException:
+    """Ends with the exit code of the signal before Lightning listens to it, and as Lightning does later."""
+    return SIGTERMException(*[] if liveness.agrees_on_signals else [128 + signal.SIGTERM])
+
+
+def report_signals(strategy: Any) -> None:
+    """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
+    # Ranks may agree to stop before the word of whom the signal reached has come.
+    deadline_s = time.monotonic() + _GRACE_S
+    while strategy.world_size > 1 and not liveness.signals and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    signals = liveness.signals or {strategy.global_rank: "training"}
+    # Where a rank is lost, torchrun sends SIGTERM to the others, often before they could say whom they lost.
+    loss = liveness.loss() if strategy.pipeline is None else None
+    lost = loss if loss is not None and loss.kind in ("ended", "failed", "silent") else None
+    if lost is None and strategy.global_rank != (
+        0 if strategy.pipeline is not None else min(signals)
+    ):
+        return
+    who = ", ".join(f"rank {rank} ({phase})" for rank, phase in sorted(signals.items()))
+    if lost is not None:
+        who += f" after it lost {lost}"
+    where = "nothing was trained"
+    if strategy.lightning_module is not None and strategy.pipeline is not None:
+        where = f"training ended after step {strategy.lightning_module.trainer.global_step}"
+    saved = "nothing was saved in this run"
+    if strategy.last_saved is not None:
+        saved = f"last saved: {strategy.last_saved}"
+    print(f"lightning_diffpipe: SIGTERM to {who}: {where}; {saved}", file=sys.stderr, flush=True)
+
+
+class LockStep:
+    """Takes the place of Lightning's own decisions while a trainer fits, until `uninstall`.
+
+    Args:
+        trainer: Before it registers its signal handlers.
+        mesh: This rank's groups.
+    """
+
+    def __init__(self, trainer: Any, mesh: Mesh) -> None:
+        self._trainer, self._mesh, self._agreement = trainer, mesh, Agreement(mesh)
+        self._signals = trainer._signal_connector
+        self._signalled = False
+        loop = trainer.fit_loop.epoch_loop
+        self._replaced = [
+            (loop, "_broadcast_sigterm_tensor"),
+            (self._signals, "_sigterm_notifier_fn"),
+        ]
+        loop._broadcast_sigterm_tensor = self.stop_together
+        self._signals._sigterm_notifier_fn = self._note_signal
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            own = loop._should_check_val_fx
+            loop._should_check_val_fx = lambda fetcher: self._agreement.of_first(own(fetcher))
+            self._replaced.append((loop, "_should_check_val_fx"))
+        liveness.agrees_on_signals = True
+
+    def stop_together(self, last: bool = False) -> None:
+        """Ends training if any rank got a signal to stop; every rank calls it before each batch.
+
+        Args:
+            last: After the last batch.
+
+        Raises:
+            SIGTERMException: One did.
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+        """
+        if self._agreement.of_any(self._signalled, last):
+            self._stop()
+
+    def stop_pipeline_together(self) -> None:
+        """Does the same before each batch of an evaluation, which other pipelines need not come to.
+
+        Raises:
+            SIGTERMException: A rank got a signal to stop; the other pipelines will hear of it.
+            PipelineTimeoutError: As for `stop_together`.
+        """
+        signalled = self._mesh.gathered([bool(self._signalled or liveness.signals)], patient=True)
+        if any(map(any, signalled)):
+            self._stop()
+
+    def _stop(self) -> None:
+        # Only now, as Lightning ends training wherever it finds this set.
+        self._signals.received_sigterm = True
+        raise SIGTERMException
+
+    def _note_signal(self, signum: Any, frame: Any) -> None:
+        liveness.note_signal()
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._signalled:
+            launcher.kill(signum)
+        self._signalled = True
+
+    def uninstall(self) -> None:
+        """Gives Lightning its own decisions back."""
+        for owner, name in self._replaced:
+            delattr(owner, name)
+        self._replaced.clear()
+        liveness.agrees_on_signals = False
