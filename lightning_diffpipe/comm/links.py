@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.comm.heartbeat import Heartbeat
-from lightning_diffpipe.comm.mesh import open_edge
+from lightning_diffpipe.comm.mesh import connected_group, open_edge
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.comm.waiting import SideStreams, no_message
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
@@ -324,7 +324,7 @@ class ProcessLinks:
 
         def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
             def make() -> dist.ProcessGroup | None:
-                return dist.new_group(list(ranks), backend=backend, timeout=limit)
+                return connected_group(list(ranks), backend, limit)
 
             return make() if heartbeat is None else heartbeat.call("new connections", make)
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_diffpipe.comm.mesh import broadcast_object, gathered_objects
+from lightning_diffpipe.comm.mesh import broadcast_object, connected_group, gathered_objects
 from lightning_diffpipe.comm.waiting import Pending
 from lightning_diffpipe.errors import (
     ConfigurationError,
@@ -187,7 +187,7 @@ def world_group(world_size: int, timeout_s: float) -> dist.ProcessGroup | None:
         return None
     with gloo_of_all_hosts():
         patience = timedelta(seconds=max(timeout_s, _PLANNING_TIMEOUT_S))
-        return dist.new_group(backend="gloo", timeout=patience)
+        return connected_group(None, "gloo", patience)
 
 
 def close_group(group: dist.ProcessGroup | None) -> None:

@@ -422,15 +422,36 @@ class Mesh:
         members_only: bool = False,
     ) -> dist.ProcessGroup:
         ranks = list(ranks)
-        group = dist.new_group(
-            ranks,
-            backend=backend or self.backend,
-            timeout=datetime.timedelta(seconds=timeout_s or self.timeout_s),
-            use_local_synchronization=members_only,
-        )
+        limit = datetime.timedelta(seconds=timeout_s or self.timeout_s)
+        group = connected_group(ranks, backend or self.backend, limit, members_only)
         if self.rank in ranks:
             self._owned.append(group)
         return group
+
+
+def connected_group(
+    ranks: Sequence[int] | None,
+    backend: str,
+    timeout: datetime.timedelta,
+    members_only: bool = False,
+) -> dist.ProcessGroup:
+    """Makes a process group that is connected on all of its ranks; collective.
+
+    gloo returns it to each rank as soon as that one is connected. One that has nothing to send could then destroy
+    its group at once, which ends the connecting of slower ranks with "Connection closed by peer".
+
+    Args:
+        ranks: World ranks of the group; None for all.
+        backend: "gloo", or "nccl", whose communicators are made by their first message.
+        timeout: How long a wait in the group may last.
+        members_only: Only these ranks call it; else every rank of the world must.
+    """
+    group = dist.new_group(
+        ranks, backend=backend, timeout=timeout, use_local_synchronization=members_only
+    )
+    if backend == "gloo" and group != dist.GroupMember.NON_GROUP_MEMBER:
+        dist.barrier(group)
+    return group
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:

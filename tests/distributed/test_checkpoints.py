@@ -369,6 +369,21 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
     return [[value.mean().item() for value in values.values()] for values in found]
 
 
+def reconnect_with_nothing_to_send(rank, times):
+    """Each rank leaves the group as soon as it can."""
+    placement = Placement.of_replicas([1, 1, 1])
+    mesh = Mesh(RankLayout(3, placement), rank, torch.device("cpu"), "gloo", timeout_s=30.0)
+    for _ in range(times):
+        with mesh.reconnected():
+            pass
+    return times
+
+
+def test_a_rank_does_not_leave_a_group_that_others_are_joining():
+    """History: saving after training failed now and then, if a stage trained nothing and so sent nothing."""
+    assert run_ranks(reconnect_with_nothing_to_send, 3, 100) == [100] * 3
+
+
 def collect_nested_state(rank):
     """Tensors inside of lists and dicts, as 8-bit Adam, SOAP and Shampoo keep them; nothing of them is pickled."""
     mesh = Mesh(
