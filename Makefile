@@ -35,17 +35,17 @@ demo: setup  ## train on two processes as a pipeline, sample with both, show pic
 
 # Tests that start several processes wait for each other half of the time: four at once, but not beside those of one.
 test: setup  ## all tests but the rows of tables
-	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m "not distributed and not table" $(ARGS)
-	$(BIN)/python -m pytest -q --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m "not distributed and not table" $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
 
 test-tables: setup  ## every row of docs/models.md (each denoiser and pipeline of diffusers) and more ways to lose a rank
-	$(BIN)/python -m pytest -q --durations=5 -n 2 --dist worksteal -m table $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m table $(ARGS)
 
 test-fast: setup  ## the tests that take about a minute together
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)
 
 test-distributed: setup  ## the tests that start several processes
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m distributed $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short -n 4 --dist worksteal -m distributed $(ARGS)
 
 test-random: setup  ## laws (hypothesis) with thousands of new examples, which `make test` draws alike each time
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -q -m hypothesis tests $(ARGS)
