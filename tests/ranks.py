@@ -68,7 +68,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    timeout_s: float = 90.0,
+    timeout_s: float = 180.0,
     group_timeout_s: float | None = 60.0,
     grace_s: float = 30.0,
 ) -> list[Any]:
