@@ -1,5 +1,6 @@
 """Data loading under the trainer: who sees which samples, in which order, in which form."""
 
+import multiprocessing
 import sys
 
 import lightning as L
@@ -89,8 +90,13 @@ def shuffled(**options):
 
 
 def shuffled_by_workers():
-    """Not forked from a rank: whatever locks gloo's threads hold then would stay locked in the workers."""
-    return shuffled(num_workers=2, multiprocessing_context="forkserver")
+    """Not forked from a rank: whatever locks gloo's threads hold then would stay locked in the workers.
+
+    History: each worker of each epoch imported all that is imported here, longer than a busy machine is waited for.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return shuffled(num_workers=2, multiprocessing_context=context)
 
 
 class Drawn(Sampler):
