@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,10 +136,13 @@ def _start(process: Any, hash_seed: str) -> None:
 
 def _join(processes: list[Any], deadline: float, grace_s: float) -> None:
     """Waits for all; when one has failed, gives the others a few seconds to say why."""
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+    while alive := [process for process in processes if process.is_alive()]:
         if any(process.exitcode not in (None, 0) for process in processes):
             deadline = min(deadline, time.monotonic() + grace_s)
-        time.sleep(0.02)
+        if not connection.wait(
+            [process.sentinel for process in alive], deadline - time.monotonic()
+        ):
+            return
 
 
 def _results(processes: list[Any], folder: Path, late: list[int]) -> list[Any]:
