@@ -12,6 +12,7 @@ import torch
 
 def probe_once() -> None:
     """Runs the code that a set-up runs; its caches are inherited by every fork."""
+    import lightning_diffpipe.callbacks  # noqa: F401  # a fit looks for files of these
     from lightning_diffpipe.graph.probe import fold, probe
     from tests.distributed import scenarios, tiny
 
