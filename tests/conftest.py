@@ -56,8 +56,9 @@ def pytest_configure_node(node):
 
 def pytest_ignore_collect(collection_path, config):
     """Files that mark no test as distributed are not imported where only such tests run."""
-    if _only_distributed(config) and collection_path.name.startswith("test_"):
-        return b"distributed" not in collection_path.read_bytes() or None
+    if _only_distributed(config) and collection_path.suffix == ".py":
+        is_test = collection_path.name.startswith("test_")
+        return not (is_test and b"mark.distributed" in collection_path.read_bytes()) or None
     return None
 
 
