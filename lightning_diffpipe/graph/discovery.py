@@ -69,6 +69,7 @@ _log = logging.getLogger(__name__)
 
 Look = Callable[[Any, Any], Any]
 _Dims = LeadingDims | tuple[None, None]
+_Rows = tuple[tuple[int | None, ...] | None, Sequence[int | None]]
 _MoreSamples = Mapping[tuple[str, int, int], LeadingDims]
 _MAX_EXPANSIONS = 50
 
@@ -160,7 +161,7 @@ class StepProbe:
         fine: Collection[str],
         seeded: Collection[str] | None,
         leaky: Collection[str],
-        of_more_samples: _MoreSamples | None = None,
+        known: LayerGraph | None = None,
     ) -> LayerGraph:
         """Follows all values through one run with these layers.
 
@@ -170,7 +171,7 @@ class StepProbe:
             fine: Modules of the layers of the fine graph.
             seeded: Those of them that draw random numbers; None: find out.
             leaky: Containers that must stay expanded.
-            of_more_samples: `LayerGraph.of_more_samples` of the same step and batch, if known: saves a run.
+            known: A graph of the same step, which may tell rows per sample: saves a run.
 
         Raises:
             LayerLeakError: One of them must be expanded.
@@ -182,11 +183,9 @@ class StepProbe:
         tail_tags, trained = unfolded(tail), self._trained(reached)
         if seeded is None:
             seeded = _seeded(tracer.records)
-        more = _known_dims(tracer.records, of_more_samples)
-        if more is None:
-            of_more_samples, more = self._dims_of_more_samples(tracer, layers, containers)
-        known = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
-        found = self._layers(tracer.records, trained, more, reached)
+        of_more_samples, rows = self._rows(tracer, layers, containers, known)
+        names = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
+        found = _layers(tracer.records, trained, rows, reached)
         return LayerGraph(
             layers=found,
             tail_reads=_keys(tail_tags),
@@ -196,7 +195,7 @@ class StepProbe:
             fine_names=tuple(tracer.fine_names),
             seeded=frozenset(seeded),
             leaky=frozenset(leaky),
-            watched=frozenset(uncalled_owners(self._module, known, layers)),
+            watched=frozenset(uncalled_owners(self._module, names, layers)),
             signature=batch_signature(self._batch),
             num_samples=count_samples(self._batch, self._form),
             mode=self._mode,
@@ -308,6 +307,32 @@ class StepProbe:
             self._run(observe, self._new(batch))
         return [call for call in seen if call.found is not None]  # the others raised errors
 
+    def _rows(
+        self,
+        tracer: Tracer,
+        layers: Collection[str],
+        containers: Collection[str],
+        known: LayerGraph | None,
+    ) -> tuple[_MoreSamples | None, list[_Rows]]:
+        """Returns `LayerGraph.of_more_samples` and rows per sample of arguments and outputs of all layers."""
+        records, num_samples = tracer.records, count_samples(self._batch, self._form)
+        found = known and known.of_more_samples
+        more = _known_dims(records, found) if found else None
+        if known and more and known.signature != batch_signature(self._batch):
+            rows = _known_rows(records, known, more, num_samples)
+            if rows is not None:
+                return None, rows
+            more = None
+        if more is None:
+            found, more = self._dims_of_more_samples(tracer, layers, containers)
+        return found, [
+            (
+                argument_rows(record.argument_dims, more_in, num_samples),
+                output_rows(record.output_dims, more_out, num_samples),
+            )
+            for record, (more_in, more_out) in zip(records, more, strict=True)
+        ]
+
     def _dims_of_more_samples(
         self, tracer: Tracer, layers: Collection[str], containers: Collection[str]
     ) -> tuple[_MoreSamples | None, list[_Dims]]:
@@ -359,46 +384,44 @@ class StepProbe:
         ]
         return dataclasses.replace(graph, layers=tuple(layers))
 
-    def _layers(
-        self,
-        records: Sequence[LayerRecord],
-        trained: frozenset[str],
-        more: Sequence[_Dims],
-        reached: Collection[Any],
-    ) -> tuple[Layer, ...]:
-        num_samples = count_samples(self._batch, self._form)
-        layers: list[Layer] = []
-        for record, (more_in, more_out) in zip(records, more, strict=True):
-            tags = unfolded(record.reads)
-            reads, parameters = _keys(tags), _parameters(tags)
-            # What keeps statistics must see all microbatches, in order: a stage runs it, trained or not.
-            bound = parameters & trained or record.written_buffers
-            frozen = not bound and all(layers[i].frozen for i, _ in reads)
-            rows = output_rows(record.output_dims, more_out, num_samples)
-            layers.append(
-                Layer(
-                    index=record.index,
-                    name=record.name,
-                    reads=reads,
-                    parameters=parameters,
-                    cost_flops=record.cost,
-                    num_seeds=record.num_seeds,
-                    frozen=frozen,
-                    mutated=frozenset(record.mutated),
-                    spec=record.spec,
-                    outputs=tuple(
-                        dataclasses.replace(o, rows=r) if isinstance(o, TensorSpec) else o
-                        for o, r in zip(record.outputs, rows, strict=True)
-                    ),
-                    argument_rows=argument_rows(record.argument_dims, more_in, num_samples),
-                    fine=(record.fine_start, record.fine_start + record.num_fine),
-                    written_buffers=frozenset(record.written_buffers),
-                    buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
-                    written_parameters=frozenset(record.written_parameters),
-                    carries_gradient=any(node in reached for node in record.nodes),
-                )
+
+def _layers(
+    records: Sequence[LayerRecord],
+    trained: frozenset[str],
+    rows: Sequence[_Rows],
+    reached: Collection[Any],
+) -> tuple[Layer, ...]:
+    layers: list[Layer] = []
+    for record, (rows_in, rows_out) in zip(records, rows, strict=True):
+        tags = unfolded(record.reads)
+        reads, parameters = _keys(tags), _parameters(tags)
+        # What keeps statistics must see all microbatches, in order: a stage runs it, trained or not.
+        bound = parameters & trained or record.written_buffers
+        frozen = not bound and all(layers[i].frozen for i, _ in reads)
+        layers.append(
+            Layer(
+                index=record.index,
+                name=record.name,
+                reads=reads,
+                parameters=parameters,
+                cost_flops=record.cost,
+                num_seeds=record.num_seeds,
+                frozen=frozen,
+                mutated=frozenset(record.mutated),
+                spec=record.spec,
+                outputs=tuple(
+                    dataclasses.replace(o, rows=r) if isinstance(o, TensorSpec) else o
+                    for o, r in zip(record.outputs, rows_out, strict=True)
+                ),
+                argument_rows=rows_in,
+                fine=(record.fine_start, record.fine_start + record.num_fine),
+                written_buffers=frozenset(record.written_buffers),
+                buffers=frozenset(tag.name for tag in tags if isinstance(tag, Buffer)),
+                written_parameters=frozenset(record.written_parameters),
+                carries_gradient=any(node in reached for node in record.nodes),
             )
-        return tuple(layers)
+        )
+    return tuple(layers)
 
 
 def _seeded(records: Sequence[LayerRecord]) -> set[str]:
@@ -454,11 +477,47 @@ def _parameters(tags: Collection[Any]) -> frozenset[str]:
     return frozenset(tag for tag in tags if isinstance(tag, str))
 
 
-def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples | None) -> list[_Dims] | None:
+def _call_of(record: LayerRecord) -> tuple[str, int, int]:
+    return record.name, record.fine_start, record.fine_start + record.num_fine
+
+
+def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples) -> list[LeadingDims] | None:
     """Returns what an earlier run tells about all layers; calls without layers inside look the same."""
-    keys = [(r.name, r.fine_start, r.fine_start + r.num_fine) for r in records]
-    if known is None or any(
-        first == stop or (n, first, stop) not in known for n, first, stop in keys
-    ):
+    calls = list(map(_call_of, records))
+    if any(first == stop or (n, first, stop) not in known for n, first, stop in calls):
         return None
-    return [known[key] for key in keys]
+    return [known[call] for call in calls]
+
+
+def _known_rows(
+    records: Sequence[LayerRecord],
+    known: LayerGraph,
+    dims: Sequence[LeadingDims],
+    num_samples: int | None,
+) -> list[_Rows] | None:
+    """Returns rows per sample as they are known for another batch, if the sizes of this one agree with them.
+
+    Args:
+        records: The layers for this batch.
+        known: The graph of the other.
+        dims: Sizes of the layers with one sample more than that.
+        num_samples: In this batch.
+    """
+
+    def agree(now: Sequence[Any], rows: Sequence[int | None], other: Sequence[Any]) -> bool:
+        return len(now) == len(rows) == len(other) and all(
+            size == (r * num_samples if r and num_samples else before)
+            for size, r, before in zip(now, rows, other, strict=True)
+        )
+
+    made = lambda layer: [o.rows if isinstance(o, TensorSpec) else None for o in layer.outputs]
+    of_call = {(la.name, *la.fine): (la.argument_rows, made(la)) for la in known.layers}
+    found: list[_Rows] = []
+    for record, (dims_in, dims_out) in zip(records, dims, strict=True):
+        rows_in, rows_out = of_call.get(_call_of(record), (None, ()))
+        if not agree(record.output_dims, rows_out, dims_out):
+            return None
+        if rows_in is not None and not agree(record.argument_dims, rows_in, dims_in):
+            return None
+        found.append((rows_in, rows_out))
+    return found

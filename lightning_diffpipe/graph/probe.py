@@ -212,7 +212,6 @@ def trace_layers(
     containers: Collection[str],
     *,
     seed: int = 0,
-    same_batch: bool = False,
 ) -> LayerGraph:
     """Traces the step of a known graph with other layers, seeding random streams as that graph does.
 
@@ -224,13 +223,11 @@ def trace_layers(
         layers: Modules whose outermost calls are layers.
         containers: Modules that stay expanded.
         seed: Seeds the step where it must be run on values.
-        same_batch: The graph was probed with this batch, so that its `of_more_samples` holds.
 
     Raises:
         LayerLeakError: One of the layers must be expanded.
     """
     mode: Mode = "real" if graph.needs_values else "auto"
-    leaky, more = graph.leaky, graph.of_more_samples if same_batch else None
     return _in_some_mode(
         root,
         step,
@@ -238,7 +235,9 @@ def trace_layers(
         seed,
         mode,
         graph.form,
-        lambda run: run.trace(layers, containers, graph.fine_names, graph.seeded, leaky, more),
+        lambda run: run.trace(
+            layers, containers, graph.fine_names, graph.seeded, graph.leaky, graph
+        ),
     )
 
 
@@ -362,9 +361,7 @@ def fold(
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
         try:
-            folded = trace_layers(
-                root, step, batch, graph, layers, expanded, seed=seed, same_batch=True
-            )
+            folded = trace_layers(root, step, batch, graph, layers, expanded, seed=seed)
         except LayerLeakError as error:
             expanded.add(error.layer_name)
             continue

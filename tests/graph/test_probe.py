@@ -527,6 +527,48 @@ def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
     assert folded == measured
 
 
+def test_batches_of_other_sizes_take_rows_per_sample_from_the_probe():
+    ran = []
+
+    class Counts(Heads):
+        def training_step(self, batch, batch_idx):
+            ran.append(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    root = Counts()
+    graph = probe(root, step, rows(2), max_share=1 / 40)
+    assert ran == [2, 2, 3]
+    for num_samples in (3, 5):  # what the probe has seen as one sample more, and more than that
+        ran.clear()
+        other = reprobe(root, step, rows(num_samples), graph)
+        assert ran == [num_samples]
+        unknown = dataclasses.replace(graph, of_more_samples=None)
+        assert other == reprobe(root, step, rows(num_samples), unknown)
+        assert ran[1:] == [num_samples, num_samples + 1]
+
+
+def test_rows_per_sample_that_depend_on_more_than_the_number_of_samples_are_measured():
+    """Pixels as rows: twice as many in images of twice the height, and a table that all samples share."""
+
+    class Pixels(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.table = nn.Linear(4, 4).requires_grad_(False), nn.Embedding(9, 4)
+            self.table.requires_grad_(False)
+            self.head = nn.Linear(4, 4)
+
+        def training_step(self, batch, batch_idx):
+            table = self.table(torch.arange(batch.shape[1]))
+            return self.head(self.encode(batch.flatten(0, 1)).view(batch.shape) + table).mean()
+
+    root = Pixels()
+    graph = probe(root, step, torch.randn(2, 3, 4))
+    other = reprobe(root, step, torch.randn(4, 6, 4), graph)
+    rows_of = lambda g: {la.name: (la.argument_rows, la.outputs[0].rows) for la in g.layers}
+    assert rows_of(graph) == {"encode": ((3,), 3), "table": (None, 0), "head": ((1,), 1)}
+    assert rows_of(other) == {"encode": ((6,), 6), "table": (None, 0), "head": ((1,), 1)}
+
+
 def test_layers_called_once_for_each_sample_are_named_with_the_remedy():
     """History: the error spoke of a branch, which nobody who had called `vae.enable_slicing()` could find."""
     root = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
