@@ -20,7 +20,7 @@ from lightning_diffpipe.profiling.modelled import (
     fused_attention,
     modelled_profile,
 )
-from tests.profiling.known import check_known
+from tests.profiling.known import CONTROLNET, check_known
 
 ROUND = DeviceModel(
     "round numbers",
@@ -172,7 +172,7 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
         83_653_863 if name in ("sd21", "controlnet", "sdxl", "pixart") else 83_819_683
     )
     if name == "controlnet":
-        assert count(training.controlnet) == 364_228_240
+        assert count(training.controlnet) == CONTROLNET
 
 
 def check_block_of_pixart(layers):
