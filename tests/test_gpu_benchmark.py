@@ -82,7 +82,7 @@ def test_what_a_part_found_before_it_hangs_or_crashes_is_kept(tmp_path, monkeypa
     main.main()
     found = json.loads(path.read_text())["parts"]
     assert found["no such part"]["status"] == "failed with exit code 1"
-    assert "KeyError: 'no such part'" in found["no such part"]["said"]
+    assert "there is no part 'no such part'" in found["no such part"]["said"]
     assert found["environment"]["status"] == "ok"
     assert found["environment"]["rows"][0]["torch"]
     assert main.run_part("environment", "cpu", 0.5)["status"] == "not done in 0 s"
