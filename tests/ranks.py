@@ -12,6 +12,7 @@ in a minute, never in an hour.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import functools
@@ -21,9 +22,10 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -123,15 +125,32 @@ def _await_servers(count: int) -> None:
         process.join()
 
 
-def _start(process: Any, hash_seed: str) -> None:
-    """Forks a process from one of the servers, which `multiprocessing` has only one of."""
+@contextlib.contextmanager
+def _forking_from(hash_seed: str) -> Iterator[None]:
+    """Inside, processes are forked from one of the servers, which `multiprocessing` has only one of."""
     with (
         mock.patch.dict(os.environ, PYTHONHASHSEED=hash_seed),
         mock.patch.object(
             forkserver, "connect_to_new_process", _SERVERS[hash_seed].connect_to_new_process
         ),
     ):
+        yield
+
+
+def _start(process: Any, hash_seed: str) -> None:
+    with _forking_from(hash_seed):
         process.start()
+
+
+class _Fork(_CONTEXT.Process):
+    def start(self) -> None:
+        _await_servers(1)
+        with _forking_from("1"):
+            super().start()
+
+
+forks_for_spawned = SimpleNamespace(Process=_Fork, Queue=_CONTEXT.Queue)
+"""In place of `multiprocessing.get_context("spawn")`: forks of a server, which have the server's environment."""
 
 
 def _join(processes: list[Any], deadline: float, grace_s: float) -> None:

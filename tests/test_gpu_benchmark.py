@@ -4,8 +4,10 @@ import json
 import sys
 
 import pytest
+import torch.multiprocessing
 
 from benchmarks.gpu import main, parts
+from tests.ranks import forks_for_spawned
 
 
 def rows_of(name):
@@ -55,8 +57,15 @@ def test_one_rank_is_timed_beside_plain_lightning():
     assert row["ratio"] == pytest.approx(row["diffpipe_s"] / row["plain_s"])
 
 
+@pytest.fixture
+def _forked_ranks(monkeypatch):
+    """Processes that are spawned would import everything, eight seconds of a processor for each."""
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda method: forks_for_spawned)
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked_ranks")
 def test_two_ranks_share_a_device():
     """Each takes it as the only one of a host of its own."""
     rows = rows_of("gloo")
@@ -67,6 +76,7 @@ def test_two_ranks_share_a_device():
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked_ranks")
 def test_two_stages_equal_one_process_in_every_precision():
     rows = rows_of("parity")
     assert [row["precision"] for row in rows[::2]] == ["32-true", "bf16-mixed", "bf16-true"]

@@ -64,13 +64,15 @@ def train_together(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if num_ranks > 1:  # what NCCL refuses otherwise, since it knows this name
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        meeting["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     context = multiprocessing.get_context("spawn")
     outcomes = context.Queue()
     ranks = [
-        context.Process(target=_main, args=(rank, num_ranks, backend, on_gpu, runs, outcomes))
+        context.Process(
+            target=_main, args=(meeting, rank, num_ranks, backend, on_gpu, runs, outcomes)
+        )
         for rank in range(num_ranks)
     ]
     for rank in ranks:
@@ -92,9 +94,15 @@ def train_together(
 
 
 def _main(
-    rank: int, num_ranks: int, backend: str, on_gpu: bool, runs: Sequence[Run], outcomes: Any
+    meeting: dict[str, str],
+    rank: int,
+    num_ranks: int,
+    backend: str,
+    on_gpu: bool,
+    runs: Sequence[Run],
+    outcomes: Any,
 ) -> None:
-    os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
+    os.environ |= meeting | {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
     warnings.filterwarnings("ignore")
     try:
         torch.set_num_threads(1)
