@@ -3,7 +3,7 @@
 A first run gives the tree of calls, from which layers are chosen by cost. A second one follows all values; if one
 of them leaks out of a layer (an attribute, a write into an argument), this layer is expanded and the second run
 repeated. A last one, with one sample more, tells which dimensions count samples; it looks at containers, too, so
-that it need not be repeated when they are folded.
+that it need not be repeated when they are folded, nor for batches of other sizes that agree with it.
 """
 
 from __future__ import annotations

@@ -233,7 +233,8 @@ class LayerGraph:
         streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
             unknown.
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer of the
-            fine graph inside and one past the last; None if the step runs otherwise then, or fails.
+            fine graph inside and one past the last; None if the step runs otherwise then, or fails, or if that of
+            another batch told the rows per sample.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
         glue_parameter_writes: Names of the parameters that glue changes.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
