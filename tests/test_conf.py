@@ -1,7 +1,10 @@
 """Every file of `conf/` composes, and every part of it can be built."""
 
 import inspect
+import re
+import shlex
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 
 import hydra
@@ -170,6 +173,29 @@ def test_what_lets_wandb_upload(output_dir):
     assert (alone.offline, alone.logger.wandb.offline) == (True, False)
     readme = (CONF.parent / "README.md").read_text()
     assert "`WANDB_MODE=online diffpipe train logger.wandb.offline=false`" in readme
+
+
+def documented_commands():
+    """Verb and overrides of every command that README, docs and configs show."""
+    root = CONF.parent
+    commands = set()
+    for path in (root / "README.md", *root.glob("docs/*.md"), *CONF.rglob("*.yaml")):
+        text = re.sub(r"\\\n\s*", "", path.read_text())
+        for verb, rest in re.findall(rf"diffpipe ({'|'.join(VERBS)}) ([^`\n]*)", text):
+            words = re.findall(r"(?:[^\s']|'[^']*')+", rest)
+            given = takewhile(lambda word: "=" in word or word == "...", words)
+            settings = shlex.split(" ".join(word.rstrip("),.;:") for word in given))
+            commands.add((verb, *(setting for setting in settings if "=" in setting)))
+    return sorted(commands)
+
+
+@pytest.mark.slow
+def test_every_command_of_the_docs_composes():
+    """History: a recipe told to run `diffpipe profile experiment=...`, which has no experiments."""
+    commands = documented_commands()
+    assert len(commands) > 60
+    for verb, *settings in commands:
+        composed(verb, *settings)
 
 
 @pytest.mark.slow
