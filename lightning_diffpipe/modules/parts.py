@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import diffusers
+import huggingface_hub
 import lightning as L
 import torch
 from safetensors import SafetensorError
@@ -129,9 +130,14 @@ def read_index(path: str) -> dict[str, Any]:
     try:
         return diffusers.DiffusionPipeline.load_config(path)
     except OSError as error:
+        refusal = f"{path!r} is neither a folder with a model_index.json nor a hub model"
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            remedy = "check the path, or allow downloads (offline=false on the command line)"
+            raise ConfigurationError(f"{refusal} on this machine; {remedy}") from error
+        reason = str(error).split("\n", 1)[0]
         raise ConfigurationError(
-            f"{path!r} is neither a folder with a model_index.json nor a hub model on this machine; "
-            "check the path, or allow downloads (offline=false on the command line)"
+            f"{refusal} that can be downloaded ({reason}); check the path. If the model has a licence to accept, "
+            "as Flux has, do so on its page of the hub, then `hf auth login`"
         ) from error
 
 

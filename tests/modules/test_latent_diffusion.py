@@ -235,6 +235,27 @@ def test_two_denoisers_in_a_folder_are_refused(make_model, tmp_path):
         open_source(tmp_path, False, torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("offline", "message"),
+    [
+        (True, "nor a hub model on this machine; check the path, or allow downloads"),
+        (
+            False,
+            r"that can be downloaded \(me/it is no.*\); check the path.* licence.*`hf auth login`",
+        ),
+    ],
+)
+def test_a_hub_model_that_cannot_be_read_says_why(offline, message, monkeypatch):
+    """History: of a model whose licence had not been accepted it said to allow downloads, which were allowed."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    refusal = OSError("me/it is not a valid model identifier\nIf this is a private repository, ...")
+    with (
+        mock.patch.object(diffusers.DiffusionPipeline, "load_config", side_effect=refusal),
+        pytest.raises(ConfigurationError, match=message),
+    ):
+        LatentDiffusion.from_pretrained("me/it")
+
+
 def test_a_folder_may_leave_parts_to_another(make_model, tmp_path):
     """As the built-in transformer does, so that the package has its autoencoder and text encoder once."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
