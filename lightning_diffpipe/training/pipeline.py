@@ -255,11 +255,11 @@ class Pipeline:
         if len(set(values)) > 1:
             raise ConfigurationError(
                 f"batch {number} of this pass differs between the ranks of a pipeline (checksums "
-                f"{values}); every stage must see the same samples. Let the data set draw random "
-                "numbers from torch, random or numpy only, and keep the order of samples independent "
-                "of the rank. A stream is shared out by trainer.distributed_sampler_kwargs; one of webdataset "
-                "takes that as nodesplitter, not split_by_node, and rng=random for its shuffle, see "
-                "docs/training.md"
+                f"{values}); every stage must see the same samples. Call lightning.seed_everything before random "
+                "data are made, let the data set draw random numbers from torch, random or numpy only, and keep "
+                "the order of samples independent of the rank. A stream is shared out by "
+                "trainer.distributed_sampler_kwargs; one of webdataset takes that as nodesplitter, not "
+                "split_by_node, and rng=random for its shuffle, see docs/training.md"
             )
 
     def dismantle(self, connected: bool = True) -> None:

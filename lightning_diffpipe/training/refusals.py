@@ -7,6 +7,7 @@ before it is cut and would then average the weights of one stage into another, w
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -302,8 +303,12 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
             setattr(owner, name, total_norm)
 
 
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Names arguments the strategy does not have.
+
+    Args:
+        arguments: What it was given and has no parameter for.
+        known: Its parameters.
 
     Raises:
         ConfigurationError: Always.
@@ -314,9 +319,10 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             "return one stage only to the main process. Leave it out; processes are started by "
             "re-running your script, or by torchrun"
         )
-    raise ConfigurationError(
-        f"DiffPipeStrategy has no argument {', '.join(map(repr, arguments))}; see its docstring"
-    )
+    wrong, known = next(iter(arguments)), sorted(known)
+    near = difflib.get_close_matches(wrong, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+    raise ConfigurationError(f"DiffPipeStrategy has no argument {wrong!r}; {hint}")
 
 
 def refuse_own_generators(module: nn.Module, step: Any, batch: Any, graph: LayerGraph) -> None:

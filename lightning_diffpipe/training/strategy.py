@@ -20,6 +20,7 @@ Loops, callbacks, loggers, optimizers and learning-rate schedulers are Lightning
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -146,7 +147,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         **unsupported: Any,
     ) -> None:
         if unsupported:
-            refuse_arguments(unsupported)
+            parameters = inspect.signature(DiffPipeStrategy).parameters
+            refuse_arguments(unsupported, parameters.keys() - {"unsupported"})
         if max_diverged_steps is not None and (
             not isinstance(max_diverged_steps, int) or max_diverged_steps < 1
         ):

@@ -144,7 +144,7 @@ def fit_shuffling(rank):
 def test_ranks_that_load_other_samples_are_caught():
     with pytest.raises(
         RankError,
-        match=r"batch 0 of this pass differs between the ranks.* nodesplitter, not split_by_node",
+        match=r"batch 0 of this pass differs between the ranks.*seed_everything.*, not split_by_node",
     ):
         run_ranks(fit_shuffling, 2)
 

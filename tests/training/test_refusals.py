@@ -7,8 +7,19 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.training.refusals import refuse_optimizers, refusing_norms_of_a_stage
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [("num_stage", "did you mean 'num_stages'\\?"), ("zero", "it has check_finite, .*, verify$")],
+)
+def test_arguments_that_the_strategy_lacks_are_answered_with_those_it_has(argument, hint):
+    """History: it sent to its docstring."""
+    with pytest.raises(ConfigurationError, match=f"no argument '{argument}'; {hint}"):
+        DiffPipeStrategy(**{argument: 2})
 
 
 class Prodigy(torch.optim.AdamW):
