@@ -1,5 +1,6 @@
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -154,6 +155,14 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
         ),
         (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+        # History: 'data.faces', 'sampler.guidance' and 'num_threads' were suggested.
+        (["train", "data.folder=x"], "no setting or group 'data.folder'; data=image_folder has it"),
+        (["sample", "sampler.num_patches=4"], "; sampler=auto, sampler=pipefusion have it"),
+        (
+            ["train", "strategy=ddp", "strategy.num_stages=2"],
+            "'strategy.num_stages'; strategy=diffpipe, ",
+        ),
+        (["sample", "num_patches=4"], "'num_patches'; sampler=auto, sampler=pipefusion have it"),
         # History: 'limit_val_batches' was suggested, and the + mentioned to nobody.
         (
             ["train", "trainer.limit_train_batches=3"],
@@ -237,6 +246,15 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "ckpt_path=last", "hydra.run.dir=run", "callbacks.checkpoint.save_last=null"],
             "ckpt_path=last, but no callback writes last.ckpt",
         ),
+        # History: RuntimeError, and AssertionError, from inside of torch.
+        (
+            ["profile", "device=gpu"],
+            "diffpipe profile: device='gpu' cannot be used here; take cpu, ",
+        ),
+        (
+            ["profile", "device=cuda", "trainer.devices=2"],
+            "diffpipe profile: device='cuda' cannot be used here; take cpu, or cuda where torch sees",
+        ),
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
         (
@@ -307,7 +325,10 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("callbacks.ema.decay=2", "callbacks.ema.decay must be in [0, 1), but is 2"),
         ("callbacks.samples.every_n_steps=often", "every_n_steps must be a whole number or null"),
         ("trainer.max_time=abc", "trainer.max_time='abc': `Timer(duration='abc')` is not a valid"),
-        ("trainer.accelerator=gpu", "trainer.accelerator='gpu': No supported gpu backend found!"),
+        (
+            "trainer.accelerator=gpu",
+            "sees no GPU here; install torch for this machine's CUDA, or",
+        ),
         ("model.caption_dropout=lots", "model.caption_dropout must be a number; got 'lots'"),
         ("model.caption_dropout=2", "model.caption_dropout must be a number >= 0 and <= 1; got 2"),
         (
@@ -645,6 +666,36 @@ def plan_for(num_stages, profile_path, capsys, monkeypatch, *more):
     )
     assert path.exists(), err
     return path, out
+
+
+def test_a_rank_that_is_slow_to_end_does_not_make_a_failure_of_a_result(capsys, monkeypatch):
+    """History: it was killed after the pictures had been written, and then named by its exit code, -9."""
+    others = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])]
+    monkeypatch.setattr(launch, "_start_others", lambda *_: others)
+    monkeypatch.setattr(launch, "_GRACE_S", 0.1)
+    monkeypatch.setattr(launch.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launch.on_ranks(3, lambda: "pictures") == "pictures"
+    assert "rank 1 had not ended 0.1 s after rank 0, and was killed" in capsys.readouterr().err
+
+
+def test_nobody_is_sent_to_torchvision():
+    """History: every process began with two lines of transformers about image processors that nothing uses."""
+    launch.announce_loading()
+    logger = logging.getLogger("transformers.utils.import_utils")
+    passes = lambda text: logger.filter(logging.makeLogRecord({"msg": text}))
+    assert not passes(
+        "`CLIPImageProcessor` requires torchvision (not installed); falling back to ..."
+    )
+    assert passes("a file is missing")
+
+
+def test_wrong_options_of_a_plan_are_refused_before_a_model_is_modelled(capsys, monkeypatch):
+    """History: the model came first, which takes seconds."""
+    command = ("plan", "model=flux", "cluster=8x_h100", "global_batch_size=8")
+    code, out, err = call(capsys, monkeypatch, *command, "strategy.schedule=1f1bb")
+    assert (code, out) == (2, "")
+    assert "unknown strategy.schedule='1f1bb'; choose one of auto, 1f1b, " in err
 
 
 @pytest.mark.slow

@@ -49,9 +49,14 @@ def own_rank() -> int:
 
 @functools.cache
 def announce_loading() -> None:
-    """Says once that imports will take seconds, unless they are done."""
+    """Says once that imports will take seconds, unless they are done; without advice to install torchvision."""
+    logging.getLogger("transformers.utils.import_utils").addFilter(_is_of_use)
     if "torch" not in sys.modules and own_rank() == 0:
         print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "requires torchvision" not in record.getMessage()
 
 
 def _built_in(name: str) -> str:
@@ -346,9 +351,14 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         result = function()
         _wait_for(children, _GRACE_S)
     finally:
-        _end(children)
+        killed = _end(children)
     for rank, child in enumerate(children, 1):
-        if child.returncode:
+        if child in killed:  # its part is done, or there would be no result
+            print(
+                f"rank {rank} had not ended {_GRACE_S:g} s after rank 0, and was killed",
+                file=sys.stderr,
+            )
+        elif child.returncode:
             raise DiffPipeError(f"rank {rank} ended with exit code {child.returncode}")
     return result
 
@@ -391,10 +401,12 @@ def _wait_for(children: Sequence[subprocess.Popen[bytes]], patience_s: float) ->
             return
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kills what has not ended by itself; a rank that has something to say gets a second for it."""
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Kills what has not ended by itself, and returns it; a rank that has something to say gets a second for it."""
     _wait_for(children, 1.0)
+    killed = [child for child in children if child.poll() is None]
+    for child in killed:
+        child.kill()
     for child in children:
-        if child.poll() is None:
-            child.kill()
         child.wait()
+    return killed

@@ -50,7 +50,13 @@ from lightning_diffpipe.cli.values import (
 )
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
-_CHOICES = ("experiment", "model", "data", "sampler")  # their settings depend on what is chosen
+_CHOICES = (
+    "experiment",
+    "model",
+    "data",
+    "sampler",
+    "strategy",
+)  # their settings depend on what is chosen
 # Settings by their last names, whose values are paths.
 _PATHS = {
     *(
@@ -210,6 +216,25 @@ def _flatten(config: Any, prefix: str = "") -> Iterator[str]:
             yield from _flatten(config[key], f"{prefix}{key}.")
 
 
+def _options_with(setting: str, groups: Sequence[str]) -> list[str]:
+    """Returns options of groups that have a setting, which those that were chosen lack.
+
+    Example:
+        >>> _options_with("folder", ["data"])
+        ['data=image_folder']
+    """
+    found = []
+    for group in sorted(set(groups) - {"experiment"}):
+        folder = files("lightning_diffpipe.conf") / group
+        for file in sorted(folder.iterdir(), key=str) if folder.is_dir() else ():
+            name, _, ending = file.name.partition(".")
+            if ending == "yaml" and setting in set(
+                OmegaConf.create(file.read_text())
+            ):  # a missing value counts
+                found.append(f"{group}={name}")
+    return found
+
+
 def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     """Looks for a setting that is spelled like a wrong one."""
     choices = [a for a in arguments if a.partition("=")[0] in _CHOICES]
@@ -225,6 +250,9 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
         return f" in the config, but what it builds takes it: write +{wrong}=..."
     known = [key for key in {*_flatten(config), *groups} if key != wrong]
     elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
+    options = _options_with(last, [node] if node else groups)
+    if options and (node or not elsewhere):
+        return f"; {', '.join(options)} {'have' if len(options) > 1 else 'has'} it"
     near = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.0)
     near = near or difflib.get_close_matches(wrong, sorted(known), n=1)
     further = (

@@ -28,6 +28,9 @@ def profile(config: DictConfig) -> Any:
     for output in (config.output, config.cluster_output):
         require_writable(output)
     prepare(config)
+    from lightning_diffpipe.profiling.state import placeable
+
+    placeable(config.device)
     on_ranks(num_ranks_of(plain(config)), lambda: _measure_links(config))
     if int(os.environ.get("RANK", "0")):
         return None
@@ -106,13 +109,15 @@ def plan(config: DictConfig) -> Any:
         require_writable(values["output"])
     data = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
     check_data(**data)
-    profile = _profile_to_plan(config)
-    cluster = _cluster(values["cluster"])
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
     wishes = {key: values[key] for key in own} | values["strategy"]
-    start_s = time.perf_counter()
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
         options = PlanOptions.from_dict(wishes)
+        cluster = _cluster(values["cluster"])
+        profile = _profile_to_plan(
+            config
+        )  # of a model on paper: seconds, so after what may be refused
+        start_s = time.perf_counter()
         found = find_plan(profile, cluster, options)
     found_s = time.perf_counter()
     took, advice = f"found in {seconds(found_s - start_s)}", None

@@ -55,7 +55,9 @@ def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
 
 @raised_by_all()
 def _refuse_trainer_values(config: DictConfig) -> None:
-    """Refuses numbers that Lightning takes, and divides by or takes no notice of."""
+    """Refuses numbers that Lightning takes, and divides by or takes no notice of; and GPUs where there are none."""
+    import torch
+
     least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
     least |= {"max_epochs": -1, "num_sanity_val_steps": -1}
     for name, bound in least.items():
@@ -64,6 +66,12 @@ def _refuse_trainer_values(config: DictConfig) -> None:
     for name, node in (config.get("callbacks") or {}).items():
         if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
             require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
+    accelerator, is_there = config.trainer.accelerator, torch.cuda.is_available
+    if accelerator in ("gpu", "cuda") and not (is_there() or torch.backends.mps.is_available()):
+        raise ConfigurationError(
+            f"trainer.accelerator={accelerator!r}: torch {torch.__version__} sees no GPU here; install torch for "
+            "this machine's CUDA, or take trainer=cpu"
+        )
 
 
 def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | None = None) -> None:
@@ -300,9 +308,9 @@ def train(config: DictConfig) -> Any:
     _require_checkpoint(config)
     _require_plan_and_profile(config)
     prepare(config)
+    trainer = _build_trainer(config)  # before weights are read, which may take minutes
     module = module_of(config)
     data = _data_for(module, config)
-    trainer = _build_trainer(config)
     with _runs_ended(trainer):
         for logger in trainer.loggers:
             logger.log_hyperparams(plain(config))

@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import own_tensors
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples, untouched
 
@@ -38,11 +39,20 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def placeable(device: torch.device | str) -> torch.device:
-    """Returns a device as tensors on it name theirs, with a number where it is a GPU."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    """Returns a device as tensors on it name theirs, with a number where it is a GPU.
+
+    Raises:
+        ConfigurationError: torch has no such device here.
+    """
+    try:
+        found = torch.device(device)
+        if found.type == "cuda" and found.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"device={str(device)!r} cannot be used here; take cpu, or cuda where torch sees a GPU"
+        ) from error
+    return found
 
 
 @contextlib.contextmanager
