@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Frame
 from lightning_diffpipe.planning.memory import StageLoad, Waiting, boundary_samples
@@ -107,7 +106,9 @@ class Bounds:
         sync_s = 0.0
         if group > 1:
             num_bytes = self._gradient_bytes[stop] - self._gradient_bytes[first]
-            sync_s = min(link.all_reduce_s(num_bytes, group) for link in self._reduce_links)
+            cluster = self.model.cluster
+            links = (cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce)
+            sync_s = min(link.all_reduce_s(num_bytes, group) for link in links)
         if back_s and self.shape.spec.splits_backward:
             back_s = 0.0
         tail_s = max(self._end_s[first] + back_s, sync_s)
@@ -158,12 +159,6 @@ class Bounds:
     def _gradient_bytes(self) -> tuple[int, ...]:
         """Running sums over layers, of the bytes that are summed over replicas."""
         return self.model.byte_sums(0, "gradient_bytes")
-
-    @cached_property
-    def _reduce_links(self) -> tuple[Link, ...]:
-        """The links over which gradients may be summed."""
-        cluster = self.model.cluster
-        return (cluster.all_reduce, cluster.all_reduce_between_hosts or cluster.all_reduce)
 
     def reach(self, first: int, replicas: int, later_ranks: int, limit_s: float) -> int:
         """How far a stage that starts at `first` can reach if it is to be bound by `limit_s`, and fit into memory.

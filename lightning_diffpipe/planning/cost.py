@@ -35,7 +35,7 @@ from lightning_diffpipe.planning.instruction import (
     ForwardNoGrad,
     UpdateWeights,
 )
-from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.schedule import Message, Placement, route
 
 
@@ -109,7 +109,7 @@ class CostModel:
         return _Sums(
             _running(layer.forward_s.at(samples) for layer in layers),
             _running(layer.backward_s.at(samples) for layer in layers),
-            _running(_weight_gradient_s(layer, samples) for layer in layers),
+            _running(layer.weight_gradient_at(samples) for layer in layers),
         )
 
     @_remembered
@@ -276,17 +276,6 @@ class CostModel:
 
 def _running(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(accumulate(times, initial=0.0))
-
-
-def _weight_gradient_s(layer: LayerProfile, samples: float) -> float:
-    """Half of the backward where it was not measured: two products of the same size.
-
-    Beyond the counts that were measured the two lines may cross: a part is never longer than the whole.
-    """
-    whole_s = layer.backward_s.at(samples)
-    if layer.weight_gradient_s is not None:
-        return min(layer.weight_gradient_s.at(samples), whole_s)
-    return whole_s / 2 if layer.gradient_bytes else 0.0
 
 
 Table = tuple[tuple[float, ...], ...]

@@ -144,6 +144,15 @@ class PlanOptions:
             choice = "a whole number >= 1 or 'auto'" if auto else "a whole number >= 1"
             raise ConfigurationError(f"{name} must be {choice}; got {value!r}")
 
+    @property
+    def ranks_of_pipeline(self) -> int | None:
+        """Ranks of a pipeline, where the replicas fix them."""
+        if isinstance(self.num_replicas, tuple):
+            return sum(self.num_replicas)
+        if self.num_replicas != "auto" and self.num_stages != "auto":
+            return self.num_replicas * self.num_stages
+        return None
+
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:
         """From plain values; lists become tuples.

@@ -51,7 +51,8 @@ def folded(profile: ModelProfile) -> ModelProfile:
     """
     backbone = profile.backbones[0]
     if len(backbone.seen.forms) > 1:
-        layers = tuple(map(_as_often, backbone.layers, map(backbone.seen.share_calling, count())))
+        shares = map(backbone.seen.share_calling, count())
+        layers = tuple(map(LayerProfile.scaled, backbone.layers, shares))
         backbone = replace(backbone, layers=layers)
         profile = replace(profile, backbones=(backbone, *profile.backbones[1:]))
     if not backbone.passes:
@@ -129,28 +130,23 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
     """
     size, more = schedule.num_microbatches, placement.num_stages - schedule.num_stages
     planned = {more + stage for stage in schedule.placement.no_grad}
+    programs: tuple[Program, ...]
     if placement.no_grad == planned | {*range(more)}:
-        waves = (_wave(placement, more, size, rank) for rank in range(placement.num_ranks))
         programs = tuple(
             (
-                *wave,
+                *(
+                    ForwardNoGrad(stage, microbatch)
+                    for stage in placement.stages_of(rank)
+                    if stage < more
+                    for microbatch in placement.microbatches_of(stage, rank, size)
+                ),
                 *(replace(i, stage=more + i.stage) for i in program if isinstance(i, Staged)),
             )
-            for wave, program in zip(waves, schedule.programs, strict=True)
+            for rank, program in enumerate(schedule.programs)
         )
     else:
         programs = _greedy(placement, schedule)
     return Schedule(placement, size, programs)
-
-
-def _wave(placement: Placement, num_stages: int, num_microbatches: int, rank: int) -> Program:
-    """Forwards that keep nothing, through the first stages, as far as they are those of a rank."""
-    return tuple(
-        ForwardNoGrad(stage, m)
-        for stage in placement.stages_of(rank)
-        if stage < num_stages
-        for m in placement.microbatches_of(stage, rank, num_microbatches)
-    )
 
 
 def _after_waves(program: Program, placement: Placement, size: int) -> Program:
@@ -188,16 +184,6 @@ def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
         splits,
     )
     return orders.programs(lambda work: (order[type(work)], work.microbatch, -work.stage))
-
-
-def _as_often(layer: LayerProfile, share: float) -> LayerProfile:
-    weight = layer.weight_gradient_s
-    return replace(
-        layer,
-        forward_s=layer.forward_s.scaled(share),
-        backward_s=layer.backward_s.scaled(share),
-        weight_gradient_s=None if weight is None else weight.scaled(share),
-    )
 
 
 def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:

@@ -159,6 +159,26 @@ class LayerProfile:
                 raise node["weight_gradient_s"][str(samples)].expected(what)
         return layer
 
+    def weight_gradient_at(self, samples: float) -> float:
+        """Half of the backward where it was not measured: two products of the same size.
+
+        Beyond the counts that were measured the two lines may cross: a part is never longer than the whole.
+        """
+        whole_s = self.backward_s.at(samples)
+        if self.weight_gradient_s is not None:
+            return min(self.weight_gradient_s.at(samples), whole_s)
+        return whole_s / 2 if self.gradient_bytes else 0.0
+
+    def scaled(self, share: float) -> LayerProfile:
+        """The same with a share of its times."""
+        weight = self.weight_gradient_s
+        return replace(
+            self,
+            forward_s=self.forward_s.scaled(share),
+            backward_s=self.backward_s.scaled(share),
+            weight_gradient_s=None if weight is None else weight.scaled(share),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Skip:
@@ -372,9 +392,6 @@ class ModelProfile:
                 f"self_conditioning of profile {self.name!r} is that of one backbone, and there are "
                 f"{len(self.backbones)}; leave it out, and name the calls of both passes as layers"
             )
-        self._check_needs()
-
-    def _check_needs(self) -> None:
         finished: set[str] = set()
         known = {encoder.name for encoder in self.encoders}
         for encoder in self.encoders:
@@ -528,12 +545,12 @@ def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
                 skip.made - first,
                 tuple([min(reader, stop) - first for reader in skip.readers]),
             )
-            for skip in whole.skips
-            if first
-            <= skip.made
-            < stop - 1  # what the loss reads of the last layer skips nothing here
+            for skip in whole.skips  # what the loss reads of the last layer skips nothing here
+            if first <= skip.made < stop - 1
         ]
-        name = _common_name([layer.name for layer in layers])
+        modules = zip(*(layer.name.split(".") for layer in layers), strict=False)
+        same = takewhile(lambda parts: len(set(parts)) == 1, modules)
+        name = ".".join(part for part, *_ in same)
         if not name or name in {b.name for b in backbones} | {e.name for e in profile.encoders}:
             name = f"{name or 'backbone'}_{len(backbones)}"
         split_s = whole.split_s and whole.split_s.scaled(share)
@@ -541,9 +558,3 @@ def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
             BackboneProfile(name, tuple(layers), whole.repeated_s, split_s, tuple(skips))
         )
     return replace(profile, backbones=tuple(backbones))
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """The modules that all names begin with."""
-    parts = zip(*(name.split(".") for name in names), strict=False)
-    return ".".join(part for part, *_ in takewhile(lambda same: len(set(same)) == 1, parts))

@@ -200,7 +200,7 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
             "pipeline's batch; use fewer microbatches, fewer pipelines or a larger batch"
         )
     possible = enough
-    fixed = _fixed_ranks(options)
+    fixed = options.ranks_of_pipeline
     if fixed is not None:
         if num_ranks % fixed or num_ranks // fixed not in possible:
             raise ConfigurationError(
@@ -219,15 +219,6 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
             f"{[num_ranks // p for p in fitting]} ranks"
         )
     return fitting
-
-
-def _fixed_ranks(options: PlanOptions) -> int | None:
-    """Ranks of a pipeline, where the options fix them."""
-    if isinstance(options.num_replicas, tuple):
-        return sum(options.num_replicas)
-    if options.num_replicas != "auto" and options.num_stages != "auto":
-        return options.num_replicas * options.num_stages
-    return None
 
 
 def _stage_counts(model: CostModel, options: PlanOptions, num_ranks: int) -> tuple[int, ...]:

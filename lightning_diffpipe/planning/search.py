@@ -262,28 +262,25 @@ class Search:
         limit = self.model.cluster.memory_bytes
         if not may_be_better or (limit is not None and self.least_bytes(shape) > limit):
             return
+        every = all_cuts(self.model, self.options, shape)
+        few = count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED
         if self.options.partition != "auto":
             self._try_all(shape, baseline_cuts(self.model, self.options, shape))
         elif not shape.spec.flushes and shape.num_ranks > 1:
-            self._try_all(shape, self._even_pace(shape))
-        elif count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
+            # The slowest stage or link sets the pace, which PipeDream's recurrence makes fast.
+            rules = ("pipedream", "minimax", "parameters")
+            wishes = (replace(self.options, partition=rule) for rule in rules)
+            fast = (cut for wish in wishes for cut in baseline_cuts(self.model, wish, shape))
+            self._try_all(shape, every if few else set(fast))
+        elif few:
             if shape.spec.opposite:  # the most even of cuts that are as good
                 self._try_all(shape, (cuts for _, cuts in self._starts(shape, bounds)))
-            every = all_cuts(self.model, self.options, shape)
             bounded = sorted((bounds.cuts_s(cuts), cuts) for cuts in every)
             least_s = partial(self.least_s, bounds)
             # Lazily: what cannot be better than the best so far is left out as that gets better.
             self._try_all(shape, (cuts for s, cuts in bounded if self._is_better(least_s(s))))
         else:
             self._try_best_bounds(shape, bounds)
-
-    def _even_pace(self, shape: Shape) -> Iterable[tuple[Cut, ...]]:
-        """Without a flush the slowest stage or link sets the pace, which PipeDream's recurrence makes fast."""
-        rules = ("pipedream", "minimax", "parameters")
-        options = (replace(self.options, partition=rule) for rule in rules)
-        if count_of_cuts(self.model, shape) <= MOST_CUTS_TRIED:
-            return all_cuts(self.model, self.options, shape)
-        return {cut for wish in options for cut in baseline_cuts(self.model, wish, shape)}
 
     def least_bytes(self, shape: Shape) -> float:
         """What the fullest rank needs at least: an even share of the model with one microbatch."""

@@ -152,9 +152,23 @@ def explain(
 
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
-    """Returns the plan's own stages with these costs; the plan itself where they promise the same step."""
+    """Returns the plan's own stages with these costs; the plan itself where they promise the same step.
+
+    Raises:
+        PlanError: The profile is of another model, or divides this one into other layers.
+    """
     profile = joined(profile, apart=plan.num_backbones > 1)
-    _check_layers(plan, profile)
+    names = tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
+    remedy = "use the profile that the plan was made from, or one of the same layers"
+    if plan.num_layers != len(names):
+        raise PlanError(
+            f"the plan cuts {plan.num_layers} layers and profile {profile.name!r} has {len(names)}; {remedy}"
+        )
+    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
+        if planned != name:
+            raise PlanError(
+                f"layer {position} of the plan is {planned!r}, and of profile {profile.name!r} {name!r}; {remedy}"
+            )
     own = replace(cluster, num_ranks=plan.num_ranks)
     model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
     stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
@@ -164,22 +178,6 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     again = Evaluator(model, plan.options).plan(Proposal(_shape(plan), cuts))
     old_s, new_s = plan.planned.iteration_s, again.planned.iteration_s
     return plan if math.isclose(new_s, old_s, rel_tol=SAME_STEP) else again
-
-
-def _check_layers(plan: PipelinePlan, profile: ModelProfile) -> None:
-    """Refuses a profile of another model, or of another way to divide this one into layers."""
-    names = tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
-    if plan.num_layers != len(names):
-        raise PlanError(
-            f"the plan cuts {plan.num_layers} layers and profile {profile.name!r} has {len(names)}; use the "
-            "profile that the plan was made from, or one of the same layers"
-        )
-    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
-        if planned != name:
-            raise PlanError(
-                f"layer {position} of the plan is {planned!r}, and of profile {profile.name!r} {name!r}; use the "
-                "profile that the plan was made from, or one of the same layers"
-            )
 
 
 def _shape(plan: PipelinePlan) -> Shape:
@@ -205,15 +203,12 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
         f"imbalance (stage {slowest.index} is the slowest)": _balanced(plan, costs),
     }
     saved = {name: step_s - plan.step_s(changed) for name, changed in without.items()}
-    # Waiting that frozen work has filled is none: no more than all bubbles can be won.
-    winnable_s = step_s - plan.planned.no_bubble_limit_s
     # Even so the slowest stage waits for the first work, and others for the last.
-    busiest_s = max(
-        sum(costs.compute_s(i) for i in program if isinstance(i, Staged))
-        for program in plan.programs
-    )
+    busy_s = (sum(costs.compute_s(i) for i in p if isinstance(i, Staged)) for p in plan.programs)
     alone_s = plan.step_s(replace(costs, all_reduce_s=(), **unfrozen, **links))
-    saved["pipeline warm-up and cooldown"] = min(alone_s - busiest_s, winnable_s)
+    # Waiting that frozen work has filled is none: no more than all bubbles can be won.
+    bubbles_s = step_s - plan.planned.no_bubble_limit_s
+    saved["pipeline warm-up and cooldown"] = min(alone_s - max(busy_s), bubbles_s)
     found = (Saving(name, s) for name, s in saved.items() if s > WORTH_A_LINE * step_s)
     return tuple(sorted(found, key=lambda part: -part.saved_s))
 
@@ -335,10 +330,7 @@ def _with_largest_layer_split(
 
 def _half(layer: LayerProfile) -> LayerProfile:
     return replace(
-        layer,
-        forward_s=layer.forward_s.scaled(0.5),
-        backward_s=layer.backward_s.scaled(0.5),
-        weight_gradient_s=layer.weight_gradient_s and layer.weight_gradient_s.scaled(0.5),
+        layer.scaled(0.5),
         parameter_bytes=layer.parameter_bytes // 2,
         gradient_bytes=layer.gradient_bytes // 2,
         activation_bytes_per_sample=layer.activation_bytes_per_sample // 2,

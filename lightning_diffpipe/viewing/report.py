@@ -53,17 +53,8 @@ def headline(plan: PipelinePlan) -> str:
 
 def stage_table(plan: PipelinePlan) -> str:
     """Draws a table with a row for each stage."""
-    header = (
-        "stage",
-        "ranks",
-        "layers",
-        "of",
-        "forward",
-        "backward",
-        "to next",
-        "reduce",
-        "memory",
-    )
+    times = ("forward", "backward", "to next", "reduce")
+    header = ("stage", "ranks", "layers", "of", *times, "memory")
     rows, costs, memory = [], plan.costs, plan.planned.peak_memory_bytes
     for stage in plan.stages:
         i, ranks = stage.index, plan.placement.stage_ranks[stage.index]

@@ -159,8 +159,20 @@ def _place_v(num_stages: int, num_ranks: int) -> Placement:
     return Placement(down + down[::-1])
 
 
-@lru_cache(maxsize=64)
-def _v_programs(
+def _found_once(programs: Callable[..., tuple[Program, ...]]) -> Callable[..., Program]:
+    """The program of a rank, by a function that finds those of all: it is run once for all of them."""
+    remembered = lru_cache(maxsize=64)(programs)
+
+    def program(
+        placement: Placement, num_microbatches: int, rank: int, **how: bool | Ticks
+    ) -> Program:
+        return remembered(placement, num_microbatches, **how)[rank]
+
+    return program
+
+
+@_found_once
+def _v_program(
     placement: Placement, num_microbatches: int, splits_backward: bool
 ) -> tuple[Program, ...]:
     num_ranks = placement.num_ranks
@@ -184,12 +196,6 @@ def _v_programs(
         splits_backward,
     )
     return orders.programs(lambda work: (order[type(work)], work.microbatch, up * work.stage))
-
-
-def _v_program(
-    placement: Placement, num_microbatches: int, rank: int, *, splits_backward: bool
-) -> Program:
-    return _v_programs(placement, num_microbatches, splits_backward)[rank]
 
 
 v = ScheduleSpec(
@@ -219,9 +225,9 @@ def _place_opposite(num_stages: int, num_ranks: int) -> Placement:
     return Placement(tuple(ranks for one in both for ranks in one), first_stages=starts)
 
 
-@lru_cache(maxsize=64)
-def _bidirectional_programs(
-    placement: Placement, num_microbatches: int, ticks: Ticks
+@_found_once
+def _bidirectional_program(
+    placement: Placement, num_microbatches: int, ticks: Ticks = ()
 ) -> tuple[Program, ...]:
     of_stage = ticks or ((1.0, 2.0),) * placement.num_stages
     left: dict[tuple[bool, int], float] = {}  # of a microbatch, from this work on
@@ -252,12 +258,6 @@ def _bidirectional_programs(
         lambda stage: placement.backbone_of(stage).stop - stage,
     )
     return orders.programs(by_age, by_all_that_is_left, forwards_first)
-
-
-def _bidirectional_program(
-    placement: Placement, num_microbatches: int, rank: int, ticks: Ticks = ()
-) -> Program:
-    return _bidirectional_programs(placement, num_microbatches, ticks)[rank]
 
 
 bidirectional = ScheduleSpec(
