@@ -152,7 +152,7 @@ class PipelineMonitor(L.Callback):
         if pipeline is not None:
             self._flops = flops_per_sample(pipeline.graph)
             if trainer.is_global_zero:
-                self._keep_plan(trainer, pipeline)
+                self._write_plan(trainer, pipeline)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -217,9 +217,9 @@ class PipelineMonitor(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Explains the run; a short run that was never looked at shows its last but one step."""
-        kept = self._before_last or self._last
-        if _pipeline(trainer) is not None and not self._num_looks and kept:
-            self._sample(trainer, *kept)
+        last = self._before_last or self._last
+        if _pipeline(trainer) is not None and not self._num_looks and last:
+            self._sample(trainer, *last)
         if not trainer.is_global_zero or not self.samples:
             return
         plan = getattr(trainer.strategy, "plan", None)
@@ -231,7 +231,7 @@ class PipelineMonitor(L.Callback):
         if self._written_to is not None:
             with _going_on(self._written_to):
                 write_atomically(self._written_to / "report.txt", report + "\n", durable=False)
-                _keep(trainer, self._written_to / "report.txt", "report")
+                _log_artifact(trainer, self._written_to / "report.txt", "report")
             self._draw(trainer, plan)
 
     # --------------------------------------------------------------------------------- measuring
@@ -353,20 +353,20 @@ class PipelineMonitor(L.Callback):
         """
         return final_report(plan, self.settled())
 
-    def _keep_plan(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
+    def _write_plan(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
         if self._written_to is None:
             return
-        kept = {"plan": pipeline.plan.to_json()}
+        texts = {"plan": pipeline.plan.to_json()}
         if pipeline.basis is not None:
-            kept |= {
+            texts |= {
                 "profile": pipeline.basis.profile.to_json(),
                 "cluster": pipeline.basis.cluster.to_json(),
             }
         with _going_on(self._written_to):
-            for name, text in kept.items():
+            for name, text in texts.items():
                 write_atomically(self._written_to / f"{name}.json", text)
-                _keep(trainer, self._written_to / f"{name}.json", name)
+                _log_artifact(trainer, self._written_to / f"{name}.json", name)
 
     def _draw_now_and_then(self, trainer: L.Trainer) -> None:
         plan, clock = getattr(trainer.strategy, "plan", None), self._clock
@@ -391,7 +391,7 @@ class PipelineMonitor(L.Callback):
             for logger in trainer.loggers:
                 if hasattr(logger, "log_image"):
                     logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
-            _keep(trainer, trace, "trace")
+            _log_artifact(trainer, trace, "trace")
 
 
 @contextlib.contextmanager
@@ -403,16 +403,12 @@ def _going_on(folder: Path) -> Iterator[None]:
         rank_zero_warn(f"no report is written to {folder}, and training goes on: {error}")
 
 
-def _keep(trainer: L.Trainer, path: Path, kind: str) -> None:
+def _log_artifact(trainer: L.Trainer, path: Path, kind: str) -> None:
     """Gives a file to loggers that keep artifacts."""
     for logger in trainer.loggers:
-        keep = (
-            getattr(logger.experiment, "log_artifact", None)
-            if hasattr(logger, "log_image")
-            else None
-        )
-        if callable(keep):
-            keep(str(path), name=f"pipeline_{kind}", type=kind)
+        experiment = logger.experiment if hasattr(logger, "log_image") else None
+        if callable(log := getattr(experiment, "log_artifact", None)):
+            log(str(path), name=f"pipeline_{kind}", type=kind)
 
 
 def _pipeline(trainer: L.Trainer) -> Pipeline | None:

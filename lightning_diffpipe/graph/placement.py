@@ -38,7 +38,8 @@ _STRIDE = "_diffpipe_stride"
 def created_in(dtype: torch.dtype) -> Iterator[None]:
     """Makes tensors inside in a type at once, unless their code names another.
 
-    Converted later, they would need the memory of both types.
+    Converted later, they would need the memory of both types. The default type is that of the process: meanwhile
+    other threads make tensors in it, too.
 
     Args:
         dtype: That type.

@@ -41,13 +41,13 @@ from lightning_diffpipe.comm.waiting import ask_for_queues
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_timeout
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.signals import (
+    GRACE_S,
     report_signals,
     stop_by_signal,
     stopping_at_signals,
 )
 
 _log = logging.getLogger(__name__)
-_GRACE_S = 5.0
 
 
 class ProcessHooks(ParallelStrategy):
@@ -227,7 +227,7 @@ class ProcessHooks(ParallelStrategy):
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             if self._launcher.procs:
                 ProcessHooks._ended_by = f"{type(exception).__name__}: {exception}"
-            deadline_s = time.monotonic() + _GRACE_S
+            deadline_s = time.monotonic() + GRACE_S
             while time.monotonic() < deadline_s and any(
                 p.poll() is None for p in self._launcher.procs
             ):

@@ -29,7 +29,7 @@ from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import LostRankError
 
-_GRACE_S = 5.0  # for the word of whom a signal has reached
+GRACE_S = 5.0  # for other processes to say what has ended them, or whom a signal has reached
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def stop_by_signal() -> SIGTERMException:
 def report_signals(strategy: Any) -> None:
     """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
     # Ranks may agree to stop before the word of whom the signal reached has come.
-    deadline_s = time.monotonic() + _GRACE_S
+    deadline_s = time.monotonic() + GRACE_S
     while strategy.world_size > 1 and not liveness.signals and time.monotonic() < deadline_s:
         time.sleep(0.02)
     signals = liveness.signals or {strategy.global_rank: "training"}

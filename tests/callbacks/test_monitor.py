@@ -112,10 +112,10 @@ def test_of_a_plan_that_was_given_the_plan_alone_is_written(tmp_path):
     pipeline = SimpleNamespace(plan=plan, basis=None)
     monitor = PipelineMonitor(folder=tmp_path)
     monitor._written_to = tmp_path / "new"
-    monitor._keep_plan(SimpleNamespace(loggers=[]), pipeline)
+    monitor._write_plan(SimpleNamespace(loggers=[]), pipeline)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plan.json"]
     pipeline.basis = Basis(equal_profile(2), Cluster(1))
-    monitor._keep_plan(SimpleNamespace(loggers=[]), pipeline)
+    monitor._write_plan(SimpleNamespace(loggers=[]), pipeline)
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {"plan.json", "profile.json", "cluster.json"}
 
@@ -128,7 +128,7 @@ def test_a_trial_run_leaves_the_files_of_others_alone(trial, tmp_path):
     strategy = SimpleNamespace(broadcast=lambda value: value, pipeline=None)
     trainer = SimpleNamespace(fast_dev_run=trial, loggers=[], log_dir=None, strategy=strategy)
     monitor.on_train_start(trainer, None)
-    monitor._keep_plan(trainer, SimpleNamespace(plan=plan, basis=None))
+    monitor._write_plan(trainer, SimpleNamespace(plan=plan, basis=None))
     assert any(tmp_path.iterdir()) != trial
 
 

@@ -235,7 +235,7 @@ def lost(rank, port, path, prompts, settings, options, victim, when, how, phase,
         when: The function in which it happens; empty for the second denoising step.
         how: The signal.
         phase: What it does then.
-        told: Folder for what the others say.
+        folder: Where the others write what they see.
     """
     see = _Board._see
 
