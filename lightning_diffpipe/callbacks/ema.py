@@ -72,30 +72,19 @@ class EMA(L.Callback):
         kept = sum(p.numel() * _dtype_of_average(p).itemsize for p in trained)
         return kept / max(sum(p.numel() * p.element_size() for p in trained), 1)
 
-    def _resident(self, trainer: L.Trainer, module: nn.Module) -> dict[str, nn.Parameter]:
-        is_resident = getattr(trainer.strategy, "is_resident", None)
-        return {
-            name: parameter
-            for name, parameter in _trained(module).items()
-            if (is_resident(name) if is_resident else not is_placeholder(parameter))
-        }
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forgets the averages of an earlier run: the module may be another one, or divided otherwise."""
-        if stage == "fit":
-            self.averages, self._names, self._num_updates = {}, (), 0
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Starts from the restored averages, or from the weights themselves."""
         self._last_step = trainer.global_step
         self._num_updates = self._restored.get("num_updates", 0)
-        restored = self._restored.get("averages", {})
-        self._names = tuple(_trained(pl_module))
+        restored, trained = self._restored.get("averages", {}), _trained(pl_module)
+        self._names = tuple(trained)
+        is_resident = getattr(trainer.strategy, "is_resident", None)
         self.averages = {
             name: restored.get(name, parameter.detach()).to(
                 parameter.device, _dtype_of_average(parameter), copy=True
             )
-            for name, parameter in self._resident(trainer, pl_module).items()
+            for name, parameter in trained.items()
+            if (is_resident(name) if is_resident else not is_placeholder(parameter))
         }
         self._restored = {}
 

@@ -173,7 +173,7 @@ def _require_checkpoint(config: DictConfig) -> None:
     Raises:
         CheckpointError: The file is missing or cannot be read, or a run would begin anew beside another's.
     """
-    from lightning_diffpipe.checkpoint_files import look_at
+    from lightning_diffpipe.checkpoint_files import look_at, newest
 
     path = config.ckpt_path
     if path == "":
@@ -183,23 +183,17 @@ def _require_checkpoint(config: DictConfig) -> None:
     if path == "last":
         _require_last_checkpoints(config)
     elif path is None:
-        _refuse_to_begin_beside_another_run(config)
+        try:
+            found = newest(f for each in _checkpoint_folders(config) for f in each.glob("*.ckpt"))
+        except CheckpointError:
+            return  # nothing there that anybody could lose
+        if found.path is not None and not config.trainer.get("fast_dev_run"):
+            raise CheckpointError(
+                f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
+                "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
+            )
     elif path not in ("best", "hpc") and not str(path).startswith("registry"):
         look_at(path)
-
-
-def _refuse_to_begin_beside_another_run(config: DictConfig) -> None:
-    from lightning_diffpipe.checkpoint_files import newest
-
-    try:
-        found = newest(f for folder in _checkpoint_folders(config) for f in folder.glob("*.ckpt"))
-    except CheckpointError:
-        return  # nothing there that anybody could lose
-    if found.path is not None and not config.trainer.get("fast_dev_run"):
-        raise CheckpointError(
-            f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
-            "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
-        )
 
 
 def _checkpoint_folders(config: DictConfig) -> list[Path]:

@@ -331,21 +331,19 @@ def _may_hold(value: list[Any] | dict[str, Any], hint: Any) -> bool:
 def _words(hint: Any) -> str:
     """What an annotation asks for, in words; of several, those that can be written in a config."""
     parts = [part for part in _parts(hint) if part is not int or float not in _parts(hint)]
-    words = [w for part in parts for w in _words_of(part)]
+    words: list[str] = []
+    for part in parts:
+        kind = _kind(part)
+        if kind is Literal:
+            words += [repr(choice) for choice in typing.get_args(part)]
+        elif kind in _LISTS:
+            inner = {_words(each) for each in typing.get_args(part) if each is not ...}
+            plural = [f"a list of {_PLURAL[word]}" for word in inner if word in _PLURAL]
+            words += plural or ["a list"]
+        elif kind in _WORDS:
+            words += ["true", "false"] if kind is bool else [_WORDS[kind]]
     *others, last = dict.fromkeys(words) or [str(hint)]
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _words_of(hint: Any) -> list[str]:
-    if typing.get_origin(hint) is Literal:
-        return [repr(choice) for choice in typing.get_args(hint)]
-    kind = _kind(hint)
-    if kind in _LISTS:
-        inner = {_words(part) for part in typing.get_args(hint) if part is not ...}
-        return [f"a list of {_PLURAL[word]}" for word in inner if word in _PLURAL] or ["a list"]
-    if kind is bool:
-        return ["true", "false"]
-    return [_WORDS[kind]] if kind in _WORDS else []
 
 
 def _written(value: Any) -> str:

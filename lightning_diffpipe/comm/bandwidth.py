@@ -247,17 +247,17 @@ class _LinkBench:
         self, run: Callable[[_Load], None], make: Callable[[int], _Load], budget_s: float
     ) -> list[tuple[int, float]]:
         each_s = budget_s / len(self._sizes)
-        return [(size, self._median_s(partial(run, make(size)), each_s)) for size in self._sizes]
-
-    def _median_s(self, run: Callable[[], None], budget_s: float) -> float:
-        self._timed_s(run)  # warm-up: connections are made
-        first_s = self._timed_s(run)
-        repeats = torch.tensor(
-            [min(max(int(budget_s / max(first_s, 1e-6)), _MIN_REPEATS), _MAX_REPEATS)],
-            device=self._device,
-        )
-        dist.broadcast(repeats, src=self._ranks[0], group=self._group)
-        return statistics.median(self._timed_s(run) for _ in range(int(repeats)))
+        medians_s = []
+        for size in self._sizes:
+            timed_s = partial(self._timed_s, partial(run, make(size)))
+            timed_s()  # warm-up: connections are made
+            wanted = int(each_s / max(timed_s(), 1e-6))
+            repeats = torch.tensor(
+                [min(max(wanted, _MIN_REPEATS), _MAX_REPEATS)], device=self._device
+            )
+            dist.broadcast(repeats, src=self._ranks[0], group=self._group)
+            medians_s.append((size, statistics.median(timed_s() for _ in range(int(repeats)))))
+        return medians_s
 
     def _timed_s(self, run: Callable[[], None]) -> float:
         dist.barrier(self._group)

@@ -56,7 +56,12 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
         ConfigurationError: The picture has values of 32 bits, of which nobody knows where white is.
     """
     # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
-    picture = _middle(ImageOps.exif_transpose(picture))
+    picture = ImageOps.exif_transpose(picture)
+    most = _LONGEST * min(picture.size)
+    if max(picture.size) > most:  # a line of 60000 pixels would take 20 s to scale
+        width, height = (min(side, most) for side in picture.size)
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        picture = picture.crop((left, top, left + width, top + height))
     (width, height), (left, top) = _scaled_and_cropped(picture.size, resolution)
     resized = _in_8_bits(picture).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     square = resized.crop((left, top, left + resolution, top + resolution))
@@ -92,16 +97,6 @@ def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
         "original_size": torch.tensor([upright.height, upright.width]),
         "crops_coords_top_left": torch.tensor([top, left]),
     }
-
-
-def _middle(picture: Image.Image) -> Image.Image:
-    """Cuts a very long or high picture to its middle: a line of 60000 pixels would take 20 s to scale."""
-    most = _LONGEST * min(picture.size)
-    if max(picture.size) <= most:
-        return picture
-    width, height = (min(side, most) for side in picture.size)
-    left, top = (picture.width - width) // 2, (picture.height - height) // 2
-    return picture.crop((left, top, left + width, top + height))
 
 
 def _in_8_bits(picture: Image.Image) -> Image.Image:

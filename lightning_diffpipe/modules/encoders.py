@@ -260,19 +260,17 @@ class TextAlignment(PartsModule):
         if local_heads:
             look_at_neighbours(text_encoder)
 
-    def _text_features(self, captions: list[str]) -> Tensor:
-        tokens = tokenize(self.tokenizer, captions, self.device)
-        bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
-        states = self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
-        logits = (states @ self.query).float() + (tokens.attention_mask - 1) * 1e4
-        pooled = (states * logits.softmax(dim=1)[..., None]).sum(dim=1)
-        return F.normalize(self.projection(pooled).float(), dim=-1)
-
     def _similarities(self, batch: Batch) -> Tensor:
         """Returns scaled cosines, `(B captions, B pictures)`."""
         grey = (batch["image"].mean(dim=1, keepdim=True) + 1) / 2
         pictures = F.normalize(self.pictures(grey).float(), dim=-1)
-        return self._text_features(batch["caption"]) @ pictures.T * self.log_scale.exp()
+        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
+        bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
+        states = self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
+        logits = (states @ self.query).float() + (tokens.attention_mask - 1) * 1e4
+        pooled = (states * logits.softmax(dim=1)[..., None]).sum(dim=1)
+        captions = F.normalize(self.projection(pooled).float(), dim=-1)
+        return captions @ pictures.T * self.log_scale.exp()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the symmetric contrastive loss of the pairs of one batch."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
-from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
@@ -74,10 +73,8 @@ class Optimization:
         if not trained:
             raise ConfigurationError(f"{type(module).__name__} has no trainable parameter")
         num_steps = module.trainer.estimated_stepping_batches
-        # Lightning gives max_steps for loaders without a length, and that is -1 for "no limit".
-        return self._build(trained, num_steps if num_steps >= 0 else math.inf)
-
-    def _build(self, trained: Iterable[nn.Parameter], num_steps: float) -> dict[str, Any]:
+        if num_steps < 0:  # Lightning's max_steps for "no limit", with loaders without a length
+            num_steps = math.inf
         optimizer = torch.optim.AdamW(
             trained, lr=self.lr, betas=tuple(self.betas), weight_decay=self.weight_decay
         )

@@ -149,15 +149,6 @@ def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
     return str((Path(path) / other).resolve())
 
 
-def _without_foreign_parts(index: dict[str, Any], own: Sequence[str]) -> dict[str, Any]:
-    """Marks parts that are not read, such as a safety checker, as absent, the way diffusers does."""
-    return {
-        key: [None, None] if isinstance(value, (list, tuple)) else value
-        for key, value in index.items()
-        if key not in own and key != _OTHER_PARTS
-    }
-
-
 def _index_entry(part: Any) -> list[str]:
     return [type(part).__module__.partition(".")[0], type(part).__name__]
 
@@ -196,22 +187,18 @@ def _text_files(part: Any) -> dict[str, str]:
         return {path.name: path.read_text() for path in Path(folder).iterdir() if path.is_file()}
 
 
-def _from_text_files(entry: list[str], files: dict[str, str]) -> Any:
-    """Builds a part from `_text_files`, with weights that still have to be loaded."""
-    cls = _class_of(*entry)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            (Path(folder) / name).write_text(text)
-        if not issubclass(cls, nn.Module):
-            return cls.from_pretrained(folder)
-        if hasattr(cls, "load_config"):
-            return cls.from_config(cls.load_config(folder))
-        return cls(cls.config_class.from_pretrained(folder))
-
-
 def _from_stored(stored: Mapping[str, Any]) -> Any:
     """Builds a part of a checkpoint, with adapters, and weights that still have to be loaded."""
-    part = _from_text_files(stored["class"], stored["files"])
+    cls = _class_of(*stored["class"])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in stored["files"].items():
+            (Path(folder) / name).write_text(text)
+        if not issubclass(cls, nn.Module):
+            part = cls.from_pretrained(folder)
+        elif hasattr(cls, "load_config"):
+            part = cls.from_config(cls.load_config(folder))
+        else:
+            part = cls(cls.config_class.from_pretrained(folder))
     add_adapters(part, stored.get("adapters", {}))
     return part
 
@@ -313,7 +300,11 @@ class PartsModule(L.LightningModule):
         cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
         parts = {name: load_part(*entry) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
-        module.pipeline_index = _without_foreign_parts(index, cls.part_names)
+        module.pipeline_index = {  # parts that are not read, such as a safety checker, are absent
+            key: [None, None] if isinstance(value, (list, tuple)) else value
+            for key, value in index.items()
+            if key not in cls.part_names and key != _OTHER_PARTS
+        }
         return module
 
     @classmethod

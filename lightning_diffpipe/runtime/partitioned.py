@@ -230,11 +230,8 @@ class PartitionedStepCache:
     def _within(self, graph: LayerGraph, calls: PlacedCalls) -> PartitionedStep:
         """Returns a graph, cut for the stages of placed calls."""
         key = graph.signature, graph.layer_names, calls
-        if key not in self._cut_steps:
-            self._cut_steps[key] = self._partition(graph, calls)
-        return self._cut_steps[key]
-
-    def _partition(self, graph: LayerGraph, calls: PlacedCalls) -> PartitionedStep:
+        if key in self._cut_steps:
+            return self._cut_steps[key]
         pieces = self._cut(graph, calls)
         if pieces is None:
             raise self._does_not_fit(graph)
@@ -243,16 +240,14 @@ class PartitionedStepCache:
             stage: StageView(root, graph, pieces.stages[stage], interception, memory)
             for stage in calls.placement.stages_of(self._local_rank)
         }
-        frozen = (
-            FrozenView(root, graph, pieces.frozen, interception, memory)
-            if pieces.frozen.layers
-            else None
-        )
-        end = None
+        frozen = end = None
+        if pieces.frozen.layers:
+            frozen = FrozenView(root, graph, pieces.frozen, interception, memory)
         if len(calls.placement.first_stages) > 1 and pieces.num_stages - 1 in views:
             end = StageView(root, graph, tail(graph), interception, memory)
         partitioned = PartitionedStep(graph, pieces, views, frozen, calls.placement, end)
         partitioned.remember(self._memo)
+        self._cut_steps[key] = partitioned
         return partitioned
 
     def _calls_of(self, graph: LayerGraph) -> PlacedCalls:

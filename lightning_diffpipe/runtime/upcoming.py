@@ -374,7 +374,12 @@ class GroupShares:
 
     def _counts_of_period(self, num_groups: int) -> tuple[int, ...]:
         total = num_groups * self._period
-        return _rounded([weight * total / sum(self._weights) for weight in self._weights])
+        exact = [weight * total / sum(self._weights) for weight in self._weights]
+        whole = [int(share + 1e-9) for share in exact]
+        by_rest = sorted(range(len(exact)), key=lambda rank: (whole[rank] - exact[rank], rank))
+        for rank in by_rest[: round(sum(exact)) - sum(whole)]:  # the largest rests are rounded up
+            whole[rank] += 1
+        return tuple(whole)
 
     def observe(
         self, step_s: float, busy_s: float, encode_s: float, num_groups: int, total_groups: int
@@ -438,12 +443,3 @@ def _spread(counts: tuple[int, ...], period: int) -> tuple[tuple[int, ...], ...]
     for batch, rank in zip(itertools.cycle(order), rests, strict=False):
         batches[batch][rank] += 1
     return tuple(map(tuple, batches))
-
-
-def _rounded(exact: Sequence[float]) -> tuple[int, ...]:
-    """Returns whole numbers with the same sum; the largest rests are rounded up."""
-    whole = [int(share + 1e-9) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda rank: (whole[rank] - exact[rank], rank))
-    for rank in by_rest[: round(sum(exact)) - sum(whole)]:
-        whole[rank] += 1
-    return tuple(whole)

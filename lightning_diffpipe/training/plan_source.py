@@ -324,13 +324,27 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
 
 
 def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> ModelProfile:
+    """Estimates, reads or measures a profile of the module.
+
+    Raises:
+        ConfigurationError: The one that is given is of other layers; names the first difference.
+    """
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
     profile = _given_profile(source)
     if profile is None:
         agreed, pool = partial(agree, group=world), partial(pool_times, group=world)
         return cached_profile(subject, agree=agreed, pool=pool)
-    _require_layers(profile, subject)
+    names, own = _layers_of(profile), subject.graph.path_names
+    if names != own:
+        pairs = enumerate(zip(names, own, strict=False))
+        odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
+        differ = next(odd, f"from layer {min(len(names), len(own))} on")
+        raise ConfigurationError(
+            f"the profile {profile.name!r} has {len(names)} layers, but the trained part of "
+            f"{type(subject.module).__name__} has {len(own)}, and they differ: {differ}. Profile this module "
+            "(diffpipe profile), or leave strategy.profile out"
+        )
     return profile
 
 
@@ -351,25 +365,6 @@ def _given_profile(source: Any) -> ModelProfile | None:
             f"profile={source!r} is neither 'measure', 'flops' nor a file that exists"
         )
     return ModelProfile.from_json(path.read_text(errors="replace"), str(path))
-
-
-def _require_layers(profile: ModelProfile, subject: Subject) -> None:
-    """Refuses a profile of other layers before anything is planned from it.
-
-    Raises:
-        ConfigurationError: It is one; names the first difference.
-    """
-    names, own = _layers_of(profile), subject.graph.path_names
-    if names == own:
-        return
-    pairs = enumerate(zip(names, own, strict=False))
-    odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
-    differ = next(odd, f"from layer {min(len(names), len(own))} on")
-    raise ConfigurationError(
-        f"the profile {profile.name!r} has {len(names)} layers, but the trained part of "
-        f"{type(subject.module).__name__} has {len(own)}, and they differ: {differ}. Profile this module "
-        "(diffpipe profile), or leave strategy.profile out"
-    )
 
 
 def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
