@@ -207,16 +207,15 @@ def _report_modelled(name: str, place: Place, counts: tuple[int, ...], report: R
 
 def _shares(profile: ModelProfile, counts: tuple[int, ...]) -> dict[int, dict[str, Any]]:
     """By the numbers of samples that were timed: seconds of encoders and of the trained path, and their ratio."""
-    path = [layer for backbone in profile.backbones for layer in backbone.layers]
-    timed = {count for count, _ in path[0].forward_s.points}
+    timed = {count for count, _ in profile.layers[0].forward_s.points}
     rows = {}
     for count in timed.intersection(counts):
         encoders = {
             encoder.name: sum(layer.forward_s.at(count) for layer in encoder.layers)
             for encoder in profile.encoders
         }
-        forward_s = sum(layer.forward_s.at(count) for layer in path)
-        backward_s = sum(layer.backward_s.at(count) for layer in path)
+        forward_s = sum(layer.forward_s.at(count) for layer in profile.layers)
+        backward_s = sum(layer.backward_s.at(count) for layer in profile.layers)
         share = sum(encoders.values()) / (forward_s + backward_s)
         times = {"forward_s": forward_s, "backward_s": backward_s, "encoders_s": encoders}
         rows[count] = {"frozen_share": share, **times}

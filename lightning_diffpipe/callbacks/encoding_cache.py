@@ -36,6 +36,7 @@ from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.memo import Entry, LayerMemo, repeatable, why_not_remembered
+from lightning_diffpipe.graph.versions import bytes_of
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.text import percent, size
@@ -257,10 +258,7 @@ class EncodingStore:
 
 
 def _format(key: str, entry: Entry) -> bytes:
-    payload = b"".join(
-        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        for tensor in entry.tensors
-    )
+    payload = b"".join(map(bytes_of, entry.tensors))
     header = {
         "format": _FORMAT,
         "key": key,

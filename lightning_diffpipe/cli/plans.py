@@ -60,14 +60,12 @@ def profile(config: DictConfig) -> Any:
         progress=config.progress,
     )
     _write(config.output, result.to_json())
-    layers = [layer for backbone in result.backbones for layer in backbone.layers]
-    encoders = result.encoders
-    frozen = sum(len(encoder.layers) for encoder in encoders)
+    layers, frozen = result.layers, result.frozen_layers
     for samples, _ in layers[0].forward_s.points:
-        path_s = sum(x.forward_s.at(samples) + x.backward_s.at(samples) for x in layers)
-        frozen_s = sum(x.forward_s.at(samples) for encoder in encoders for x in encoder.layers)
+        path_s = result.trained_s(samples)
+        frozen_s = sum(layer.forward_s.at(samples) for layer in frozen)
         print(f"{samples:5d} samples: path {1e3 * path_s:.1f} ms, frozen {1e3 * frozen_s:.1f} ms")
-    print(f"{config.output}  {len(layers)} layers of the path, {frozen} frozen layers")
+    print(f"{config.output}  {len(layers)} layers of the path, {len(frozen)} frozen layers")
     return result
 
 

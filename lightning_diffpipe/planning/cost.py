@@ -208,7 +208,7 @@ class CostModel:
     @_remembered
     def frozen_bytes(self) -> int:
         """Bytes of all frozen encoders; every rank holds them all, since any may encode."""
-        return sum(layer.parameter_bytes for e in self.profile.encoders for layer in e.layers)
+        return sum(layer.parameter_bytes for layer in self.profile.frozen_layers)
 
     @property
     @_remembered
@@ -240,8 +240,7 @@ class CostModel:
     @_remembered
     def group_size(self, sizes: tuple[int, ...], num_ranks: int) -> int:
         """Samples on which frozen layers run at a time: the cheapest, where the profile tells."""
-        layers = [layer for encoder in self.profile.encoders for layer in encoder.layers]
-        if any(len(layer.forward_s.points) > 1 for layer in layers):  # measured
+        if any(len(layer.forward_s.points) > 1 for layer in self.profile.frozen_layers):  # measured
             return cheapest_group_size(self.encode_s, sizes, num_ranks)
         return group_size_of(sizes, num_ranks)
 
@@ -255,7 +254,7 @@ class CostModel:
     @_remembered
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
         """All frozen encoders for that many samples, on one rank, a group at a time."""
-        layers = (layer for encoder in self.profile.encoders for layer in encoder.layers)
+        layers = self.profile.frozen_layers
         return sum(grouped_s(layer.forward_s.at, samples, group_size) for layer in layers)
 
     def resident_bytes(self, run: LayerRun) -> float:

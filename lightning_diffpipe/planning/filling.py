@@ -409,9 +409,19 @@ def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[in
         if count == len(ranked) or level + ranked[count] <= 0:
             break
     exact = [max(idle + level, 0.0) / group_s if group_s else 0.0 for idle in idle_s]
+    return largest_remainders(exact, num_groups)
+
+
+def largest_remainders(exact: Sequence[float], total: int) -> tuple[int, ...]:
+    """Whole numbers near these that add up to a total: those with the largest remainders are rounded up.
+
+    Example:
+        >>> largest_remainders([2.5, 0.75, 0.75], 4)
+        (2, 1, 1)
+    """
     whole = [int(n + 1e-9) for n in exact]
-    by_rest = sorted(range(len(exact)), key=lambda r: (whole[r] - exact[r], r))
-    for position in range(num_groups - sum(whole)):
+    by_rest = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
+    for position in range(total - sum(whole)):
         whole[by_rest[position % len(whole)]] += 1
     return tuple(whole)
 

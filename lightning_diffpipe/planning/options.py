@@ -144,15 +144,6 @@ class PlanOptions:
             choice = "a whole number >= 1 or 'auto'" if auto else "a whole number >= 1"
             raise ConfigurationError(f"{name} must be {choice}; got {value!r}")
 
-    @property
-    def ranks_of_pipeline(self) -> int | None:
-        """Ranks of a pipeline, where the replicas fix them."""
-        if isinstance(self.num_replicas, tuple):
-            return sum(self.num_replicas)
-        if self.num_replicas != "auto" and self.num_stages != "auto":
-            return self.num_replicas * self.num_stages
-        return None
-
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:
         """From plain values; lists become tuples.
@@ -169,3 +160,19 @@ class PlanOptions:
     def to_dict(self) -> dict[str, object]:
         """Plain values, ready for JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def ranks_of_pipeline(
+    num_stages: int | Auto, num_replicas: int | tuple[int, ...] | Auto
+) -> int | None:
+    """Ranks of a pipeline, where options fix them.
+
+    Example:
+        >>> ranks_of_pipeline("auto", (2, 1)), ranks_of_pipeline(2, 2), ranks_of_pipeline(2, "auto")
+        (3, 4, None)
+    """
+    if isinstance(num_replicas, tuple):
+        return sum(num_replicas)
+    if num_replicas != "auto" and num_stages != "auto":
+        return num_replicas * num_stages
+    return None

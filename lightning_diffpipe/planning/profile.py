@@ -403,14 +403,24 @@ class ModelProfile:
             raise ProfileError(f"encoders need each other in a circle: {sorted(known - finished)}")
 
     @property
+    def layers(self) -> tuple[LayerProfile, ...]:
+        """Layers of all backbones, one backbone after the other."""
+        return tuple([layer for backbone in self.backbones for layer in backbone.layers])
+
+    @property
+    def frozen_layers(self) -> tuple[EncoderLayerProfile, ...]:
+        """Layers of all encoders."""
+        return tuple([layer for encoder in self.encoders for layer in encoder.layers])
+
+    @property
     def whole_encoders(self) -> tuple[str, ...]:
         """Encoders that must run on whole microbatches, as far as is known."""
         return tuple(e.name for e in self.encoders if e.splittable is False)
 
     def trained_s(self, samples: float) -> float:
         """Seconds of one forward and backward of all backbones on one rank."""
-        layers = (layer for backbone in self.backbones for layer in backbone.layers)
-        return sum(layer.forward_s.at(samples) + layer.backward_s.at(samples) for layer in layers)
+        times_s = (x.forward_s.at(samples) + x.backward_s.at(samples) for x in self.layers)
+        return sum(times_s)
 
     def to_json(self) -> str:
         """Writes `diffpipe-profile/1`, one layer a line."""

@@ -10,7 +10,11 @@ from math import comb, isqrt, prod
 from lightning_diffpipe.errors import ConfigurationError, PartitionError
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.filling import split_evenly
-from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
+from lightning_diffpipe.planning.options import (
+    PARTITIONS_WITH_REPLICAS,
+    PlanOptions,
+    ranks_of_pipeline,
+)
 from lightning_diffpipe.planning.partition import (
     Cut,
     chain_cuts,
@@ -200,7 +204,7 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
             "pipeline's batch; use fewer microbatches, fewer pipelines or a larger batch"
         )
     possible = enough
-    fixed = options.ranks_of_pipeline
+    fixed = ranks_of_pipeline(options.num_stages, options.num_replicas)
     if fixed is not None:
         if num_ranks % fixed or num_ranks // fixed not in possible:
             raise ConfigurationError(

@@ -130,16 +130,15 @@ def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
 
 def _step_s(profile: ModelProfile, samples: int) -> float:
     """Returns seconds of a step on one rank, frozen layers included."""
-    frozen = (layer for encoder in profile.encoders for layer in encoder.layers)
-    return profile.trained_s(samples) + sum(layer.forward_s.at(samples) for layer in frozen)
+    frozen_s = sum(layer.forward_s.at(samples) for layer in profile.frozen_layers)
+    return profile.trained_s(samples) + frozen_s
 
 
 def _activation_bytes(profile: ModelProfile, samples: int) -> float:
     """Returns what the trained layers keep of a microbatch for their backwards."""
-    layers = [layer for backbone in profile.backbones for layer in backbone.layers]
     return sum(
         layer.activation_bytes_per_sample * samples + layer.activation_bytes_per_microbatch
-        for layer in layers
+        for layer in profile.layers
     )
 
 
@@ -198,8 +197,7 @@ def read_cached(path: Path, graph: LayerGraph) -> ModelProfile | None:
         return None
     try:
         profile = ModelProfile.from_json(path.read_text(), str(path))
-        stored = [layer.name for backbone in profile.backbones for layer in backbone.layers]
-        if tuple(stored) != graph.path_names:
+        if tuple(layer.name for layer in profile.layers) != graph.path_names:
             raise ProfileError(f"it describes another model ({profile.name})")
     except (ProfileError, OSError, UnicodeDecodeError) as error:
         warnings.warn(

@@ -43,6 +43,7 @@ from lightning_diffpipe.planning.filling import (
     encode_parts,
     group_size_of,
     num_groups_of,
+    split_evenly,
 )
 from lightning_diffpipe.planning.instruction import Program, ShareResults
 from lightning_diffpipe.planning.lowering import lower, num_posted_ahead, prefix_frozen
@@ -89,9 +90,7 @@ def microbatch_sizes(num_samples: int, num_microbatches: int) -> tuple[int, ...]
         >>> microbatch_sizes(10, 4), microbatch_sizes(2, 4)
         ((3, 3, 2, 2), (1, 1))
     """
-    count = max(1, min(num_samples, num_microbatches))
-    small, larger = divmod(num_samples, count)
-    return (small + 1,) * larger + (small,) * (count - larger)
+    return split_evenly(num_samples, max(1, min(num_samples, num_microbatches)))
 
 
 def split(

@@ -58,6 +58,7 @@ from lightning_diffpipe.planning.filling import (
     SHARES_PERIOD,
     all_done_s,
     even_shares,
+    largest_remainders,
 )
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.bubbles import Filler, FillingMode, FillingTimes
@@ -375,11 +376,7 @@ class GroupShares:
     def _counts_of_period(self, num_groups: int) -> tuple[int, ...]:
         total = num_groups * self._period
         exact = [weight * total / sum(self._weights) for weight in self._weights]
-        whole = [int(share + 1e-9) for share in exact]
-        by_rest = sorted(range(len(exact)), key=lambda rank: (whole[rank] - exact[rank], rank))
-        for rank in by_rest[: round(sum(exact)) - sum(whole)]:  # the largest rests are rounded up
-            whole[rank] += 1
-        return tuple(whole)
+        return largest_remainders(exact, total)
 
     def observe(
         self, step_s: float, busy_s: float, encode_s: float, num_groups: int, total_groups: int

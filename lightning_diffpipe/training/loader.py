@@ -56,6 +56,7 @@ from torch.utils.data import (
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
+from lightning_diffpipe.graph.versions import bytes_of
 from lightning_diffpipe.runtime.upcoming import plain_bytes
 from lightning_diffpipe.training.pipeline import Pipeline
 
@@ -488,10 +489,7 @@ def checksum(batch: Any) -> int:
     """Returns a number that differs for batches that differ in any value; of objects, in type or size."""
     total = 0
     for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            value = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        else:
-            value = plain_bytes(leaf)
+        value = bytes_of(leaf) if isinstance(leaf, Tensor) else plain_bytes(leaf)
         total = zlib.crc32(value, total)
     return total
 

@@ -32,7 +32,7 @@ from lightning_diffpipe.errors import (
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.planning.cluster import Cluster
-from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.options import PlanOptions, ranks_of_pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
 from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile, joined, separated
 from lightning_diffpipe.planning.schedules import SCHEDULES
@@ -130,12 +130,8 @@ class PipelineOptions:
         """
         if self.data_parallel != "auto":
             return int(self.data_parallel)
-        stages, replicas = self.num_stages, _as_tuple(self.num_replicas)
-        if isinstance(replicas, tuple):
-            return max(world_size // sum(replicas), 1)
-        if stages == "auto" or replicas == "auto":
-            return 1
-        return max(world_size // (stages * replicas), 1)
+        ranks = ranks_of_pipeline(self.num_stages, _as_tuple(self.num_replicas))
+        return 1 if ranks is None else max(world_size // ranks, 1)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -335,7 +331,7 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
     if profile is None:
         agreed, pool = partial(agree, group=world), partial(pool_times, group=world)
         return cached_profile(subject, agree=agreed, pool=pool)
-    names, own = _layers_of(profile), subject.graph.path_names
+    names, own = tuple(layer.name for layer in profile.layers), subject.graph.path_names
     if names != own:
         pairs = enumerate(zip(names, own, strict=False))
         odd = (f"layer {i} is {a} there and {b} here" for i, (a, b) in pairs if a != b)
@@ -400,11 +396,7 @@ def planned_layers(options: PipelineOptions) -> tuple[str, ...]:
         profile = _given_profile(options.profile)
     except (DiffPipeError, OSError, TypeError):
         return ()
-    return () if profile is None else _layers_of(profile)
-
-
-def _layers_of(profile: ModelProfile) -> tuple[str, ...]:
-    return tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
+    return () if profile is None else tuple(layer.name for layer in profile.layers)
 
 
 def pool_times(rounds: Rounds, group: ProcessGroup | None) -> Rounds:

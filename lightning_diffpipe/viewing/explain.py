@@ -158,7 +158,7 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
         PlanError: The profile is of another model, or divides this one into other layers.
     """
     profile = joined(profile, apart=plan.num_backbones > 1)
-    names = tuple(layer.name for backbone in profile.backbones for layer in backbone.layers)
+    names = [layer.name for layer in profile.layers]
     remedy = "use the profile that the plan was made from, or one of the same layers"
     if plan.num_layers != len(names):
         raise PlanError(
