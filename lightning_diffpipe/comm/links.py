@@ -40,7 +40,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.mesh import connected_group, open_edge
-from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.comm.packing import TensorShape, as_bytes
 from lightning_diffpipe.comm.waiting import SideStreams, no_message
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
 
@@ -366,7 +366,7 @@ class ProcessLinks:
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Starts sending; the buffer lives until it has left."""
         self.is_under_way = True
-        buffer = _as_bytes(tensor.cpu() if self._by_host else tensor)
+        buffer = as_bytes(tensor.cpu() if self._by_host else tensor)
         try:
             work = dist.isend(
                 buffer,
@@ -392,7 +392,7 @@ class ProcessLinks:
         if not outgoing and not shapes:
             return {}
         self.is_under_way = True
-        buffers = {to: _as_bytes(tensor) for to, tensor in outgoing.items()}
+        buffers = {to: as_bytes(tensor) for to, tensor in outgoing.items()}
         incoming = {peer: self._expected(shape, peer, kind) for peer, shape in shapes.items()}
         group, ranks = self._together, self.ranks
         operations = [
@@ -547,10 +547,6 @@ class _FromProcess:
             self.links._await(work, self.kind, self.source)
         self.links.traffic.bytes_received[self.kind] += self.shape.nbytes
         return self.buffer.view(self.shape.dtype).view(self.shape.shape).to(self.links.device)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 Outcome = tuple[Any, Exception | None]

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import broadcast_object, connected_group, gathered_objects
+from lightning_diffpipe.comm.packing import as_bytes
 from lightning_diffpipe.comm.waiting import Pending
 from lightning_diffpipe.errors import (
     ConfigurationError,
@@ -272,7 +273,7 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
         for tensor, differing in zip(tensors, differs.tolist(), strict=True):
             if differing:
                 value = tensor.detach().cpu().contiguous()
-                dist.broadcast(value.reshape(-1).view(torch.uint8), src=0, group=group)
+                dist.broadcast(as_bytes(value), src=0, group=group)
                 tensor.copy_(value)
 
 

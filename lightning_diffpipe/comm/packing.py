@@ -121,7 +121,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     places = message.split([shape.nbytes for shape in shapes])
     for place, x in zip(places, tensors, strict=True):
         if place.storage_offset() % x.element_size():
-            place.copy_(x.contiguous().view(-1).view(torch.uint8))
+            place.copy_(as_bytes(x))
         else:
             place.view(x.dtype).view(x.shape).copy_(x)
     return message
@@ -146,6 +146,11 @@ def look_into(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
 
 def _pieces(message: Tensor, shapes: Sequence[TensorShape]) -> Iterable[tuple[Tensor, TensorShape]]:
     return zip(message.split([shape.nbytes for shape in shapes]), shapes, strict=True)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a tensor, or of a copy in one piece: gloo does not know every dtype."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def as_received(x: Tensor) -> Tensor:

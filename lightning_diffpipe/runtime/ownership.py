@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.packing import as_bytes
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
@@ -145,7 +146,7 @@ def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -
     for name, tensor in tensors.items():
         owner = owners.get(name, 0)
         if mesh.local_rank == owner and owner != 0:
-            mesh.send_to_first(_as_bytes(_on_host(tensor)))
+            mesh.send_to_first(as_bytes(_on_host(tensor)))
         elif mesh.local_rank == 0:
             gathered[name] = _received(tensor, owner, mesh) if owner else _on_host(tensor)
     return gathered
@@ -211,7 +212,7 @@ def spread(
         tensor = tensors[name]
         own = mesh.local_rank == owner
         value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
-        mesh.broadcast(_as_bytes(value), owner)
+        mesh.broadcast(as_bytes(value), owner)
         whole[name] = value
     return whole
 
@@ -295,7 +296,7 @@ def collect_optimizer_state(
     outlines = mesh.on_first(pytree.tree_map_only(Tensor, _outline, own))
     if mesh.local_rank != 0:
         for value in filter(_is_plain, pytree.tree_leaves(own)):
-            mesh.send_to_first(_as_bytes(_on_host(value)))
+            mesh.send_to_first(as_bytes(_on_host(value)))
         return {}
     whole: dict[int, dict[str, Any]] = pytree.tree_map(_on_host, own)
     for owner, outline in enumerate(outlines[1:], start=1):
@@ -318,7 +319,7 @@ def _is_plain(value: Any) -> bool:
 
 def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype)
-    mesh.receive_from(_as_bytes(value), owner)
+    mesh.receive_from(as_bytes(value), owner)
     return value
 
 
@@ -327,8 +328,3 @@ def _on_host(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", copy=False).contiguous()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor; gloo does not know every dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
