@@ -9,6 +9,7 @@ begins (`"crops_coords_top_left"`), `(2,)` each.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Literal, NotRequired, TypedDict
 
@@ -64,6 +65,12 @@ def collate(samples: list[Sample]) -> Batch:
         if name != "caption":
             batch[name] = torch.stack([sample[name] for sample in samples])
     return batch
+
+
+def share_of(name: str) -> float:
+    """Returns a number in [0, 1) that depends on a name alone, by which samples are held back."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:

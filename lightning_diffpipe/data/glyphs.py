@@ -15,7 +15,6 @@ machines, resolutions and alphabets, and independent of the order of the files.
 
 from __future__ import annotations
 
-import hashlib
 import unicodedata
 from collections.abc import Sequence
 from functools import cache
@@ -30,7 +29,12 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, require_made
+from lightning_diffpipe.data.captioned import (
+    CaptionedDataModule,
+    Sample,
+    require_made,
+    share_of,
+)
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Split = Literal["train", "validation", "all"]
@@ -69,8 +73,7 @@ class Glyph(NamedTuple):
     @property
     def share(self) -> float:
         """A number in [0, 1) that depends on the caption alone."""
-        digest = hashlib.sha256(self.caption.encode()).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
+        return share_of(self.caption)
 
 
 def _folder_of_fonts() -> Path:

@@ -17,7 +17,6 @@ Where `num_frames` are asked for, files are videos that PyAV decodes (mp4, webm,
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import re
@@ -35,7 +34,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample
+from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 _LONGEST = 8
@@ -454,9 +453,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         if h.num_frames is not None:
             _require_decoder(entries)
         for entry in entries:
-            digest = hashlib.sha256(entry.path.name.encode()).digest()
-            share = int.from_bytes(digest[:8], "big") / 2**64
-            split[share < h.validation_share].append(entry)
+            split[share_of(entry.path.name) < h.validation_share].append(entry)
         if stage == "fit" and not split[False]:
             raise ConfigurationError(
                 f"all {len(split[True])} pictures of {h.folder} are held back, and none is left to train on: add "

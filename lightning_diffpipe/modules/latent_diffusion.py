@@ -401,25 +401,9 @@ class LatentDiffusion(PartsModule):
         **conditions: Tensor,
     ) -> Tensor:
         """Samples in evaluation mode."""
-        size = self.require_size(*pixels)
-        with self.evaluating():
-            return self._sample(
-                prompts, num_inference_steps, guidance_scale, generator, size, **conditions
-            )
-
-    def _sample(
-        self,
-        prompts: Sequence[str],
-        num_inference_steps: int,
-        guidance_scale: float,
-        generator: torch.Generator | None,
-        size: tuple[int, int],
-        **conditions: Tensor,
-    ) -> Tensor:
-        guided = guidance_scale != 1
+        guided, size = guidance_scale != 1, self.require_size(*pixels)
         conditions = {n: torch.cat([c, c]) if guided else c for n, c in conditions.items()}
         tokens = tokenize(self.tokenizer, [""] * len(prompts) * guided + list(prompts), self.device)
-        states = self.encode_text(tokens)
         estimate: dict[str, Tensor] = {}
 
         def predict(noisy: Tensor, timesteps: Tensor) -> Tensor:
@@ -431,9 +415,11 @@ class LatentDiffusion(PartsModule):
             return prediction
 
         shape = len(prompts), self.vae.config.latent_channels, *size
-        start = start_noise(shape, generator, self.device)
         settings = num_inference_steps, guidance_scale, generator
-        return self.decode_latents(denoised(self.scheduler, start, predict, *settings))
+        with self.evaluating():
+            states = self.encode_text(tokens)
+            start = start_noise(shape, generator, self.device)
+            return self.decode_latents(denoised(self.scheduler, start, predict, *settings))
 
     def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """The size of the latents of pictures, by `latent_size`."""
