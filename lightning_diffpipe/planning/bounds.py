@@ -280,9 +280,8 @@ class StageNeeds:
             partial(bounds.reach, replicas=r, later_ranks=later, limit_s=limit_s)
             for r, later in zip(self.replicas, ranks_after(self.replicas), strict=True)
         ]
-        starts = [
-            num_layers
-        ]  # from the last stage: where it may begin if all others get to the end
+        # From the last stage: where it may begin if all others get to the end.
+        starts = [num_layers]
         for reach in reversed(reaches):
             starts.append(bisect_left(range(num_layers), starts[-1], key=reach))
 

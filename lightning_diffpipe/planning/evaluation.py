@@ -235,14 +235,7 @@ class Evaluator:
         backbone = self.calls.profile.backbones[0]
         if backbone.passes and shape.num_ranks > 1:
             placement = unrolled(base, backbone, self.runs(proposal))
-        ticks: Ticks = ()
-        if (
-            shape.spec.timed
-        ):  # in parts of the average: cuts that differ little have one order of work
-            model, size = self.model, shape.sizes[0]
-            times = [(model.forward_s(r, size), model.backward_s(r, size)) for r in proposal.runs]
-            unit = sum(map(sum, times)) / (TICKS * len(times)) or 1.0
-            ticks = tuple((round(f / unit, 0), round(b / unit, 0)) for f, b in times)
+        ticks = self._ticks(proposal) if shape.spec.timed else ()
         key = (shape, placement.stage_ranks, placement.no_grad, ticks)
         if key not in self._frames:
             if key not in self._pipelines:
@@ -253,6 +246,13 @@ class Evaluator:
             loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
             self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
         return self._frames[key]
+
+    def _ticks(self, proposal: Proposal) -> Ticks:
+        """What the stages take, in parts of the average one: cuts that differ little have one order of work."""
+        model, size = self.model, proposal.shape.sizes[0]
+        times = [(model.forward_s(r, size), model.backward_s(r, size)) for r in proposal.runs]
+        unit = sum(map(sum, times)) / (TICKS * len(times)) or 1.0
+        return tuple((round(f / unit, 0), round(b / unit, 0)) for f, b in times)
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
         """What the simulator needs."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 
 from lightning_diffpipe.planning.cost import LayerRun
 from lightning_diffpipe.planning.instruction import (
@@ -51,8 +50,8 @@ def folded(profile: ModelProfile) -> ModelProfile:
     """
     backbone = profile.backbones[0]
     if len(backbone.seen.forms) > 1:
-        shares = map(backbone.seen.share_calling, count())
-        layers = tuple(map(LayerProfile.scaled, backbone.layers, shares))
+        share = backbone.seen.share_calling
+        layers = tuple(layer.scaled(share(i)) for i, layer in enumerate(backbone.layers))
         backbone = replace(backbone, layers=layers)
         profile = replace(profile, backbones=(backbone, *profile.backbones[1:]))
     if not backbone.passes:

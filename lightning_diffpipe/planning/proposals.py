@@ -144,9 +144,7 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
         for num_stages in counts:
             if num_stages > num_layers:
                 continue
-            if len(chains) > 1 and (
-                num_stages != len(chains) * num_ranks or num_ranks > min(chains)
-            ):
+            if chains[1:] and (num_stages != len(chains) * num_ranks or num_ranks > min(chains)):
                 continue  # Chains that run apart have a stage on every rank.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 if num_microbatches <= samples and spec.can_place(

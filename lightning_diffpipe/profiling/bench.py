@@ -96,19 +96,13 @@ class Bench:
             ProfileError: The step runs at none of the counts.
             GraphError: It calls other layers than in its probe.
         """
-        limit_s, batch = None if fixed else _COVERAGE * budget_s, self._batch
+        limit_s = None if fixed else _COVERAGE * budget_s
         if self.fits:
             try:
-                with placed(self._module, self._device):
-                    self._batch = tree_to(batch, self._device)
-                    rounds, splits = self._rounds(counts, repeats, budget_s, limit_s)
-                    ends = {min(rounds), max(rounds)}
-                    return rounds, kept_bytes({n: self._saved_bytes(n) for n in ends}), splits
+                return self._in_place(counts, repeats, budget_s, limit_s)
             except torch.OutOfMemoryError as error:
                 clear_variables(error)
                 _log.info("the step does not fit into %s; timing layer by layer", self._device)
-            finally:
-                self._batch = batch
             give_back(self._device)
         return *self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s), {}
 
@@ -126,6 +120,23 @@ class Bench:
             for name, p in self._module.named_parameters()
         )
         return need < _MEMORY_SHARE * free_bytes(self._device)
+
+    def _in_place(
+        self,
+        counts: Sequence[int],
+        repeats: int | None,
+        budget_s: float,
+        limit_s: float | None,
+    ) -> tuple[Rounds, list[KeptBytes], Splits]:
+        batch = self._batch
+        try:
+            with placed(self._module, self._device):
+                self._batch = tree_to(batch, self._device)
+                rounds, splits = self._rounds(counts, repeats, budget_s, limit_s)
+                saved = {count: self._saved_bytes(count) for count in {min(rounds), max(rounds)}}
+                return rounds, kept_bytes(saved), splits
+        finally:
+            self._batch = batch
 
     def _one_by_one(
         self, counts: Sequence[int], repeats: int, limit_s: float | None
