@@ -11,8 +11,9 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from lightning_diffpipe import Predictor
+from lightning_diffpipe import ModelProfile, Predictor
 from tests.command import call, run
+from tests.profiling.known import check_known
 from tests.zoo.pipelines import build
 
 RECIPES = {
@@ -156,6 +157,8 @@ def test_a_recipe_trains_and_draws_on_two_processes(tmp_path, pictures):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - {"wan_lora"}))  # which is not on paper
 def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monkeypatch):
+    """History: a profile of the user's cache, modelled by other code, could be what was planned with."""
+    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))
     header = (files("lightning_diffpipe.conf") / "experiment" / f"{name}.yaml").read_text()
     command = re.search(r"diffpipe (plan .*)", header)[1].split()
     code, out, err = call(capsys, monkeypatch, *command, f"hydra.run.dir={tmp_path}")
@@ -163,6 +166,10 @@ def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monk
     assert re.search(r"step:\s+([\d.]+ m?s) for", header)[1] == re.search(r"step\s+(.*?),", out)[1]
     fullest = max(re.findall(r"backbone .*?([\d.]+) GiB", out), key=float)
     assert re.search(r"memory:\s+([\d.]+) GiB", header)[1] == fullest
+    (kept,) = (tmp_path / "cache").rglob("modelled-*.json")
+    if not any(setting.startswith("model.resolution=") for setting in command):
+        model = kept.name.split("-")[1]
+        check_known(model, ModelProfile.from_json(kept.read_text()))
 
 
 def test_training_without_data_says_what_a_data_folder_looks_like(capsys, monkeypatch):
