@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from tests.distributed.scenarios import quick_strategy, quiet_trainer
 from tests.predictor import tiny_pipelines as tiny
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -41,10 +41,9 @@ def test_they_go_on_from_a_checkpoint_on_other_stages(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     straight = run_ranks(train, 1, 1, one, 2, None)[0]
     assert all(value.abs().max() > 1e-3 for n, value in straight.items() if ".lora_B." in n)
-    run_ranks(train, 2, 2, two, 1, None)
-    resumed = run_ranks(train, 1, 1, tmp_path / "later", 2, two / "epoch=0.ckpt")
-    resumed += run_ranks(train, 2, 2, tmp_path / "later", 2, one / "epoch=0.ckpt")
-    for weights in resumed:
+    later = tmp_path / "later"
+    _, on_two = run_in_turn(train, 2, (2, two, 1, None), (2, later, 2, one / "epoch=0.ckpt"))
+    for weights in (*on_two, *run_ranks(train, 1, 1, later, 2, two / "epoch=0.ckpt")):
         assert weights.keys() == straight.keys()
         for name, value in straight.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)

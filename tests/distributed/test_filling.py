@@ -35,7 +35,7 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_in_turn, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -160,7 +160,7 @@ def train(rank, settings, world_size, callbacks=()):
 def compare(world_size, callbacks=(), module_class=Augmented, **settings):
     """Both runs; returns by step of the filled one: did a rank encode its own batch, how many were ahead."""
     strategy = settings.pop("strategy")
-    runs = {}
+    runs = []
     for filling in ("none", "shares"):
         chosen = Settings(
             module={"dropout": 0.1, **settings.get("module", {})},
@@ -170,17 +170,18 @@ def compare(world_size, callbacks=(), module_class=Augmented, **settings):
             module_class=module_class,
         )
         added = callbacks if filling == "shares" else ()
-        runs[filling] = run_ranks(train, world_size, chosen, world_size, added)
-    for unfilled, filled in zip(runs["none"], runs["shares"], strict=True):
+        runs.append((chosen, world_size, added))
+    without, filled_runs = run_in_turn(train, world_size, *runs)
+    for unfilled, filled in zip(without, filled_runs, strict=True):
         assert unfilled[0] == filled[0], "a loss differs"
         assert all(torch.equal(unfilled[1][name], filled[1][name]) for name in unfilled[1])
         assert all(unfilled[2]) or not any(unfilled[2]), (
             "without filling every step encodes up front"
         )
         assert not any(unfilled[3])
-    ahead = runs["shares"][0][3]
-    assert all(run[3] == ahead for run in runs["shares"])
-    up_front = [any(at_step) for at_step in zip(*(run[2] for run in runs["shares"]), strict=True)]
+    ahead = filled_runs[0][3]
+    assert all(run[3] == ahead for run in filled_runs)
+    up_front = [any(at_step) for at_step in zip(*(run[2] for run in filled_runs), strict=True)]
     return up_front, ahead
 
 
@@ -465,11 +466,8 @@ def assert_same(run, other):
 @pytest.mark.parametrize("data_class", [DropoutData, ResumableData])
 def test_a_run_resumed_in_mid_epoch(tmp_path, data_class):
     """Filled and unfilled runs go on alike; with a loader that knows its place, as if never stopped."""
-    runs = {
-        filling: run_ranks(saved_and_resumed, 2, filling, data_class, tmp_path / f"{filling}.ckpt")
-        for filling in ("none", "shares")
-    }
-    for unfilled, filled in zip(runs["none"], runs["shares"], strict=True):
+    runs = [(filling, data_class, tmp_path / f"{filling}.ckpt") for filling in ("none", "shares")]
+    for unfilled, filled in zip(*run_in_turn(saved_and_resumed, 2, *runs), strict=True):
         through, resumed = filled
         assert (len(through[0]), len(resumed[0])) == (8, 6)
         assert_same(through, unfilled[0])

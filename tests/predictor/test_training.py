@@ -15,7 +15,7 @@ from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.predictor.tiny_pipelines import build
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 
 PROMPTS = ["a", "b", "c", "d"]
 
@@ -154,9 +154,9 @@ def train(rank, world_size, name, every_n_steps):
 @pytest.mark.parametrize(("name", "draws_by_layers"), [("flux", False), ("sdxl", True)])
 def test_training_goes_on_as_without_samples(name, draws_by_layers):
     """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer."""
-    (drawn, by_layers, alone, weights), _ = run_ranks(train, 2, 2, name, 1)
-    (_, _, _, without), _ = run_ranks(train, 2, 2, name, 9)
+    (without, _), (outcome, _) = run_in_turn(train, 2, (2, name, 9), (2, name, 1))
+    drawn, by_layers, alone, weights = outcome
     assert by_layers == draws_by_layers
     assert len(drawn) == 2
-    assert all((value == without[key]).all() for key, value in weights.items())
+    assert all((value == without[3][key]).all() for key, value in weights.items())
     np.testing.assert_allclose(drawn[-1], alone, atol=1e-4)
