@@ -120,7 +120,7 @@ def run_in_turn(
 ) -> list[tuple[Any, ...]]:
     """Returns what `run_ranks` would of a function with each of several arguments, called by the same processes.
 
-    The second training of a model costs half of the first: torch knows the shapes of its operators by then.
+    The second training of a model costs a quarter to a half less than the first: torch knows its shapes by then.
     Together they have as long as pytest gives a test.
     """
     return list(
