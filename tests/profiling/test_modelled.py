@@ -106,6 +106,27 @@ def test_latency_counts_for_every_kernel():
     assert clock.stamp() == pytest.approx(2.0)
 
 
+def test_an_operator_that_is_called_again_takes_as_long_and_gives_new_tensors():
+    a, b, c = meta(8, 4), meta(4, 4), meta(4, 4).t()
+    with ModelledClock(ROUND) as clock:
+        first, once_s = a @ b, clock.stamp()
+        second, twice_s = a @ b, clock.stamp()
+        assert (second.shape, second.stride(), second.dtype) == ((8, 4), (4, 1), torch.float32)
+        assert second.untyped_storage()._cdata != first.untyped_storage()._cdata
+    assert twice_s == 2 * once_s > 0
+    sums = [lambda: b + b, lambda: b + meta(4, 4), lambda: c + c, lambda: b + 1]
+    alone = [modelled_s(run) for run in sums]
+    with ModelledClock(ROUND) as clock:
+        for run, expected_s in zip(2 * sums, 2 * alone, strict=True):
+            start_s = clock.stamp()
+            assert run().stride() == ((1, 4) if run is sums[2] else (4, 1))
+            assert clock.stamp() - start_s == pytest.approx(expected_s)
+        before = b.untyped_storage()._cdata
+        assert b.add_(1) is b
+        assert b.view(2, 8).untyped_storage()._cdata == before, "a view is of the same memory again"
+        assert b.view(2, 8).untyped_storage()._cdata == before
+
+
 def test_types_without_a_peak_of_their_own_run_as_single_precision():
     assert DEVICES["v100"].peak_of(torch.bfloat16) == DEVICES["v100"].peak_of(torch.float32)
     assert DEVICES["h100"].peak_of(torch.bfloat16) == 989e12
