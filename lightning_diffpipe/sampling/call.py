@@ -38,7 +38,7 @@ from lightning_diffpipe.sampling.loop import (
     restored,
     snapshot,
 )
-from lightning_diffpipe.sampling.record import Controlled, LoopEnds, Record
+from lightning_diffpipe.sampling.record import Answer, Controlled, LoopEnds, Record
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
@@ -348,6 +348,7 @@ class Call:
                 "that can be divided: raise guidance_scale above 1, or leave guidance at 1 (always so with "
                 "pipelines whose latents hold both, and with more than two branches)"
             )
+        self._refuse_lists()
         return replace(self, index=index, divided="batch")
 
     def samples(self, start: int, stop: int) -> Call:
@@ -356,8 +357,10 @@ class Call:
         Noise drawn on the way is that of these samples in the whole request.
 
         Raises:
-            ConfigurationError: The scheduler cannot step samples apart.
+            ConfigurationError: The scheduler cannot step samples apart, or it is not known which lists have one
+                entry for each.
         """
+        self._refuse_lists()
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)
         scheduler = self.scheduler
         if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own row
@@ -367,6 +370,11 @@ class Call:
             timesteps = self.timesteps[: len(scheduler.timesteps)]
             scheduler = for_samples(scheduler, here, self.whole, timesteps)
         return replace(self, rows=here, scheduler=scheduler, step_arguments=steps)
+
+    def _refuse_lists(self) -> None:
+        """Raises ConfigurationError where `_rows` would, before anything is drawn."""
+        for arguments in (each for p in self.phases for calls in p.calls for each in calls):
+            _rows(arguments, [], len(arguments[latents_name(arguments)]))
 
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Rows of the latents that belong to samples `start` to `stop`."""
@@ -427,9 +435,13 @@ class Call:
 
 
 def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> dict[str, Any]:
-    """Takes rows of every argument that has one row per input of the denoiser."""
+    """Takes rows of every argument that has one row per input of the denoiser.
+
+    Raises:
+        ConfigurationError: A list may have one entry for each row, or for each layer.
+    """
     taken: dict[int, Tensor] = {}  # what was one tensor stays one
-    lists = "listed" in arguments
+    sample = arguments[arguments["listed"]].shape[1:] if "listed" in arguments else None
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows:
@@ -438,22 +450,51 @@ def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> d
             taken[id(leaf)] = leaf[list(rows)]
         return taken[id(leaf)]
 
-    def of_all(value: Any) -> Any:
+    def of_all(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {n: of_all(each) for n, each in value.items()}
-        if lists and isinstance(value, list) and len(value) == num_rows:
+            return {n: of_all(n, each) for n, each in value.items()}
+        is_list = isinstance(value, list) and len(value) == num_rows > 1
+        if is_list and sample is not None and _is_of_rows(name, value, sample):
             return [value[i] for i in rows]
         return pytree.tree_map(take, value)
 
     def of(given: Mapping[str, Any]) -> dict[str, Any]:
         controls = {"controls": [(n, of(each)) for n, each in given.get("controls", ())]}
         return {
-            name: value if name in _SHARED else of_all(value)
+            name: value if name in _SHARED else of_all(name, value)
             for name, value in given.items()
             if name != "controls"
         } | (controls if "controls" in given else {})
 
     return of(arguments)
+
+
+def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
+    """Whether a list of as many entries as there are rows has one for each row, and not one for each layer.
+
+    What a layer is given has an axis of rows, or is what a control answers, which is asked for some rows only.
+
+    Args:
+        name: Of the argument.
+        entries: Of the list.
+        sample: Shape of one row of the latents.
+
+    Raises:
+        ConfigurationError: It may be either.
+    """
+    if any(isinstance(x, Answer) for x in pytree.tree_leaves(entries)):
+        return False
+    num_rows, shapes = len(entries), [x.shape if isinstance(x, Tensor) else () for x in entries]
+    has_axes = all(len(shape) > 1 for shape in shapes)
+    if has_axes and (not {s[0] for s in shapes} <= {1, num_rows} or set(shapes) == {sample}):
+        return True
+    kinds = {str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in entries}
+    shown = " and ".join(sorted(kinds))
+    raise ConfigurationError(
+        f"{name}, which the denoiser is given, is a list of {num_rows} ({shown}) for {num_rows} rows, guidance "
+        "included: ranks cannot know whether that is one for each row, which they divide, or one for each layer; "
+        "draw more or fewer prompts at a time, or leave data and guidance at 1 (method=single with one rank)"
+    )
 
 
 def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:
@@ -471,10 +512,18 @@ def _given(seen: Tensor, latents: Tensor) -> Tensor:
     Args:
         seen: Its input: copies of the latents, perhaps with further channels or tokens.
         latents: Of one row for each sample.
+
+    Raises:
+        ConfigurationError: They have other axes.
     """
     given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
     for axis in _inserted(seen, given):
         given = given.unsqueeze(axis)
+    if given.ndim != seen.ndim:
+        raise ConfigurationError(
+            f"the denoiser is given {tuple(seen.shape)} for latents {tuple(latents.shape)}, and it is not known "
+            "which axes are those of the latents, by which ranks divide them; sample with method=single"
+        )
     for axis in range(1, seen.ndim):
         missing = seen.shape[axis] - given.shape[axis]
         if missing > 0:
@@ -483,11 +532,14 @@ def _given(seen: Tensor, latents: Tensor) -> Tensor:
 
 
 def _inserted(seen: Tensor, latents: Tensor) -> list[int]:
-    """Axes of one entry that a pipeline gives its latents for a denoiser of videos, such as that of frames."""
-    if seen.ndim != latents.ndim + 1 or latents.ndim < 4:
+    """Axes of one entry that a pipeline gives its latents for a denoiser of videos, such as that of frames.
+
+    There may be further channels, too.
+    """
+    if seen.ndim != latents.ndim + 1 or latents.ndim < 4 or seen.shape[1] < latents.shape[1]:
         return []
     ones = [axis for axis in range(2, seen.ndim) if seen.shape[axis] == 1]
-    return [axis for axis in ones if seen.squeeze(axis).shape[1:] == latents.shape[1:]][:1]
+    return [axis for axis in ones if seen.squeeze(axis).shape[2:] == latents.shape[2:]][:1]
 
 
 # ------------------------------------------------------------------------------------ the dry run
