@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler
 
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from tests.sampling.models import build, knowing, request_for
+from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.traffic import assert_traffic_is_as_planned
 
 
@@ -84,6 +84,23 @@ def test_ranks_of_a_stage_step_no_scheduler_that_looks_at_all_rows():
     scheduler.set_timesteps(3)
     with pytest.raises(ConfigurationError, match="DDPMScheduler looks at all rows of the latents"):
         sample_hybrid("pixart", build("pixart"), 1, 2, scheduler, num_patches=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"warmup_steps": 0}, {"warmup_microbatches": 2}])
+def test_stages_of_one_rank_step_any_scheduler_with_one_patch(options):
+    """The last one steps all rows at once: thresholds are those of one process."""
+    tiny = build("pixart")
+    scheduler = DDIMScheduler(clip_sample=False, thresholding=True, sample_max_value=100.0)
+    plain = DDIMScheduler(clip_sample=False)
+    for each in (scheduler, plain):
+        each.set_timesteps(3)
+    results, _ = sample_hybrid("pixart", tiny, 2, 1, scheduler, num_patches=1, **options)
+    expected, without = (
+        sample_plainly(request_for("pixart", each, tiny=tiny)) for each in (scheduler, plain)
+    )
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(expected, without), "thresholds do not show"
 
 
 def test_more_ranks_in_a_stage_than_rows_in_a_patch():
