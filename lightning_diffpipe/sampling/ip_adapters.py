@@ -26,23 +26,18 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import placeholder_of
-from lightning_diffpipe.sampling.skeleton import StateDict, Weights
+from lightning_diffpipe.sampling.skeleton import ChangedWeights, StateDict, Weights
 
 _ENCODER = "image_encoder"
 IMAGE, EMBEDDINGS = "ip_adapter_image", "ip_adapter_image_embeds"
 
 
-class ExtendedWeights:
+class ExtendedWeights(ChangedWeights):
     """Stored weights of a denoiser, and of the adapters that were loaded into it."""
 
     def __init__(self, weights: Weights, added: StateDict) -> None:
-        self._weights, self._added = weights, added
-        self.origin = weights.origin
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._weights, name)
+        super().__init__(weights)
+        self._added = added
 
     def names(self) -> set[str]:
         """All stored names."""
@@ -63,7 +58,7 @@ def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Pa
     """Returns the files of adapters.
 
     Raises:
-        ConfigurationError: They are no mapping, or the pipeline's class takes none.
+        ConfigurationError: They are no mapping, or the pipeline's class takes none, or one only.
         CheckpointError: A file is not there.
     """
     if not isinstance(adapters, Mapping):
@@ -74,6 +69,12 @@ def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Pa
         raise ConfigurationError(
             f"{cls.__name__} of diffusers takes no IP-Adapter; leave ip_adapters out"
         )
+    if len(adapters) > 1:
+        files = inspect.signature(cls.load_ip_adapter).parameters["weight_name"].annotation
+        if "list" not in str(files).lower():
+            raise ConfigurationError(
+                f"{cls.__name__} of diffusers takes one IP-Adapter at a time; ip_adapters has {len(adapters)}"
+            )
     for path, scale in adapters.items():
         if any(isinstance(x, bool) or not isinstance(x, int | float) for x in tree_leaves(scale)):
             raise ConfigurationError(f"scales in ip_adapters must be numbers; {path} has {scale!r}")
@@ -163,6 +164,8 @@ def with_ip_adapters(
     scales = list(adapters.values())
     try:
         pipeline.set_ip_adapter_scale(scales if several else scales[0])
+        # Some take any scales as they are, and compare them later.
+        getattr(pipeline, "is_ip_adapter_active", None)
     except Exception as error:
         raise ConfigurationError(
             f"ip_adapters={scales}: {type(pipeline).__name__} takes no such scales ({error}); take numbers"

@@ -157,6 +157,18 @@ class StateDict:
         return {name: digest_of_tensor(value) for name, value in self._values.items()}
 
 
+class ChangedWeights:
+    """Stored weights, some of which a subclass changes; what it does not define is theirs."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._weights, name)
+
+
 _REPLACING = threading.RLock()
 
 

@@ -78,7 +78,18 @@ class _OverRanks:
             )
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attends from this rank's tokens to those of all ranks."""
+        """Attends from this rank's tokens to those of all ranks.
+
+        Raises:
+            LayoutError: There are keys of tokens that do not attend.
+        """
+        num_queries, num_keys = call.q.shape[-2], call.k.shape[-2]
+        if num_queries != num_keys:
+            raise LayoutError(
+                f"{call.block.name} attends from {num_queries} tokens to {num_keys}, some of which do not attend "
+                "themselves, as those of pictures as prompts in some models; ranks do not divide these: take "
+                "pipefusion with sequence=1, or single"
+            )
         together, parts = self._share(call.part)
         # Where the tokens of each part are, among those of all parts together.
         owned = [call.tokens.owned(part, call.block.num_text) for part in parts]
@@ -341,7 +352,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, v = k.to(wide).transpose(-2, -1), v.to(wide)
     batch, heads, num_queries, _ = q.shape
-    out = q.new_empty(batch, heads, num_queries, v.shape[-1], dtype=wide)
+    # The heads of a token side by side in memory, as kernels have them, of which models take views.
+    out = q.new_empty(batch, num_queries, heads, v.shape[-1], dtype=wide).transpose(1, 2)
     norms = q.new_empty(batch, heads, num_queries, 1, dtype=wide)
     of_one_query = max(batch * heads * k.shape[-2] * wide.itemsize, 1)
     step = max(MOST_SCORE_BYTES // of_one_query, 1)

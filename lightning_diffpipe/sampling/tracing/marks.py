@@ -246,7 +246,7 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
         log.append((k, attn_mask))
         if strict and q.shape[-2] == k.shape[-2]:
             reached = (k.amax((1, -1), keepdim=True).isnan(), v.amax((1, -1), keepdim=True).isnan())
-            q = q.masked_fill(reached[0] | reached[1], _NAN)
+            q = q.clone().masked_fill_(reached[0] | reached[1], _NAN)
         return q
 
     return handler
@@ -255,7 +255,8 @@ def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -
 def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Stands in for attention: one NaN in a key or value reaches every output."""
     reached = k.isnan().any() | v.isnan().any()
-    return q.masked_fill(reached, _NAN)
+    # Ordered in memory as the query is, like results of attention, of which models take views.
+    return q.clone().masked_fill_(reached, _NAN)
 
 
 class AttentionByName:
