@@ -8,23 +8,32 @@ So no rank holds more than its part of the denoiser, and nothing is computed bes
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import logging
 import math
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.sampling.skeleton import Weights
+from lightning_diffpipe.sampling.skeleton import ChangedWeights, Weights
 
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
 _BEFORE_PEFT = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.")
 _SETTINGS = ("lora_alpha", "alpha_pattern", "use_rslora")
+_LEFT_OUT = re.compile("unsupported|not (compatible|support)|filter", re.IGNORECASE)
+"""In what diffusers says of tensors that it leaves out, such as those of T5; not of those that are zero."""
+_TEXT_ENCODER = re.compile(r"lora_te([23])_")
+"""How names of Kohya's scripts begin for the second and third; of Flux, diffusers drops them in silence."""
+_listening = threading.Lock()
 
 
 class StoredLora:
@@ -37,7 +46,7 @@ class StoredLora:
 
     Raises:
         ConfigurationError: The pipeline takes no such files, or the scale is no number.
-        CheckpointError: The file cannot be read, or holds something else.
+        CheckpointError: The file cannot be read, holds something else, or in part what diffusers leaves out.
     """
 
     def __init__(self, path: str | Path, scale: float, cls: Any) -> None:
@@ -52,7 +61,8 @@ class StoredLora:
             n: True for n in ("return_alphas", "return_lora_metadata") if n in known or takes_all
         }
         try:
-            found = cls.lora_state_dict(self.path, local_files_only=True, **asked)
+            with _said_while_reading() as said:
+                found = cls.lora_state_dict(self.path, local_files_only=True, **asked)
         except Exception as error:
             raise CheckpointError(f"cannot read the LoRA {self.path}: {error}") from error
         weights, *more = found if isinstance(found, tuple) else (found,)
@@ -74,12 +84,28 @@ class StoredLora:
                 f"{self.path} has no adapters ({', '.join(sorted(weights)[:3]) or 'nothing'}); a LoRA has pairs "
                 "such as unet.mid_block.to_q.lora_A.weight and lora_B.weight"
             )
+        self._refuse_left_out(cls.__name__, said)
         if others:
             raise CheckpointError(
                 f"{self.path} has {len(others)} tensors besides its {len(self._products)} pairs of low-rank "
                 f"matrices, such as {min(others)}: magnitudes (DoRA), biases or whole weights, which are not added "
                 "here. Merge it, and open the result: pipeline.load_lora_weights(FILE); pipeline.fuse_lora(); "
                 "pipeline.unload_lora_weights(); pipeline.save_pretrained(FOLDER)"
+            )
+
+    def _refuse_left_out(self, cls: str, said: Sequence[str]) -> None:
+        """Raises CheckpointError if diffusers has not mapped all of the file, which it may say or not."""
+        names, left_out = list[str](), [message for message in said if _LEFT_OUT.search(message)]
+        if self.path.endswith(".safetensors") and Path(self.path).is_file():
+            with safe_open(self.path, framework="pt") as file:
+                names = list(file.keys())
+        for name, encoder in ((name, _TEXT_ENCODER.match(name)) for name in names):
+            if encoder and f"text_encoder_{encoder[1]}" not in self.parts():
+                left_out.append(name)
+        if left_out:
+            raise CheckpointError(
+                f"{cls} of diffusers leaves out a part of the LoRA {self.path}, which is not added here either: "
+                f"{left_out[0][:400].rstrip('.')}; write the file without that part to draw as diffusers does"
             )
 
     def parts(self) -> set[str]:
@@ -134,6 +160,26 @@ class StoredLora:
             return ""
         data = b"".join(t.float().numpy().tobytes() for t in product[:2])
         return hashlib.sha256(data + str(product[2]).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _said_while_reading() -> Iterator[list[str]]:
+    """A context that collects what the loaders of diffusers say, in place of printing it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    loaders = logging.getLogger("diffusers.loaders")
+    with _listening:
+        before = loaders.level, loaders.propagate
+        loaders.addHandler(handler)
+        loaders.setLevel(logging.INFO)
+        loaders.propagate = False
+        try:
+            yield said
+        finally:
+            loaders.propagate = before[1]
+            loaders.setLevel(before[0])
+            loaders.removeHandler(handler)
 
 
 def _as_layer_has_it(name: str) -> str:
@@ -224,21 +270,12 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> No
             weight.data = lora.added(name, layer, weight.data).to(weight.dtype)
 
 
-class AdaptedWeights:
+class AdaptedWeights(ChangedWeights):
     """Stored weights of a part, with LoRA files added as they are read."""
 
     def __init__(self, weights: Weights, part: str, loras: Collection[StoredLora]) -> None:
-        self._weights, self._part, self._loras = weights, part, loras
-        self.origin = weights.origin
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._weights, name)
-
-    def names(self) -> set[str]:
-        """All stored names."""
-        return self._weights.names()
+        super().__init__(weights)
+        self._part, self._loras = part, loras
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Reads some of them, one at a time."""

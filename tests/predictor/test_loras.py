@@ -285,3 +285,56 @@ def test_the_command_takes_loras(saved, capsys, monkeypatch):
         assert code == 0, out + err
         drawn.append(pixels(Image.open(next(output.rglob("*.png")))))
     assert abs(drawn[0] - drawn[1]).max() > 8
+
+
+@pytest.mark.parametrize(
+    ("cls", "more", "said"),
+    [
+        (diffusers.StableDiffusion3Pipeline, "transformer.transformer_blocks.0.attn.to_q.dora_scale",
+         "DoRA checkpoint that is not compatible"),
+        (diffusers.FluxPipeline, "lora_te3_encoder_block_0_layer_0_SelfAttention_q.lora_down.weight",
+         "lora_te3_encoder_block_0_layer_0_SelfAttention_q"),
+        (diffusers.FluxPipeline, "text_encoders.t5xxl.transformer.encoder.q.lora_down.weight", "T5-xxl keys"),
+    ],
+)  # fmt: skip
+def test_what_diffusers_leaves_out_is_refused(cls, more, said, tmp_path):
+    """History: what it filters out, such as layers of T5 by Kohya's names, was missing here, too."""
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    kinds = ("lora_A", "lora_B")
+    if cls is diffusers.FluxPipeline:
+        layer, kinds = "lora_unet_double_blocks_0_img_attn_proj", ("lora_down", "lora_up")
+    weights = {f"{layer}.{kind}.weight": torch.ones(2, 2) for kind in kinds}
+    file = tmp_path / "file.safetensors"
+    safetensors.torch.save_file(weights, file)
+    assert sampling_loras.StoredLora(file, 1.0, cls).layers("transformer")
+    safetensors.torch.save_file(weights | {more: torch.ones(2, 2)}, file)
+    with pytest.raises(CheckpointError, match=f"leaves out a part of .*{said}.* write the file"):
+        sampling_loras.StoredLora(file, 1.0, cls)
+
+
+def test_layers_of_t5_and_of_videos_draw_by_their_own_names_and_others_are_named(tmp_path):
+    """Kohya's and the oldest names of diffusers are of CLIP and U-Nets."""
+    cls = diffusers.StableDiffusion3Pipeline
+    own = "text_encoder_3.encoder.block.0.layer.0.SelfAttention"
+    pair = lambda name: {
+        f"{name}{end}": torch.ones(2, 2) for end in (".lora_A.weight", ".lora_B.weight")
+    }
+
+    def stored(weights):
+        safetensors.torch.save_file(weights, tmp_path / "file.safetensors")
+        return sampling_loras.StoredLora(tmp_path / "file.safetensors", 1.0, cls)
+
+    shapes = {f"{own.partition('.')[2]}.q.weight": (2, 2)}
+    stored(pair(f"{own}.q")).require_fit("text_encoder_3", shapes)
+    oldest = {f"{own}.to_q_lora.{end}.weight": torch.ones(2, 2) for end in ("down", "up")}
+    with pytest.raises(CheckpointError, match=r"1 of the 1 layers .*SelfAttention.q_proj"):
+        stored(oldest).require_fit("text_encoder_3", shapes)
+    with pytest.raises(CheckpointError, match=r"has no adapters \(lora_te3_block_0_q.lora_down"):
+        stored(
+            {f"lora_te3_block_0_q.lora_{end}.weight": torch.ones(2, 2) for end in ("down", "up")}
+        )
+    stored(pair("diffusion_model.blocks.0.self_attn.q"))
+    with pytest.raises(
+        CheckpointError, match="it changes diffusion_model, and StableDiffusion3Pipel"
+    ):
+        sampling_loras.read_loras({tmp_path / "file.safetensors": 1.0}, cls, ["transformer"])
