@@ -2,10 +2,39 @@
 
 import pytest
 
-from lightning_diffpipe.profiling.known_models import KNOWN_MODELS
+from lightning_diffpipe.profiling.known_models import (
+    CLIP_H,
+    KNOWN_MODELS,
+    VAE,
+    KnownModel,
+    _call_sd,
+)
 
 CONTROLNET = 364_228_240
 """Parameters of the one for Stable Diffusion 2.1, as published."""
+
+TINY = KnownModel(
+    "tiny",
+    (
+        "UNet2DConditionModel",
+        {
+            "sample_size": 8,
+            "block_out_channels": (32, 64),
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "layers_per_block": 1,
+            "cross_attention_dim": 32,
+            "attention_head_dim": 8,
+        },
+    ),
+    {**VAE, "block_out_channels": (32, 32), "layers_per_block": 1,
+     "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2},
+    (("CLIPTextModel", {**CLIP_H[1], "hidden_size": 32, "num_hidden_layers": 1,
+                        "intermediate_size": 64, "num_attention_heads": 2}, 77),),
+    resolution=64,
+    num_parameters=0,
+    call=_call_sd,
+)  # fmt: skip
 
 
 def check_known(name, profile):

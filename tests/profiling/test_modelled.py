@@ -5,12 +5,8 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import modelled
 from lightning_diffpipe.profiling.known_models import (
-    CLIP_H,
     KNOWN_MODELS,
-    VAE,
-    KnownModel,
     KnownTraining,
-    _call_sd,
 )
 from lightning_diffpipe.profiling.modelled import (
     DEVICES,
@@ -20,7 +16,7 @@ from lightning_diffpipe.profiling.modelled import (
     fused_attention,
     modelled_profile,
 )
-from tests.profiling.known import CONTROLNET, check_known
+from tests.profiling.known import CONTROLNET, TINY, check_known
 
 ROUND = DeviceModel(
     "round numbers",
@@ -29,29 +25,6 @@ ROUND = DeviceModel(
     latency_s=0.0,
     efficiency={"matmul": 0.5, "convolution": 0.25, "attention": 0.2, "memory": 1.0},
 )
-
-TINY = KnownModel(
-    "tiny",
-    (
-        "UNet2DConditionModel",
-        {
-            "sample_size": 8,
-            "block_out_channels": (32, 64),
-            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-            "layers_per_block": 1,
-            "cross_attention_dim": 32,
-            "attention_head_dim": 8,
-        },
-    ),
-    {**VAE, "block_out_channels": (32, 32), "layers_per_block": 1,
-     "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2},
-    (("CLIPTextModel", {**CLIP_H[1], "hidden_size": 32, "num_hidden_layers": 1,
-                        "intermediate_size": 64, "num_attention_heads": 2}, 77),),
-    resolution=64,
-    num_parameters=0,
-    call=_call_sd,
-)  # fmt: skip
 
 
 def meta(*shape):
