@@ -12,6 +12,7 @@ NAMES = [
     "ZImageTransformer2DModel",  # pads the image with text, once
     "HunyuanVideoTransformer3DModel token replace",  # not refused, and wrong
     "OmniGenTransformer2DModel",  # the probe admits it, attention does not
+    "PRXTransformer2DModel",  # text does not attend itself, but is divided in a ring
     "UNet2DModel",
 ]
 

@@ -81,10 +81,10 @@ class _OverRanks:
         """Attends from this rank's tokens to those of all ranks.
 
         Raises:
-            LayoutError: There are keys of tokens that do not attend.
+            LayoutError: There are keys of others than the tokens that a block is fed.
         """
         num_queries, num_keys = call.q.shape[-2], call.k.shape[-2]
-        if num_queries != num_keys:
+        if num_queries != num_keys and int((call.tokens.owner < -1).sum()) != call.block.num_text:
             raise LayoutError(
                 f"{call.block.name} attends from {num_queries} tokens to {num_keys}, some of which do not attend "
                 "themselves, as those of pictures as prompts in some models; ranks do not divide these: take "
