@@ -72,6 +72,11 @@ class EMA(L.Callback):
         kept = sum(p.numel() * _dtype_of_average(p).itemsize for p in trained)
         return kept / max(sum(p.numel() * p.element_size() for p in trained), 1)
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forgets the averages of an earlier run: the module may be another one, or divided otherwise."""
+        if stage == "fit":
+            self.averages, self._names, self._num_updates = {}, (), 0
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Starts from the restored averages, or from the weights themselves."""
         self._last_step = trainer.global_step

@@ -164,11 +164,18 @@ class StoredLora:
 
 @contextlib.contextmanager
 def _said_while_reading() -> Iterator[list[str]]:
-    """A context that collects what the loaders of diffusers say, in place of printing it."""
+    """A context that collects what the loaders of diffusers say, also what they do not print."""
     said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     loaders = logging.getLogger("diffusers.loaders")
+    printed, root = loaders.getEffectiveLevel(), logging.getLogger("diffusers")
+
+    def note(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        if record.levelno >= printed:
+            root.handle(record)
+
+    handler = logging.Handler()
+    handler.emit = note  # type: ignore[method-assign]
     with _listening:
         before = loaders.level, loaders.propagate
         loaders.addHandler(handler)

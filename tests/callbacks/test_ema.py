@@ -120,6 +120,25 @@ def test_a_second_fit_of_a_trainer_averages_anew(tmp_path):
     torch.testing.assert_close(ema.averages["layer.weight"], expected)
 
 
+def test_another_module_is_validated_with_its_own_weights_before_its_training(tmp_path):
+    """History: nothing forgot the averages of the run before, and its first validation asked for their weights."""
+    ema = EMA(decay=0.3)
+    fit(tmp_path, ema)
+    other = BoringModel()
+    other.head, other.layer = other.layer, nn.Identity()
+    other.forward = lambda x: other.head(x)
+    seen = []
+    other.on_validation_batch_start = lambda *args: seen.append(other.head.weight.detach().clone())
+    before = other.head.weight.detach().clone()
+    trainer = L.Trainer(
+        max_steps=1, limit_val_batches=1, num_sanity_val_steps=1, accelerator="cpu", logger=False,
+        callbacks=[ema], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(other)
+    assert torch.equal(seen[0], before)
+    assert set(ema.averages) == {"head.weight", "head.bias"}
+
+
 def test_nothing_is_made_up_where_training_has_not_begun(tmp_path):
     """History: a checkpoint saved before training held averages of arbitrary memory."""
     ema = EMA(decay=0.3)
