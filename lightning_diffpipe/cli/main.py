@@ -50,13 +50,8 @@ from lightning_diffpipe.cli.values import (
 )
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
-_CHOICES = (
-    "experiment",
-    "model",
-    "data",
-    "sampler",
-    "strategy",
-)  # their settings depend on what is chosen
+# Groups whose settings depend on what is chosen.
+_CHOICES = ("experiment", "model", "data", "sampler", "strategy")
 # Settings by their last names, whose values are paths.
 _PATHS = {
     *(
@@ -228,9 +223,8 @@ def _options_with(setting: str, groups: Sequence[str]) -> list[str]:
         folder = files("lightning_diffpipe.conf") / group
         for file in sorted(folder.iterdir(), key=str) if folder.is_dir() else ():
             name, _, ending = file.name.partition(".")
-            if ending == "yaml" and setting in set(
-                OmegaConf.create(file.read_text())
-            ):  # a missing value counts
+            # A set, as a mapping of OmegaConf does not count settings whose value is missing.
+            if ending == "yaml" and setting in set(OmegaConf.create(file.read_text())):
                 found.append(f"{group}={name}")
     return found
 

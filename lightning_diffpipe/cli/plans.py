@@ -112,9 +112,8 @@ def plan(config: DictConfig) -> Any:
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
         options = PlanOptions.from_dict(wishes)
         cluster = _cluster(values["cluster"])
-        profile = _profile_to_plan(
-            config
-        )  # of a model on paper: seconds, so after what may be refused
+        # After what may be refused: a model on paper takes seconds.
+        profile = _profile_to_plan(config)
         start_s = time.perf_counter()
         found = find_plan(profile, cluster, options)
     found_s = time.perf_counter()
