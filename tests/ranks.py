@@ -7,7 +7,7 @@ Processes are forked from a server that has imported torch, Lightning and this p
 server, whose sets of strings have another order: a fork hashes as its server does, where processes that users start
 each have a seed of their own. Where pytest hands out such tests to workers, these share the two servers of the
 process that hands out. Every wait has a deadline: a hanging test prints the stack of every rank and fails
-in a minute, never in an hour.
+in minutes, never in an hour.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -159,10 +160,13 @@ def _start(process: Any, hash_seed: str) -> None:
         process.start()
 
 
+_TURNS = itertools.cycle(_SERVERS)
+
+
 class _Fork(_CONTEXT.Process):
     def start(self) -> None:
-        _await_servers(1)
-        with _forking_from("1"):
+        _await_servers(len(_SERVERS))
+        with _forking_from(next(_TURNS)):
             super().start()
 
 

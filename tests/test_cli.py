@@ -252,6 +252,10 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe profile: device='gpu' cannot be used here; take cpu, ",
         ),
         (
+            ["profile", "device=cuda:1"],
+            "device='cuda:1' cannot be used here; take cpu, or cuda where torch sees a GPU; it sees 0",
+        ),
+        (
             ["profile", "device=cuda", "trainer.devices=2"],
             "diffpipe profile: device='cuda' cannot be used here; take cpu, or cuda where torch sees",
         ),

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch.multiprocessing
 
-from benchmarks.gpu import main, parts
+from benchmarks.gpu import main, one_part, parts
 from tests.ranks import forks_for_spawned
 
 
@@ -95,7 +95,12 @@ def test_what_a_part_found_before_it_hangs_or_crashes_is_kept(tmp_path, monkeypa
     assert "there is no part 'no such part'" in found["no such part"]["said"]
     assert found["environment"]["status"] == "ok"
     assert found["environment"]["rows"][0]["torch"]
-    assert main.run_part("environment", "cpu", 0.5)["status"] == "not done in 0 s"
+    assert main.run_part("environment", "cpu", 0.05)["status"] == "not done in 0 s"
+
+
+def test_every_part_can_be_run():
+    assert parts.ALL.keys() == main.PARTS.keys()
+    assert one_part.ALONE.keys() < parts.ALL.keys()
 
 
 def test_a_part_without_time_is_not_begun(tmp_path, monkeypatch, capsys):

@@ -116,6 +116,8 @@ ALONE: dict[str, Callable[[Place, Report], None]] = {"environment": environment,
 def main(name: str, device: str, rows: str) -> None:
     """Runs one part."""
     assert name in PARTS, f"there is no part {name!r}"
+    # Before what is said is silenced: imports set levels of their own.
+    parts = ALONE if name in ALONE else import_module("benchmarks.gpu.parts").ALL
     warnings.filterwarnings("ignore")
     for logger in ("lightning.pytorch", "lightning.fabric", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
@@ -125,8 +127,6 @@ def main(name: str, device: str, rows: str) -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
 
-        of_models = name not in ALONE
-        parts = import_module("benchmarks.gpu.parts").ALL if of_models else ALONE
         parts[name](Place(device), report)
 
 

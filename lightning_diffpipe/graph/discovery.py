@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -316,10 +317,14 @@ class StepProbe:
     ) -> tuple[_MoreSamples | None, list[_Rows]]:
         """Returns `LayerGraph.of_more_samples` and rows per sample of arguments and outputs of all layers."""
         records, num_samples = tracer.records, count_samples(self._batch, self._form)
-        found = known and known.of_more_samples
+        # Another form of the step may give the same calls other samples.
+        same_form = known and known.fine_names == tuple(tracer.fine_names)
+        found = known.of_more_samples if known and same_form else None
         more = _known_dims(records, found) if found else None
-        if known and more and known.signature != batch_signature(self._batch):
-            rows = _known_rows(records, known, more, num_samples)
+        signature = batch_signature(self._batch)
+        if known and more and known.signature != signature:
+            alike = _structure(known.signature) == _structure(signature)
+            rows = _known_rows(records, known, more, num_samples) if alike else None
             if rows is not None:
                 return None, rows
             more = None
@@ -487,6 +492,11 @@ def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples) -> list[Lea
     if any(first == stop or (n, first, stop) not in known for n, first, stop in calls):
         return None
     return [known[call] for call in calls]
+
+
+def _structure(signature: str) -> str:
+    """What batches of other sizes have in common."""
+    return re.sub(r"\d+|(, )?\bstr\b", "", signature)
 
 
 def _known_rows(

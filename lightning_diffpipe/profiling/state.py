@@ -44,14 +44,17 @@ def placeable(device: torch.device | str) -> torch.device:
     Raises:
         ConfigurationError: torch has no such device here.
     """
+    count = torch.cuda.device_count()
     try:
         found = torch.device(device)
-        if found.type == "cuda" and found.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    except (RuntimeError, AssertionError) as error:
+        if found.type == "cuda" and (found.index or 0) >= count:
+            raise RuntimeError(f"torch sees {count} GPUs")
+    except RuntimeError as error:
         raise ConfigurationError(
-            f"device={str(device)!r} cannot be used here; take cpu, or cuda where torch sees a GPU"
+            f"device={str(device)!r} cannot be used here; take cpu, or cuda where torch sees a GPU; it sees {count}"
         ) from error
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return found
 
 

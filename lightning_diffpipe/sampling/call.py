@@ -482,7 +482,8 @@ def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
     Raises:
         ConfigurationError: It may be either.
     """
-    if any(isinstance(x, Answer) for x in pytree.tree_leaves(entries)):
+    leaves = pytree.tree_leaves(entries)
+    if any(isinstance(x, Answer) for x in leaves) or all(x is None for x in leaves):
         return False
     num_rows, shapes = len(entries), [x.shape if isinstance(x, Tensor) else () for x in entries]
     has_axes = all(len(shape) > 1 for shape in shapes)

@@ -29,7 +29,10 @@ from lightning_diffpipe.sampling.skeleton import ChangedWeights, Weights
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
 _BEFORE_PEFT = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)_lora\.")
 _SETTINGS = ("lora_alpha", "alpha_pattern", "use_rslora")
-_LEFT_OUT = re.compile("unsupported|not (compatible|support)|filter", re.IGNORECASE)
+_LEFT_OUT = re.compile(
+    "unsupported keys|currently unsupported|not (compatible|support)|filter (them )?out",
+    re.IGNORECASE,
+)
 """In what diffusers says of tensors that it leaves out, such as those of T5; not of those that are zero."""
 _TEXT_ENCODER = re.compile(r"lora_te([23])_")
 """How names of Kohya's scripts begin for the second and third; of Flux, diffusers drops them in silence."""
@@ -95,13 +98,15 @@ class StoredLora:
 
     def _refuse_left_out(self, cls: str, said: Sequence[str]) -> None:
         """Raises CheckpointError if diffusers has not mapped all of the file, which it may say or not."""
-        names, left_out = list[str](), [message for message in said if _LEFT_OUT.search(message)]
-        if self.path.endswith(".safetensors") and Path(self.path).is_file():
-            with safe_open(self.path, framework="pt") as file:
-                names = list(file.keys())
-        for name, encoder in ((name, _TEXT_ENCODER.match(name)) for name in names):
-            if encoder and f"text_encoder_{encoder[1]}" not in self.parts():
-                left_out.append(name)
+        left_out = [message for message in said if _LEFT_OUT.search(message)]
+        path = Path(self.path)
+        path = path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
+        if path.suffix == ".safetensors" and path.is_file():
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # no mapping
+                    encoder = _TEXT_ENCODER.match(name)
+                    if encoder and f"text_encoder_{encoder[1]}" not in self.parts():
+                        left_out += [name] if file.get_tensor(name).any() else []
         if left_out:
             raise CheckpointError(
                 f"{cls} of diffusers leaves out a part of the LoRA {self.path}, which is not added here either: "
@@ -166,18 +171,19 @@ class StoredLora:
 def _said_while_reading() -> Iterator[list[str]]:
     """A context that collects what the loaders of diffusers say, also what they do not print."""
     said: list[str] = []
-    loaders = logging.getLogger("diffusers.loaders")
-    printed, root = loaders.getEffectiveLevel(), logging.getLogger("diffusers")
-
-    def note(record: logging.LogRecord) -> None:
-        said.append(record.getMessage())
-        if record.levelno >= printed:
-            root.handle(record)
-
-    handler = logging.Handler()
-    handler.emit = note  # type: ignore[method-assign]
+    loaders, root = logging.getLogger("diffusers.loaders"), logging.getLogger("diffusers")
+    here = threading.get_ident()
     with _listening:
-        before = loaders.level, loaders.propagate
+        printed, before = loaders.getEffectiveLevel(), (loaders.level, loaders.propagate)
+
+        def note(record: logging.LogRecord) -> None:
+            if record.thread == here:
+                said.append(record.getMessage())
+            if record.levelno >= printed:
+                root.handle(record)
+
+        handler = logging.Handler()
+        handler.emit = note  # type: ignore[method-assign]
         loaders.addHandler(handler)
         loaders.setLevel(logging.INFO)
         loaders.propagate = False

@@ -569,6 +569,44 @@ def test_rows_per_sample_that_depend_on_more_than_the_number_of_samples_are_meas
     assert rows_of(other) == {"encode": ((6,), 6), "table": (None, 0), "head": ((1,), 1)}
 
 
+class Remembers(nn.Module):
+    """Encodes captions, and a memory of the batch or a table of two rows; or captions twice, at once."""
+
+    at_once = False
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 4).requires_grad_(False)
+        self.table, self.head = (
+            nn.Parameter(torch.randn(2, 4), requires_grad=False),
+            nn.Linear(4, 4),
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, memory = batch["x"], batch.get("memory", self.table)
+        if self.at_once:
+            return self.head(self.encode(torch.cat([x, x])).sum(0)).mean()
+        return self.head(self.encode(x)).mean() + self.encode(memory).mean()
+
+
+@pytest.mark.parametrize(
+    ("size", "other", "at_once"),
+    [
+        (4, {"x": torch.ones(2, 4), "memory": torch.ones(2, 4)}, False),
+        (1, {"x": torch.ones(1, 4)}, True),
+    ],
+)
+def test_batches_of_another_structure_or_form_are_measured_themselves(size, other, at_once):
+    """Two rows of a table, or of a batch; two of one sample, or one of each of two: sizes do not tell."""
+    root = Remembers()
+    graph = probe(root, step, {"x": torch.ones(size, 4)})
+    root.at_once = at_once
+    found = reprobe(root, step, other, graph, any_form=True)
+    alone = probe(root, step, other)
+    rows_of = lambda g: [(la.argument_rows, la.outputs[0].rows) for la in g.layers]
+    assert rows_of(found) == rows_of(alone)
+
+
 def test_layers_called_once_for_each_sample_are_named_with_the_remedy():
     """History: the error spoke of a branch, which nobody who had called `vae.enable_slicing()` could find."""
     root = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

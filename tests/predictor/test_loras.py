@@ -312,6 +312,23 @@ def test_what_diffusers_leaves_out_is_refused(cls, more, said, tmp_path):
         sampling_loras.StoredLora(file, 1.0, cls)
 
 
+def test_a_folder_is_looked_through_as_a_file_is_and_zeros_may_be_left_out(tmp_path):
+    """History: only a file was looked through; a file called `film_filter` counted as filtered."""
+    layer, other = "lora_unet_double_blocks_0_img_attn_proj", "lora_te3_block_0_q.lora_down.weight"
+    weights = {f"{layer}.lora_{kind}.weight": torch.ones(2, 2) for kind in ("down", "up")}
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    safetensors.torch.save_file(weights | {other: torch.zeros(2, 2)}, file)
+    sampling_loras.StoredLora(tmp_path, 1.0, diffusers.FluxPipeline)
+    safetensors.torch.save_file(weights | {other: torch.ones(2, 2)}, file)
+    with pytest.raises(CheckpointError, match=r"leaves out a part of .*lora_te3_block_0_q"):
+        sampling_loras.StoredLora(tmp_path, 1.0, diffusers.FluxPipeline)
+    folder = tmp_path / "several"
+    folder.mkdir()
+    for name in ("film_filter", "grain"):
+        safetensors.torch.save_file(weights, folder / f"{name}.safetensors")
+    assert sampling_loras.StoredLora(folder, 1.0, diffusers.FluxPipeline).layers("transformer")
+
+
 def test_layers_of_t5_and_of_videos_draw_by_their_own_names_and_others_are_named(tmp_path):
     """Kohya's and the oldest names of diffusers are of CLIP and U-Nets."""
     cls = diffusers.StableDiffusion3Pipeline

@@ -386,6 +386,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.used_bytes)
         monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def empty_cache(self):

@@ -77,6 +77,11 @@ def test_a_list_that_may_be_of_samples_or_of_layers_is_refused(residuals, messag
     call_with(3, residuals=residuals).samples(0, 1)
 
 
+def test_a_list_of_nothing_is_not_divided():
+    """History: it was refused, as it might be of samples or of layers."""
+    call_with(2, residuals=[None, None]).samples(0, 1)
+
+
 class OfVideos(nn.Module):
     """Predicts four of six channels of pictures that have an axis of frames."""
 

@@ -155,6 +155,15 @@ class Ulysses(_OverRanks):
                 if tokens is not None:
                     _refuse_heads(size.heads, size.key_heads, num_ranks)
 
+    def attend(self, call: AttentionCall) -> Tensor:
+        """The same, where every token attends: queries, keys and values go to the same places."""
+        if call.q.shape[-2] != call.k.shape[-2]:
+            raise LayoutError(
+                f"{call.block.name} attends from {call.q.shape[-2]} tokens to {call.k.shape[-2]}, which Ulysses "
+                f"does not divide; use {_RING}, or single"
+            )
+        return super().attend(call)
+
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         me, mask = self._links.rank, call.mask
         _refuse_heads(call.q.shape[1], call.k.shape[1], self._links.num_ranks)
