@@ -81,15 +81,9 @@ class _OverRanks:
         """Attends from this rank's tokens to those of all ranks.
 
         Raises:
-            LayoutError: There are keys of others than the tokens that a block is fed.
+            LayoutError: There are keys that ranks cannot divide.
         """
-        num_queries, num_keys = call.q.shape[-2], call.k.shape[-2]
-        if num_queries != num_keys and int((call.tokens.owner < -1).sum()) != call.block.num_text:
-            raise LayoutError(
-                f"{call.block.name} attends from {num_queries} tokens to {num_keys}, some of which do not attend "
-                "themselves, as those of pictures as prompts in some models; ranks do not divide these: take "
-                "pipefusion with sequence=1, or single"
-            )
+        self._refuse_keys(call)
         together, parts = self._share(call.part)
         # Where the tokens of each part are, among those of all parts together.
         owned = [call.tokens.owned(part, call.block.num_text) for part in parts]
@@ -107,6 +101,16 @@ class _OverRanks:
         with_ghost = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
         mine.put(with_ghost, -2, out)
         return with_ghost
+
+    def _refuse_keys(self, call: AttentionCall) -> None:
+        """Raises LayoutError if there are keys of others than the tokens that a block is fed."""
+        num_queries, num_keys = call.q.shape[-2], call.k.shape[-2]
+        if num_queries != num_keys and int((call.tokens.owner < -1).sum()) != call.block.num_text:
+            raise LayoutError(
+                f"{call.block.name} attends from {num_queries} tokens to {num_keys}, some of which do not attend "
+                "themselves, as those of pictures as prompts in some models; ranks do not divide these: take "
+                "pipefusion with sequence=1, or single"
+            )
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """The same without ghosts, for tokens of all ranks at some positions."""
@@ -155,14 +159,14 @@ class Ulysses(_OverRanks):
                 if tokens is not None:
                     _refuse_heads(size.heads, size.key_heads, num_ranks)
 
-    def attend(self, call: AttentionCall) -> Tensor:
-        """The same, where every token attends: queries, keys and values go to the same places."""
+    def _refuse_keys(self, call: AttentionCall) -> None:
+        """Raises LayoutError also for text that does not attend itself: all of a token goes to the same places."""
+        super()._refuse_keys(call)
         if call.q.shape[-2] != call.k.shape[-2]:
             raise LayoutError(
                 f"{call.block.name} attends from {call.q.shape[-2]} tokens to {call.k.shape[-2]}, which Ulysses "
                 f"does not divide; use {_RING}, or single"
             )
-        return super().attend(call)
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         me, mask = self._links.rank, call.mask
