@@ -257,6 +257,7 @@ class _LinkBench:
             )
             dist.broadcast(repeats, src=self._ranks[0], group=self._group)
             medians_s.append((size, statistics.median(timed_s() for _ in range(int(repeats)))))
+            del timed_s  # and its load, before the next one is made
         return medians_s
 
     def _timed_s(self, run: Callable[[], None]) -> float:

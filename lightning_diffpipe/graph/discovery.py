@@ -323,8 +323,8 @@ class StepProbe:
         more = _known_dims(records, found) if found else None
         signature = batch_signature(self._batch)
         if known and more and known.signature != signature:
-            alike = _structure(known.signature) == _structure(signature)
-            rows = _known_rows(records, known, more, num_samples) if alike else None
+            same_structure = _structure(known.signature) == _structure(signature)
+            rows = _known_rows(records, known, more, num_samples) if same_structure else None
             if rows is not None:
                 return None, rows
             more = None
@@ -495,7 +495,7 @@ def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples) -> list[Lea
 
 
 def _structure(signature: str) -> str:
-    """What batches of other sizes have in common."""
+    """Returns the signature of a batch without sizes, which batches of the same structure share."""
     return re.sub(r"\d+|(, )?\bstr\b", "", signature)
 
 

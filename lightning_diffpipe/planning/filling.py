@@ -413,7 +413,7 @@ def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[in
 
 
 def largest_remainders(exact: Sequence[float], total: int) -> tuple[int, ...]:
-    """Whole numbers near these that add up to a total: those with the largest remainders are rounded up.
+    """Returns whole numbers near these that add up to a total: those with the largest remainders are rounded up.
 
     Example:
         >>> largest_remainders([2.5, 0.75, 0.75], 4)

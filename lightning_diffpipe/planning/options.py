@@ -165,7 +165,7 @@ class PlanOptions:
 def ranks_of_pipeline(
     num_stages: int | Auto, num_replicas: int | tuple[int, ...] | Auto
 ) -> int | None:
-    """Ranks of a pipeline, where options fix them.
+    """Returns the number of ranks of a pipeline, None where options do not fix it.
 
     Example:
         >>> ranks_of_pipeline("auto", (2, 1)), ranks_of_pipeline(2, 2), ranks_of_pipeline(2, "auto")

@@ -160,7 +160,7 @@ class LayerProfile:
         return layer
 
     def weight_gradient_at(self, samples: float) -> float:
-        """Half of the backward where it was not measured: two products of the same size.
+        """Returns seconds of the weight gradient: half of the backward, of two equal products, where not measured.
 
         Beyond the counts that were measured the two lines may cross: a part is never longer than the whole.
         """
@@ -170,7 +170,7 @@ class LayerProfile:
         return whole_s / 2 if self.gradient_bytes else 0.0
 
     def scaled(self, share: float) -> LayerProfile:
-        """The same with a share of its times."""
+        """Returns the layer with a share of its times."""
         weight = self.weight_gradient_s
         return replace(
             self,
@@ -404,12 +404,12 @@ class ModelProfile:
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
-        """Layers of all backbones, one backbone after the other."""
+        """Returns the layers of all backbones, one backbone after the other."""
         return tuple([layer for backbone in self.backbones for layer in backbone.layers])
 
     @property
     def frozen_layers(self) -> tuple[EncoderLayerProfile, ...]:
-        """Layers of all encoders."""
+        """Returns the layers of all encoders, one encoder after the other."""
         return tuple([layer for encoder in self.encoders for layer in encoder.layers])
 
     @property

@@ -470,7 +470,7 @@ def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> d
 
 
 def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
-    """Whether a list of as many entries as there are rows has one for each row, and not one for each layer.
+    """Returns whether a list of as many entries as there are rows has one for each row, and not one for each layer.
 
     What a layer is given has an axis of rows, or is what a control answers, which is asked for some rows only.
 
@@ -533,7 +533,7 @@ def _given(seen: Tensor, latents: Tensor) -> Tensor:
 
 
 def _inserted(seen: Tensor, latents: Tensor) -> list[int]:
-    """Axes of one entry that a pipeline gives its latents for a denoiser of videos, such as that of frames.
+    """Returns axes of one entry that a pipeline gives its latents for a denoiser of videos, such as frames.
 
     There may be further channels, too.
     """

@@ -169,7 +169,7 @@ class StoredLora:
 
 @contextlib.contextmanager
 def _said_while_reading() -> Iterator[list[str]]:
-    """A context that collects what the loaders of diffusers say, also what they do not print."""
+    """Collects what the loaders of diffusers say inside, also what they do not print."""
     said: list[str] = []
     loaders, root = logging.getLogger("diffusers.loaders"), logging.getLogger("diffusers")
     here = threading.get_ident()

@@ -505,7 +505,8 @@ def test_another_sequence_of_layers_is_refused():
         probe(root, step, rows(1), layer_names=graph.layer_names)
 
 
-def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
+def counting():
+    """A module, and the sizes of the batches that its step was run on."""
     ran = []
 
     class Counts(Heads):
@@ -513,7 +514,11 @@ def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
             ran.append(len(batch))
             return super().training_step(batch, batch_idx)
 
-    root = Counts()
+    return Counts(), ran
+
+
+def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
+    root, ran = counting()
     graph = probe(root, step, rows(5), max_share=1 / 40)
     assert ran == [5, 5, 6]
     folded, _ = fold(root, step, rows(5), graph, [3])
@@ -528,14 +533,7 @@ def test_folding_takes_sizes_with_one_sample_more_from_the_probe():
 
 
 def test_batches_of_other_sizes_take_rows_per_sample_from_the_probe():
-    ran = []
-
-    class Counts(Heads):
-        def training_step(self, batch, batch_idx):
-            ran.append(len(batch))
-            return super().training_step(batch, batch_idx)
-
-    root = Counts()
+    root, ran = counting()
     graph = probe(root, step, rows(2), max_share=1 / 40)
     assert ran == [2, 2, 3]
     for num_samples in (3, 5):  # what the probe has seen as one sample more, and more than that

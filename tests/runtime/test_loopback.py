@@ -47,7 +47,7 @@ from tests.runtime.loopback import Loopback
 from tests.zoo import CASES, in_double
 
 SEED = 5
-NUM_STEPS = 3
+NUM_STEPS = 3  # of denoisers; small towers take five, in which weights may drift apart further
 NUM_SAMPLES = 7  # microbatches of 3, 2 and 2
 NUM_MICROBATCHES = 3
 
@@ -248,7 +248,7 @@ def test_denoisers_of_diffusers(name):
 def test_towers(name):
     make, max_share = TOWERS[name]
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(5, 16, generator=generator).double() for _ in range(NUM_STEPS)]
+    batches = [torch.randn(5, 16, generator=generator).double() for _ in range(5)]
     with in_double():
         check(make().double(), batches, max_share=max_share)
 
@@ -256,13 +256,13 @@ def test_towers(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b_deep", marks=pytest.mark.slow)])
 def test_unequal_replicas_and_other_schedules(schedule):
-    batches = [rows(5).double() for _ in range(NUM_STEPS)]
+    batches = [rows(5).double() for _ in range(5)]
     with in_double():
         check(Twice().double(), batches, (3,), replicas=(1, 3, 2), schedule=schedule)
 
 
 @pytest.mark.slow
 def test_unfolded():
-    batches = [rows(5).double() for _ in range(NUM_STEPS)]
+    batches = [rows(5).double() for _ in range(5)]
     with in_double():
         check(Tied().double(), batches, (3,), folded=False, max_share=1 / 30)

@@ -160,7 +160,7 @@ def _place_v(num_stages: int, num_ranks: int) -> Placement:
 
 
 def _found_once(programs: Callable[..., tuple[Program, ...]]) -> Callable[..., Program]:
-    """The program of a rank, by a function that finds those of all: it is run once for all of them."""
+    """Returns a function for the program of one rank, which finds those of all ranks once and remembers them."""
     remembered = lru_cache(maxsize=64)(programs)
 
     def program(
