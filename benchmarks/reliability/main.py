@@ -107,8 +107,9 @@ def run_one(
         while time.time() < deadline_s:
             if harmed.exists():
                 deadline_s = harmed.stat().st_mtime + LIMIT_S
-            codes = [process.poll() for process in processes]
-            if not _left(name):
+            ended = [process.poll() is not None for process in processes]
+            # A process that is just being started has no environment to read yet.
+            if all(ended) and not _left(name):
                 ended_s = time.time()
                 break
             time.sleep(0.1)

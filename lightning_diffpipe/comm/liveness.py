@@ -149,6 +149,7 @@ class Liveness:
         self._losses: dict[int, Loss] = {}
         self._left: set[int] = set()
         self._stopped_s: dict[int, float] = {}  # since when processes are stopped that start
+        self._siblings: dict[int, int] = {}  # of this run, before all have met, by rank
         self._signalled_s, self._end_s = 0.0, math.inf
         self._silence_s, self._period_s = 0.0, _PERIOD_S
         self._runs = self._num_runs = self._connections = 0
@@ -189,6 +190,7 @@ class Liveness:
         """
         self.rank = rank
         self._losses.clear()
+        self._siblings.clear()
         self.signals.clear()
         self._signalled_s, self._end_s = 0.0, math.inf
         self._start()
@@ -197,6 +199,7 @@ class Liveness:
         if in_main:  # a signal is heard of even while the main thread waits outside of Python
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._runs, self._num_runs = self._runs + 1, self._num_runs + 1
+        self._wake.send(b"\0")  # the thread looks who else starts
         try:
             with self._phase_of(_STARTING):
                 try:
@@ -290,6 +293,7 @@ class Liveness:
         """Lets all ranks know that this one got SIGTERM."""
         self._signalled_s = 0.0
         with self._lock:
+            self._look_for_processes(time.monotonic())  # of which one's end may be the reason
             self.signals[self.rank] = self.phase
             self._broadcast(**{"signalled": self.rank, "in": self.phase})
 
@@ -470,6 +474,15 @@ class Liveness:
         starting |= {0: int(parent)} if self.rank and parent is not None else {}
         if self._group is None and not starting:
             starting = _siblings()
+            for rank, pid in self._siblings.items() - starting.items():
+                # A signal to all comes before they end; that of a launcher which has lost one, after.
+                stopped = self.rank in self.signals or 0.0 < self._signalled_s < now_s
+                if rank not in known | starting.keys() and not (
+                    stopped or Path(f"/proc/{pid}").exists()
+                ):
+                    error = "; its error, if it had one, is above"
+                    self._lose(Loss(rank, _STARTING, "ended", error, pid))
+            self._siblings |= starting
         for rank, pid in starting.items():
             if rank in known or not _is_stopped(pid):
                 self._stopped_s.pop(rank, None)

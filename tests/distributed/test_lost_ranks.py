@@ -149,6 +149,7 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
             pytest.param(*row, marks=pytest.mark.table)
             for row in [
                 ("Lightning", "KILL", 1, "starting processes"),
+                ("torchrun", "KILL", 0, "starting processes"),
                 ("torchrun", "STOP", 1, "starting processes"),
                 ("Lightning", "STOP", 0, "starting processes"),
                 ("Lightning", "KILL", 0, "training"),
@@ -213,6 +214,35 @@ def test_a_rank_that_is_frozen_before_all_have_met_is_found_by_its_state(starter
         frozen.wait()
     message = "rank 1 (starting processes): nothing was heard of it for 10 s: it is stopped"
     assert str(watching.loss()).startswith(message) == (not place)
+
+
+@pytest.mark.parametrize(
+    ("signalled_s", "by_handler", "named"),
+    [(0.0, False, True), (2.5, False, True), (2.5, True, True), (1.0, False, False)],
+)
+def test_a_rank_that_ends_before_all_have_met_is_named(signalled_s, by_handler, named, monkeypatch):
+    """A launcher that has lost a rank sends SIGTERM to the others; one that is stopped itself, to all of them.
+
+    History: under torchrun the others said only that they had got SIGTERM, under SLURM they waited on.
+    """
+    other = subprocess.Popen(["sleep", "600"], env={**os.environ, "RANK": "1"})
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    watching = Liveness()
+    watching._runs = 1
+    watching._look_for_processes(1.0)
+    while 1 not in watching._siblings:  # what a process was given is to be read once it runs
+        watching._look_for_processes(1.0)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    watching._look_for_processes(2.0)
+    assert watching.loss() is None  # its launcher has not noticed
+    other.wait()
+    watching._signalled_s = signalled_s
+    if by_handler:
+        watching.note_signal()
+    watching._look_for_processes(2.5)
+    message = "rank 1 (starting processes): its process has ended without a word"
+    assert str(watching.loss()).startswith(message) == named
 
 
 def be_busy(rank):
