@@ -472,7 +472,8 @@ def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> d
 def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
     """Returns whether a list of as many entries as there are rows has one for each row, and not one for each layer.
 
-    What a layer is given has an axis of rows, or is what a control answers, which is asked for some rows only.
+    What a layer is given has axes of rows, tokens and channels, or is what a control answers, which is asked for
+    some rows only; a text has tokens and channels.
 
     Args:
         name: Of the argument.
@@ -486,8 +487,11 @@ def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
     if any(isinstance(x, Answer) for x in leaves) or all(x is None for x in leaves):
         return False
     num_rows, shapes = len(entries), [x.shape if isinstance(x, Tensor) else () for x in entries]
-    has_axes = all(len(shape) > 1 for shape in shapes)
-    if has_axes and (not {s[0] for s in shapes} <= {1, num_rows} or set(shapes) == {sample}):
+    axes = {len(shape) for shape in shapes}
+    of_sample = (
+        axes == {2} or set(shapes) == {sample} or not {s[0] for s in shapes if s} <= {1, num_rows}
+    )
+    if min(axes) > 1 and of_sample:
         return True
     kinds = {str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in entries}
     shown = " and ".join(sorted(kinds))

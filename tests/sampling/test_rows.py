@@ -44,16 +44,21 @@ def call_with(num_rows, **arguments):
     "arguments",
     [
         {"texts": [numbers(size, 5, seed=size) for size in (4, 2, 3)]},
+        {"texts": [numbers(3, 5, seed=size) for size in (4, 2, 3)]},
         {"texts": [numbers(3, 4, 4, seed=size) for size in (4, 2, 3)]},
         {"residuals": [numbers(3, 3, 4, 4, seed=seed) for seed in (1, 2)]},
         {"residuals": [Answer(0, 0), Answer(0, 1)], "controls": [("control", {"x": numbers(3, 3, 4, 4)})]},
         {"residuals": [Answer(0, 0), Answer(0, 1), Answer(0, 0)],
          "controls": [("control", {"x": numbers(3, 3, 4, 4)})]},
     ],
-    ids=["texts", "pictures", "residuals", "answers", "as many answers as samples"],
+    ids=["texts", "as many tokens as samples", "pictures", "residuals", "answers",
+         "as many answers as samples"],
 )  # fmt: skip
 def test_a_list_of_samples_is_divided_and_one_of_layers_is_not(arguments):
-    """History: as many residuals of a ControlNet as there were samples were divided as if they were samples."""
+    """History: as many residuals of a ControlNet as there were samples were divided as if they were samples.
+
+    Then texts of as many tokens as there were samples were refused, as they might have been residuals.
+    """
     call = call_with(3, **arguments)
     model = Controlled(OfAList(), {"control": Control()})
     [whole] = model(**call.steps[0][0])
