@@ -127,7 +127,7 @@ def assemble(
             parameter.grad = None  # of before training
         watch = StepWatch(module, layout, idle, trained)
         return Pipeline(
-            module, plan, graph, mesh, engine, resident, owners, trained, untrained, watch, seed,
+            module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
         )  # fmt: skip
 

@@ -14,8 +14,8 @@ patches of all samples do.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -77,8 +77,7 @@ class StageDrawer:
     def __init__(self, pipeline: Pipeline, denoiser: nn.Module, num_patches: int) -> None:
         self._pipeline, self._mesh, self._num_patches = pipeline, pipeline.mesh, num_patches
         self._denoiser = denoiser
-        modules = pipeline.module.named_modules()
-        self._prefix = next(name for name, module in modules if module is denoiser)
+        self._names = {p: name for name, p in pipeline.module.named_parameters()}
 
     def sample(self, call: Call) -> Tensor:
         """Returns final latents, on all ranks.
@@ -136,35 +135,43 @@ class StageDrawer:
         Raises:
             PartitionError: They are no ranges of blocks, one for each rank, in order.
         """
-        ranks = []  # that have most of the weights of each block; the first one if all have all of them
+        homes = []  # of each block, the ranks that have most of its weights
         for block in layout.block_names:
-            held = Counter[int]()
-            for name, parameter in self._denoiser.get_submodule(block).named_parameters():
-                held[self._pipeline.owners.get(f"{self._prefix}.{block}.{name}", 0)] += (
-                    parameter.numel()
-                )
-            ranks.append(held.most_common(1)[0][0])
+            weights = self._denoiser.get_submodule(block).parameters()
+            sizes = {self._names[p]: p.numel() for p in weights}
+            held = [
+                sum(size for name, size in sizes.items() if name in resident)
+                for resident in self._pipeline.residents
+            ]
+            homes.append([rank for rank, size in enumerate(held) if size == max(held)])
+        # Replicas of a stage take a share of its blocks each; frozen blocks, which all have, go to the first rank.
+        shared = list[int]()
+        for home, blocks in itertools.groupby(homes):
+            num = len(list(blocks))
+            shared += [home[i * len(home) // num] for i in range(num)]
+        first = [home[0] for home in homes]
         num_ranks = self._mesh.layout.ranks_per_pipeline
-        if ranks != sorted(ranks) or set(ranks) != set(range(num_ranks)):
-            raise PartitionError(
-                f"its blocks lie on ranks {ranks}, and PipeFusion needs a range of them on each of the {num_ranks} "
-                "ranks, in order"
-            )
-        return tuple(ranks.index(rank) for rank in range(1, num_ranks))
+        for ranks in (shared, first):
+            if ranks == sorted(ranks) and set(ranks) == set(range(num_ranks)):
+                return tuple(ranks.index(rank) for rank in range(1, num_ranks))
+        raise PartitionError(
+            f"its blocks lie on ranks {first}, and PipeFusion needs a range of them on each of the {num_ranks} "
+            "ranks, in order"
+        )
 
     @contextlib.contextmanager
     def _everything_needed(self, setting: PipeFusionSetting) -> Iterator[None]:
         """A context in which this rank has all that it runs, its own blocks and what lies between blocks."""
-        owners, missing = self._pipeline.owners, set[str]()
+        needed, own = list[set[str]](), dict(self._denoiser.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
-            needed = resident_parameters(self._denoiser, setting.layout, setting.stages, rank)
-            missing |= {n for n in needed if owners.get(f"{self._prefix}.{n}", rank) != rank}
-        own = dict(self._denoiser.named_parameters())
-        tensors = {f"{self._prefix}.{name}": own[name].detach() for name in sorted(missing)}
-        whole = spread(tensors, {name: owners[name] for name in tensors}, self._mesh)
-        here = resident_parameters(
-            self._denoiser, setting.layout, setting.stages, self._mesh.local_rank
-        )
-        absent = {own[n]: whole[f"{self._prefix}.{n}"] for n in here if is_placeholder(own[n])}
+            names = resident_parameters(self._denoiser, setting.layout, setting.stages, rank)
+            needed.append({self._names[own[name]] for name in names})
+        residents = self._pipeline.residents
+        missing = set[str]().union(*(n - held for n, held in zip(needed, residents, strict=True)))
+        tensors = {n: p.detach() for p, n in self._names.items() if n in missing}
+        owners = {name: self._pipeline.owners[name] for name in tensors}
+        whole = spread(tensors, owners, self._mesh)
+        here = needed[self._mesh.local_rank]
+        absent = {p: whole[n] for p, n in self._names.items() if n in here and is_placeholder(p)}
         with lent_to_placeholders({p: v.to(p.device) for p, v in absent.items()}), torch.no_grad():
             yield

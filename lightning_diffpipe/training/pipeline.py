@@ -7,7 +7,7 @@ whether all ranks loaded the same batch, who trains what.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -105,7 +105,7 @@ class Pipeline:
         graph: The layers that were cut.
         mesh: This rank's place and groups.
         engine: Runs steps.
-        resident: Names of the parameters this rank holds.
+        residents: Names of the parameters held at each position of the pipeline.
         owners: Position in the pipeline of the first holder, for every entry of the state dict that
             is not held by all its ranks.
         trained: Parameters of this rank that get gradients, by name.
@@ -121,7 +121,7 @@ class Pipeline:
     graph: LayerGraph
     mesh: Mesh
     engine: Engine
-    resident: frozenset[str]
+    residents: Sequence[frozenset[str]]
     owners: dict[str, int]
     trained: dict[str, nn.Parameter]
     untrained: dict[str, nn.Parameter]
@@ -131,6 +131,11 @@ class Pipeline:
     _relay: RelayView
     basis: Basis | None = None
     runs_ahead: bool = True
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Names of the parameters this rank holds."""
+        return self.residents[self.mesh.local_rank]
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:

@@ -117,7 +117,7 @@ class Small(PipelineDiffusion):
         super().__init__(pipeline, call=call, optimization=optimization)
 
 
-def train(rank, world_size, name, every_n_steps):
+def train(rank, world_size, name, every_n_steps, options=None):
     """Trains for two steps.
 
     Returns:
@@ -125,7 +125,8 @@ def train(rank, world_size, name, every_n_steps):
     """
     settings = {"num_inference_steps": 2, "guidance_scale": 2.0, "seed": 4}
     samples = Remembering(PROMPTS[:2], every_n_steps=every_n_steps, **settings)
-    strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, profile="flops", timeout_s=20)
+    options = {"num_stages": 2, "num_microbatches": 2} | (options or {})
+    strategy = DiffPipeStrategy(profile="flops", timeout_s=20, **options)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="cpu",
@@ -160,3 +161,23 @@ def test_training_goes_on_as_without_samples(name, draws_by_layers):
     assert len(drawn) == 2
     assert all((value == without[3][key]).all() for key, value in weights.items())
     np.testing.assert_allclose(drawn[-1], alone, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "options", "draws_by_layers"),
+    [
+        (2, {"num_stages": 1, "num_replicas": 2}, False),
+        (3, {"num_stages": 2, "num_replicas": (2, 1)}, False),
+        (2, {"num_stages": 4, "schedule": "interleaved"}, True),
+    ],
+    ids=["replicas only", "replicas of a stage", "interleaved"],
+)
+def test_replicas_of_a_stage_draw_by_a_share_of_its_blocks_each(
+    world_size, options, draws_by_layers
+):
+    """History: layers answered one by one, as if a rank lacked blocks. Of interleaved stages they do."""
+    for drawn, by_layers, alone, _ in run_ranks(train, world_size, world_size, "flux", 1, options):
+        assert by_layers == draws_by_layers
+        np.testing.assert_allclose(drawn[-1], alone, atol=1e-4)
