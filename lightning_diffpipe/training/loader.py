@@ -25,7 +25,11 @@ import contextlib
 import copy
 import functools
 import itertools
+import multiprocessing
+import os
 import random
+import select
+import threading
 import time
 import warnings
 import zlib
@@ -495,11 +499,39 @@ def checksum(batch: Any) -> int:
 
 
 def seed_workers(loader: Any) -> None:
-    """Lets workers be seeded alike on all ranks of a pipeline, unless the user seeds them."""
-    if isinstance(loader, DataLoader) and loader.num_workers and not loader.worker_init_fn:
+    """Lets workers be seeded alike on all ranks of a pipeline, unless the user does so, and end with their rank."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return
+    if not loader.worker_init_fn:
         # Workers seed torch from the iterator's base seed but leave numpy to us; set before
         # Lightning would seed them by the global rank, which differs inside a pipeline.
         loader.worker_init_fn = _seed_worker
+    context: Any = loader.multiprocessing_context or multiprocessing
+    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    outlives = method == "forkserver" and not isinstance(loader.worker_init_fn, _EndsWithRank)
+    if outlives and hasattr(os, "pidfd_open"):
+        loader.worker_init_fn = _EndsWithRank(loader.worker_init_fn)
+
+
+class _EndsWithRank:
+    """A `worker_init_fn` after which a worker of a fork server ends when the process that reads from it does.
+
+    torch looks at the parent, which is the server, and that lives for as long as any of its children.
+    """
+
+    def __init__(self, initialize: Callable[[int], None]) -> None:
+        self._initialize, self._reader = initialize, os.getpid()
+
+    def __call__(self, worker: int) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+        self._initialize(worker)
+
+    def _watch(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            end = select.poll()
+            end.register(os.pidfd_open(self._reader))
+            end.poll()
+        os._exit(1)
 
 
 def _seed_worker(worker: int) -> None:

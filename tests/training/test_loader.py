@@ -1,6 +1,11 @@
 """All ranks of a pipeline load the same batches, whatever their own random state and workers do."""
 
+import os
 import random
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +25,7 @@ from torch.utils.data import (
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.training.before_training import _first_batches
-from lightning_diffpipe.training.loader import AlignedLoader, checksum
+from lightning_diffpipe.training.loader import AlignedLoader, checksum, seed_workers
 from lightning_diffpipe.training.loader import aligned as wrapped
 
 
@@ -319,3 +324,37 @@ def test_the_state_of_a_loader_is_that_without_looking_ahead():
     assert states[0] == states[1] == states[2]
     assert isinstance(wrapped(Resumable(), 7, 0, Clock(), ignore), _Stateful)
     assert not isinstance(wrapped([1], 7, 0, Clock(), ignore), _Stateful)
+
+
+class Processes(Dataset):
+    """Gives the process that was asked."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def read_and_be_killed():
+    """Reads from a worker of a fork server, says which process that is, and gets SIGKILL."""
+    loader = DataLoader(Processes(), num_workers=1, multiprocessing_context="forkserver")
+    seed_workers(loader)
+    print(int(next(iter(loader))), flush=True)
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="asks the kernel for the end of a process"
+)
+def test_workers_of_a_fork_server_end_with_the_process_that_reads_from_them():
+    """History: they stayed for ever, as their parent, which torch watches, is the server."""
+    script = "from tests.training.test_loader import read_and_be_killed; read_and_be_killed()"
+    killed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert killed.returncode == -9, killed.stderr[-3000:]
+    worker, deadline_s = Path(f"/proc/{killed.stdout.strip()}"), time.monotonic() + 10
+    while worker.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not worker.exists()
