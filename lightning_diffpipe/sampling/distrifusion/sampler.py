@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -163,22 +164,35 @@ class _Loop(ForwardOnlyRun):
         self._sampler, self._request = sampler, request
         self._states, self._links = sampler._states, sampler.links
         self._interception, self._stopwatch = interception, stopwatch
-        self._settled = False
         self._num_calls = 0
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """All steps, on whole latents."""
-        request, rank = self._request, self._links.rank
-        loop, latents = request.loop(), request.latents
-        scaler = InputScaler(request)
+        request, rank, sampler = self._request, self._links.rank, self._sampler
+        mode, warmup_steps = sampler.mode, sampler.warmup_steps
+        by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
+        loop, latents, scaler = request.loop(), request.latents, InputScaler(request)
         before: Tensor | None = None
-        self._sampler.num_synchronous = 0
+        settled, sampler.num_synchronous = False, 0
+
+        def is_settled(now: Tensor, before: Tensor) -> bool:
+            change = (now - before).norm() / now.norm().clamp_min(1e-30)
+            return float(change) < sampler.settled
+
         for index, timestep in enumerate(request.timesteps):
             inputs = scaler.scale(latents, timestep, index)
-            self._watch_change(inputs, before)
+            if by_itself and before is not None and not settled:
+                settled = self._links.broadcast_object(partial(is_settled, inputs, before))
             before = inputs
-            self._step = self._kind_of(index)
-            self._sampler.num_synchronous += self._step.synchronous
+            warm = not settled if by_itself else index < warmup_steps
+            next_may_be_displaced = mode == "displaced" and (by_itself or index + 1 >= warmup_steps)
+            self._step = StepKind(
+                index,
+                synchronous=warm or mode == "synchronous",
+                alone=mode == "naive" and not warm,
+                keep=next_may_be_displaced and index < request.num_steps - 1,
+            )
+            sampler.num_synchronous += self._step.synchronous
             with self._stopwatch.working(ForwardNoGrad(rank, index)):
                 self._num_calls = 0
                 with self._interception.running(self):
@@ -189,30 +203,6 @@ class _Loop(ForwardOnlyRun):
             if on_step is not None:
                 on_step(index)
         return latents
-
-    def _kind_of(self, index: int) -> StepKind:
-        mode, warmup_steps = self._sampler.mode, self._sampler.warmup_steps
-        by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
-        warm = not self._settled if by_itself else index < warmup_steps
-        next_may_be_displaced = mode == "displaced" and (by_itself or index + 1 >= warmup_steps)
-        return StepKind(
-            index,
-            synchronous=warm or mode == "synchronous",
-            alone=mode == "naive" and not warm,
-            keep=next_may_be_displaced and index < self._request.num_steps - 1,
-        )
-
-    def _watch_change(self, inputs: Tensor, before: Tensor | None) -> None:
-        """Ends the automatic warm-up on all ranks together."""
-        sampler = self._sampler
-        if sampler.warmup_steps != "auto" or self._settled or before is None:
-            return
-
-        def is_settled() -> bool:
-            change = (inputs - before).norm() / inputs.norm().clamp_min(1e-30)
-            return float(change) < sampler.settled
-
-        self._settled = self._links.broadcast_object(is_settled)
 
     # ------------------------------------------------------------ calls of the model
 
@@ -273,8 +263,20 @@ class CallStates:
         if step > 0:
             self.check_number_of_calls(index + 1, step)
         if kind not in self._analyses:
+
+            def look() -> CallAnalysis:
+                with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
+                    analysis = analyse(call)
+                Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
+                return analysis
+
             with self._stopwatch.learning():
-                self._analyses[kind] = self._learned(call)
+                found: CallAnalysis = self._links.broadcast_object(look)
+                if self._verify:
+                    traffic = self._links.traffic.copy()
+                    self._compare(found, call)
+                    vars(self._links.traffic).update(vars(traffic))
+                self._analyses[kind] = found
         state = self._new_state(self._analyses[kind], call.latents)
         state.freshness = self._freshness
         self._states.append((kind, state))
@@ -287,20 +289,6 @@ class CallStates:
                 f"step {step} called the model {num_calls} times, the first step {len(self._states)} times: "
                 "bands keep what was sent from step to step, and need the same calls in every step"
             )
-
-    def _learned(self, call: ModelCall) -> CallAnalysis:
-        def look() -> CallAnalysis:
-            with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
-                analysis = analyse(call)
-            Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
-            return analysis
-
-        analysis: CallAnalysis = self._links.broadcast_object(look)
-        if self._verify:
-            traffic = self._links.traffic.copy()
-            self._compare(analysis, call)
-            vars(self._links.traffic).update(vars(traffic))
-        return analysis
 
     def _compare(self, analysis: CallAnalysis, whole: ModelCall) -> None:
         """One synchronous call against a plain one of rank 0; all ranks decide together.
@@ -383,19 +371,15 @@ def first_difference(
     for (name, plain), (_, mine) in zip(whole, band, strict=False):
         if len(plain) != len(mine):
             return name
-        if any(not _agrees(a, b, bands, tolerance) for a, b in zip(plain, mine, strict=True)):
-            return name
+        for all_rows, own in zip(plain, mine, strict=True):
+            start, size = bands.part_of(len(all_rows))
+            # Only an axis that grows with the rows can be compared: on others, means are of other rows.
+            if len(all_rows) != len(own) == size:
+                scale = float(all_rows.abs().mean()) + 1e-30
+                error = float((all_rows.narrow(0, start, size) - own).abs().max())
+                if not error <= tolerance * scale:
+                    return name
     return None
-
-
-def _agrees(plain: Tensor, mine: Tensor, bands: Bands, tolerance: float) -> bool:
-    """Only an axis that grows with the rows can be compared: on others, means are of other rows."""
-    start, size = bands.part_of(len(plain))
-    if len(plain) == len(mine) or size != len(mine):
-        return True
-    part = plain.narrow(0, start, size)
-    scale = float(plain.abs().mean()) + 1e-30
-    return float((part - mine).abs().max()) <= tolerance * scale
 
 
 def profiled(run: Callable[[], Any]) -> list[Profile]:
@@ -492,7 +476,15 @@ def emulate(
             index = torch.cuda.current_device() if device.index is None else device.index
             default = torch.cuda.default_generators[index]
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
-    requests = [_with_own_generators(request, default) for _ in range(num_bands)]
+    given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
+
+    def with_own_generators() -> Request:  # a thread draws as if it were a process
+        copies: dict[int, torch.Generator] = {}  # samples may share one
+        copy = lambda x: copies.setdefault(id(x), x.clone_state())
+        own = pytree.tree_map_only(torch.Generator, copy, given)
+        return dataclasses.replace(request, step_kwargs=own)
+
+    requests = [with_own_generators() for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)
@@ -511,15 +503,3 @@ def emulate(
                 "it a generator or a seed of its own, or sample with processes"
             )
     return latents, [sampler for _, sampler in results]
-
-
-def _with_own_generators(request: Request, default: torch.Generator | None) -> Request:
-    """A request for a thread that draws as if it were a process; from a copy of the default generator if given."""
-    copies: dict[int, torch.Generator] = {}  # samples may share one
-
-    def copy(x: torch.Generator) -> torch.Generator:
-        return copies.setdefault(id(x), x.clone_state())
-
-    given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
-    arguments = pytree.tree_map_only(torch.Generator, copy, given)
-    return dataclasses.replace(request, step_kwargs=arguments)

@@ -39,7 +39,6 @@ from lightning_diffpipe.sampling.tracing.layout import (
     Block,
     Layout,
     Part,
-    Place,
     TokenAxis,
     shapes_of_call,
     without_memory,
@@ -77,8 +76,9 @@ class PartRunner:
     def __post_init__(self) -> None:
         layout = self.layout
         self.block_names = frozenset(layout.block_names)
-        self._of_request: dict[Any, Any] = {}
-        self._of_step: dict[Any, Any] = {}
+        # Results that are the same in all of a request, or of a step.
+        self.of_request: dict[Any, Any] = {}
+        self.of_step: dict[Any, Any] = {}
         self._same: dict[tuple[int, int], bool] = {}
         glue = layout.glue.local.keys() | layout.glue.made_for.keys()
         places = layout.constants.keys() | layout.step_constants.keys() | glue
@@ -90,7 +90,7 @@ class PartRunner:
 
     def start_step(self) -> None:
         """Forgets what is the same in one step only."""
-        self._of_step.clear()
+        self.of_step.clear()
 
     def same_tokens(self, one: TokenAxis, other: TokenAxis) -> bool:
         """Whether two axes hold the same tokens in the same order."""
@@ -99,14 +99,6 @@ class PartRunner:
             same = one.axis == other.axis and torch.equal(one.owner, other.owner)
             self._same[key] = one is other or same
         return self._same[key]
-
-    def stored_at(self, place: Place) -> tuple[dict[Any, Any], Any] | None:
-        """Results stored for a place, with the shapes of its arguments on all tokens; None if none are."""
-        if place in self.layout.constants:
-            return self._of_request, self.layout.constants[place]
-        if place in self.layout.step_constants:
-            return self._of_step, self.layout.step_constants[place]
-        return None
 
     def run(
         self,
@@ -325,32 +317,28 @@ class PartRun(ForwardOnlyRun):
     def _dummy(self, block: Block) -> list[Any]:
         return block.dummy(self.runner.fill, self.runner.device)
 
-    # --- modules whose result is stored -----------------------------------------------------------------
+    # --- modules whose result is stored, or that are local ---------------------------------------------
 
     def _module(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = BETWEEN if self._inside is None else self._inside
         place = (where, site.name, self._turns[where, site.name])
         self._turns[where, site.name] += 1
-        stored = self.runner.stored_at(place)
-        if stored is None:
-            return self._made_between(place, site, args, kwargs)
-        results, shapes = stored
-        # What was cut is of this part only, and must not be taken for another's.
-        is_whole = where == BETWEEN or shapes == shapes_of_call(args, kwargs)
-        key = (place, None if is_whole else self.part)
-        if key not in results:
-            self._storing = True
-            try:
-                results[key] = site.diffpipe_original(*args, **kwargs)
-            finally:
-                self._storing = False
-        return results[key]
-
-    def _made_between(
-        self, place: Place, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Answers a call between blocks: on the part if it can be, not at all if nobody wants it."""
-        glue, runner = self.runner.layout.glue, self.runner
+        runner, layout, glue = self.runner, self.runner.layout, self.runner.layout.glue
+        results, stored = runner.of_step, layout.step_constants
+        if place in layout.constants:
+            results, stored = runner.of_request, layout.constants
+        if place in stored:
+            # What was cut is of this part only, and must not be taken for another's.
+            is_whole = where == BETWEEN or stored[place] == shapes_of_call(args, kwargs)
+            key = (place, None if is_whole else self.part)
+            if key not in results:
+                self._storing = True
+                try:
+                    results[key] = site.diffpipe_original(*args, **kwargs)
+                finally:
+                    self._storing = False
+            return results[key]
+        # Between blocks: on the part if it can be, not at all if nobody wants it.
         readers, shape = glue.made_for.get(place, (None, None))
         if readers is not None and shape is not None and not readers & runner.stage.own:
             return without_memory(shape, runner.fill, runner.device)

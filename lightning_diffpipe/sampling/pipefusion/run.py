@@ -27,7 +27,7 @@ from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttenti
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, Mode
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
-from lightning_diffpipe.sampling.request import InputScaler, Loop, Request
+from lightning_diffpipe.sampling.request import Complete, InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
 from lightning_diffpipe.sampling.statistics import Stopwatch
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Units
@@ -117,24 +117,49 @@ class PipeFusionRun:
         """Runs all turns; returns the final latents."""
         with self._interception.installed():
             latents = self._run_turns(on_step)
-        latents = self._share_result(latents)
-        for links in (self._links, self._sequence):
-            links.finish()
+        links, sequence = self._links, self._sequence
+        last = links.num_ranks - 1
+        if not self._is_last:
+            latents = links.receive(TensorShape.of(latents), last, "result").wait()
+        else:
+            if sequence.num_ranks > 1:
+                parts = self._shares(None, (0, 1))[1]
+                collect_rows(sequence, self._setting.layout, latents, parts, "result")
+            for rank in range(last):
+                links.send(latents, rank, "result")
+        links.finish()
+        sequence.finish()
         return latents
 
     def _turns(self) -> Iterator[Turn]:
         """All turns in order, with their receives announced as soon as it is known what they are."""
         turns, start = self.plan.turns, 0
+        layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
+        latents, last_step = self._request.latents, self.plan.num_steps - 1
         while start < len(turns):
             ends = (turn.index + 1 for turn in turns[start:] if self.plan.decides_after(turn))
             stop = next(ends, len(turns))
-            self._hidden.expect(self._hidden_shapes(turns[start:stop]))
-            self._returned.expect(self._latent_shapes(turns[start:stop]))
+            if not self._is_first:
+                self._hidden.expect(
+                    _Announced(
+                        turn.index, [s for c in calls for s in layout.blocks[c].shapes(part)]
+                    )
+                    for turn in turns[start:stop]
+                    for part in [self._part(turn)]
+                    for calls in filter(None, stage.incoming)
+                )
+            elif not self._is_last:
+                self._returned.expect(
+                    _Announced(turn.index, [TensorShape.of(layout.take_rows(latents, units))])
+                    for turn in turns[start:stop]
+                    if turn.step < last_step and (turn.patch is not None or turn.is_last)
+                    for units in [self._part(turn).units]
+                )
             yield from turns[start:stop]
             turns, start = self.plan.turns, stop  # the plan may be another by now
 
     def _run_turns(self, on_step: Callable[[int], None] | None) -> Tensor:
-        request = self._request
+        request, layout = self._request, self._setting.layout
         latents = request.latents.clone()
         earlier: list[PartRun] = []
         before: Tensor | None = None
@@ -144,13 +169,12 @@ class PipeFusionRun:
                 self._cache.start_step(turn.step, keep)
                 self._runner.start_step()
             self._take_back(turn, latents)
-            t = request.timesteps[turn.step]
+            t, part = request.timesteps[turn.step], self._part(turn)
             with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
-                seen = self._seen(turn, latents)
-                loop = self._loop_of(turn, seen)
+                loop, predict = self._loop_at(turn, latents)
                 run = self._runner.run(
-                    functools.partial(self._predict, loop, turn, seen),
-                    self._part(turn),
+                    predict,
+                    part,
                     self._receive,
                     self._send,
                     earlier if self._is_last else (),
@@ -158,15 +182,17 @@ class PipeFusionRun:
                 )
                 earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
                 if run.prediction is not None:
-                    prediction = self._guided(loop, run.prediction, turn)
+                    prediction = run.prediction
+                    if loop.is_divided:
+                        with self._watch.waiting():
+                            prediction = guided(loop, prediction, layout, part.units)
                     # Pipelines may have changed latents after the step before.
-                    units = self._units(turn)
-                    rows = self._setting.layout.take_rows(loop.sample, units)
-                    self._setting.layout.put_rows(latents, units, rows)
+                    layout.put_rows(latents, part.units, layout.take_rows(loop.sample, part.units))
                     if self.plan.decides_after(turn):
                         before = self._given(latents, turn.step)
                     self._schedulers.step(latents, prediction, t, turn.patch)
-                    self._give_back(turn, latents)
+                    if not self._is_first and turn.step < self.plan.num_steps - 1:
+                        self._links.send(layout.take_rows(latents, part.units), 0, "latents")
             if turn.is_last:
                 if self.plan.decides_after(turn):
                     self._end_warmup_if_settled(turn, before, latents)
@@ -175,28 +201,27 @@ class PipeFusionRun:
                     on_step(turn.step)
         return latents
 
-    def _seen(self, turn: Turn, latents: Tensor) -> Tensor:
-        """Latents as the loop of a turn is given them: the first rank reads them, the last one steps its rows."""
-        if self._is_first:
-            return latents
-        unread = torch.full_like(latents, self._fill)
-        if self._is_last:
-            layout, units = self._setting.layout, self._units(turn)
-            layout.put_rows(unread, units, layout.take_rows(latents, units))
-        return unread
+    def _loop_at(self, turn: Turn, latents: Tensor) -> tuple[Loop, Callable[[], Tensor]]:
+        """The loop of a turn's patch, and what runs it up to its prediction.
 
-    def _units(self, turn: Turn) -> Units | None:
-        """Rows of this rank in the prediction of a turn."""
-        return self._own_units if turn.patch is None else self._part(turn).units
-
-    def _predict(self, loop: Loop, turn: Turn, seen: Tensor) -> Tensor:
-        """Runs the loop of a turn up to its prediction."""
-        complete = None
+        In synchronous steps the first loop predicts, and all others go along. The first rank reads the latents that
+        loops are given, and the last one steps its rows of them.
+        """
+        seen: Tensor | None = None  # what the loop itself has stepped, or begins with
+        if turn.step > 0:
+            seen = latents if self._is_first else torch.full_like(latents, self._fill)
+            if self._is_last and not self._is_first:
+                layout, units = self._setting.layout, self._part(turn).units
+                layout.put_rows(seen, units, layout.take_rows(latents, units))
+        loop = self._loops[turn.patch or 0]
+        complete: Complete | None = None
         if loop.mixes and self._is_last:
             complete = functools.partial(self._completed, turn)
         if turn.patch is None and not turn.is_first:  # another microbatch
-            return loop.predict(again=True, complete=complete)
-        return loop.predict(None if turn.step == 0 else seen, complete=complete)
+            return loop, functools.partial(loop.predict, again=True, complete=complete)
+        for other in self._loops[1:] if turn.patch is None else ():
+            other.skip(seen)
+        return loop, functools.partial(loop.predict, seen, complete=complete)
 
     def _completed(self, turn: Turn, number: int, prediction: Tensor) -> Tensor:
         """A prediction with rows of all patches; those of later ones are of the step before, as keys are."""
@@ -209,30 +234,6 @@ class PipeFusionRun:
         layout, known = self._setting.layout, self._predictions[number]
         layout.put_rows(known, together.units, layout.take_rows(prediction, together.units))
         return known.clone()
-
-    def _loop_of(self, turn: Turn, seen: Tensor) -> Loop:
-        """The loop of the turn's patch; in synchronous steps, where the first does it, all others go along."""
-        if turn.patch is not None:
-            return self._loops[turn.patch]
-        if turn.is_first:
-            for loop in self._loops[1:]:
-                loop.skip(None if turn.step == 0 else seen)
-        return self._loops[0]
-
-    def _guided(self, loop: Loop, prediction: Tensor, turn: Turn) -> Tensor:
-        """The prediction after guidance: halves of the ranks send each other the rows of a turn only."""
-        if not loop.is_divided:
-            return prediction
-        if loop.mixes:
-            with self._watch.waiting():
-                return loop.guided(prediction)
-        layout, units = self._setting.layout, self._units(turn)
-        with self._watch.waiting():
-            return loop.guided(
-                prediction,
-                lambda x: layout.take_rows(x, units),
-                lambda x, values: layout.put_rows(x, units, values),
-            )
 
     def _part(self, turn: Turn) -> Part:
         """What this rank computes in a turn."""
@@ -300,24 +301,7 @@ class PipeFusionRun:
     def _send(self, visit: int, slices: Slices) -> None:
         self._links.send(pack(slices), self._links.rank + 1, "hidden")
 
-    def _hidden_shapes(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
-        if self._is_first:
-            return
-        layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
-        for turn in turns:
-            part = self._part(turn)
-            for calls in stage.incoming:
-                if calls:
-                    shapes = [s for call in calls for s in layout.blocks[call].shapes(part)]
-                    yield _Announced(turn.index, shapes)
-
     # --- latents, from the last rank back to the first --------------------------------------------------
-
-    def _give_back(self, turn: Turn, latents: Tensor) -> None:
-        if self._is_first or turn.step == self.plan.num_steps - 1:
-            return
-        rows = self._setting.layout.take_rows(latents, self._part(turn).units)
-        self._links.send(rows, 0, "latents")
 
     def _take_back(self, turn: Turn, latents: Tensor) -> None:
         """Waits for the rows this turn starts from; after a synchronous step all come at once."""
@@ -338,28 +322,6 @@ class PipeFusionRun:
         units = self._own_units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)
 
-    def _latent_shapes(self, turns: Sequence[Turn]) -> Iterator[_Announced]:
-        if not self._is_first or self._is_last:
-            return
-        latents, last_step = self._request.latents, self.plan.num_steps - 1
-        for turn in turns:
-            if turn.step < last_step and (turn.patch is not None or turn.is_last):
-                rows = self._setting.layout.take_rows(latents, self._part(turn).units)
-                yield _Announced(turn.index, [TensorShape.of(rows)])
-
-    def _share_result(self, latents: Tensor) -> Tensor:
-        """The last stage's latents, on all ranks."""
-        links = self._links
-        last = links.num_ranks - 1
-        if not self._is_last:
-            return links.receive(TensorShape.of(latents), last, "result").wait()
-        if self._sequence.num_ranks > 1:
-            parts = self._shares(None, (0, 1))[1]
-            collect_rows(self._sequence, self._setting.layout, latents, parts, "result")
-        for rank in range(last):
-            links.send(latents, rank, "result")
-        return latents
-
 
 def collect_rows(
     links: Links, layout: Layout, x: Tensor, parts: Sequence[Part], kind: MessageKind
@@ -370,6 +332,17 @@ def collect_rows(
     gathered = start_all_gather(links, rows[links.rank], shapes, kind)()
     for part, values in zip(parts, gathered, strict=True):
         layout.put_rows(x, part.units, values)
+
+
+def guided(loop: Loop, prediction: Tensor, layout: Layout, units: Units | None) -> Tensor:
+    """The prediction after guidance: halves of the ranks send each other these rows only, if the loop allows it."""
+    if loop.mixes:
+        return loop.guided(prediction)
+    return loop.guided(
+        prediction,
+        lambda x: layout.take_rows(x, units),
+        lambda x, values: layout.put_rows(x, units, values),
+    )
 
 
 class _Announced(NamedTuple):

@@ -160,27 +160,25 @@ class PipeFusion:
             for m, each in enumerate(units)
         )
         automatic = self.warmup_steps == "auto"
+        patches_flow = self.num_patches > 1 and (automatic or self.warmup_steps < request.num_steps)
+        # Shares of a synchronous step; the same for any number of ranks, since they decide about last bits.
+        microbatches = request.branches_in_batch if patches_flow else 1
+        if not layout.cuts_samples:
+            microbatches = 1
+        elif self.warmup_microbatches is not None:
+            microbatches = self.warmup_microbatches
+            layout.refuse_sample_shares(microbatches, "warmup_microbatches")
         plan = PipeFusionPlan(
             request.num_steps,
             request.num_steps if automatic else self.warmup_steps,
             self.num_patches,
             self.links.num_ranks,
             stages.num_visits,
-            self._microbatches(layout, request),
+            microbatches,
             automatic,
             n,
         )
         return PipeFusionSetting(layout, stages, patches, shares, plan)
-
-    def _microbatches(self, layout: Layout, request: Request) -> int:
-        """Shares of a synchronous step; the same for any number of ranks, since they decide about last bits."""
-        if not layout.cuts_samples:
-            return 1
-        if self.warmup_microbatches is not None:
-            layout.refuse_sample_shares(self.warmup_microbatches, "warmup_microbatches")
-            return self.warmup_microbatches
-        patches_flow = self.warmup_steps == "auto" or self.warmup_steps < request.num_steps
-        return request.branches_in_batch if patches_flow and self.num_patches > 1 else 1
 
     def _part(self, patch: int, units: range, text: tuple[int, int]) -> Part:
         return Part(units, text=text if patch == 0 else None)

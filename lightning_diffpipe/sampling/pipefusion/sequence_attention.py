@@ -92,7 +92,19 @@ class _OverRanks:
             found = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in found]
         mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
-        q, k, v, mask = call.q, call.k, call.v, self._whole_mask(call, owned)
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        own_mask = call.own_mask(self._ghost)
+        if own_mask is not None:  # made from tokens, of which others have more
+            lead = tuple(own_mask.shape[:-1])
+            mask = own_mask.new_zeros(*lead, owned[0].size)
+            pieces = exchange(
+                self._links,
+                dict.fromkeys(self._peers, own_mask),
+                {p: TensorShape((*lead, len(owned[p])), mask.dtype) for p in self._peers},
+                "sequence",
+            )
+            for rank, piece in (pieces | {self._links.rank: own_mask}).items():
+                owned[rank].put(mask, -1, piece)
         if mine is not None:
             q, k, v = (mine.take(x, -2) for x in (q, k, v))
         out = self._attend(call._replace(part=together, q=q, k=k, v=v, mask=mask), owned)
@@ -115,23 +127,6 @@ class _OverRanks:
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """The same without ghosts, for tokens of all ranks at some positions."""
         raise NotImplementedError
-
-    def _whole_mask(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor | None:
-        """The mask over all keys; one that is made from tokens is collected from all ranks."""
-        mask = call.own_mask(self._ghost)
-        if mask is None:
-            return call.mask
-        lead = tuple(mask.shape[:-1])
-        whole = mask.new_zeros(*lead, owned[0].size)
-        pieces = exchange(
-            self._links,
-            dict.fromkeys(self._peers, mask),
-            {peer: TensorShape((*lead, len(owned[peer])), mask.dtype) for peer in self._peers},
-            "sequence",
-        )
-        for rank, piece in (pieces | {self._links.rank: mask}).items():
-            owned[rank].put(whole, -1, piece)
-        return whole
 
 
 def divides_text(layout: Layout) -> bool:
@@ -317,14 +312,30 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     """
     if k.shape[1] != q.shape[1]:  # grouped queries
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if mask is not None:
-        return _in_blocks(q, k, v, mask, scale)
-    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+    if mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
         return out, norm.unsqueeze(-1)
-    if q.device.type == "cuda":
-        return _by_kernel_of_gpu(q, k, v, scale)
-    return _in_blocks(q, k, v, None, scale)
+    if mask is None and q.device.type == "cuda":
+        # Zeros up to a width that kernels take change no score; numbers of a head have to lie in a row.
+        given = [
+            x
+            if x.shape[-1] % _WIDTHS == 0 and x.stride(-1) == 1
+            else F.pad(x, (0, -x.shape[-1] % _WIDTHS)).contiguous()
+            for x in (q, k, v)
+        ]
+        # The first kernel is asked that takes these types and sizes on this GPU, and that is not turned off.
+        asked, width = SDPAParams(*given, None, 0.0, False, False), v.shape[-1]
+        kernels = torch.ops.aten
+        if can_use_flash_attention(asked):
+            out, norm, *_ = kernels._scaled_dot_product_flash_attention(*given, scale=scale)
+            return out.narrow(-1, 0, width), norm.unsqueeze(-1)
+        if can_use_efficient_attention(asked):
+            out, norm, *_ = kernels._scaled_dot_product_efficient_attention(
+                *given, None, compute_log_sumexp=True, scale=scale
+            )
+            norm = norm.narrow(-1, 0, q.shape[-2])  # filled up to a multiple of 32 queries
+            return out.narrow(-1, 0, width), norm.unsqueeze(-1)
+    return _in_blocks(q, k, v, mask, scale)
 
 
 def merged(total: Attended | None, part: Attended) -> Attended:
@@ -334,30 +345,6 @@ def merged(total: Attended | None, part: Attended) -> Attended:
     norm = torch.logaddexp(total[1], part[1])
     weigh = [_weights(n, norm, n) for n in (total[1], part[1])]
     return total[0] * weigh[0] + part[0] * weigh[1], norm
-
-
-def _by_kernel_of_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
-    """Asks the first kernel that takes these types and sizes on this GPU, and that is not turned off."""
-    width, (q, k, v) = v.shape[-1], map(_aligned, (q, k, v))
-    asked = SDPAParams(q, k, v, None, 0.0, False, False)
-    if can_use_flash_attention(asked):
-        out, norm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
-    elif can_use_efficient_attention(asked):
-        out, norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, compute_log_sumexp=True, scale=scale
-        )
-        norm = norm.narrow(-1, 0, q.shape[-2])  # the kernel fills it up to a multiple of 32 queries
-    else:
-        return _in_blocks(q, k, v.narrow(-1, 0, width), None, scale)
-    return out.narrow(-1, 0, width), norm.unsqueeze(-1)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Pads with zeros to a width that kernels take, which changes no score; puts numbers of a head in a row."""
-    missing = -x.shape[-1] % _WIDTHS
-    if missing:
-        return F.pad(x, (0, missing))
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Attended:

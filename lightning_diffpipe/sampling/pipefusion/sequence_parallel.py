@@ -27,7 +27,7 @@ from lightning_diffpipe.comm.links import Alone, Links
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.pipefusion.patch import PartRunner, Slices
-from lightning_diffpipe.sampling.pipefusion.run import collect_rows
+from lightning_diffpipe.sampling.pipefusion.run import collect_rows, guided
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
     Mode,
@@ -35,7 +35,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.rehearsal import rehearse_sharing
-from lightning_diffpipe.sampling.request import Loop, Request
+from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.tracing.layout import WHOLE, Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
@@ -96,7 +96,6 @@ class SequenceParallel:
                 return self.run(request, layout, watch, on_step)
 
     def _rehearse_once(self, request: Request, layout: Layout) -> None:
-        """Rehearses the first request of a layout."""
         if not self.verify or self.links.num_ranks == 1:
             return
         known = self._rehearsed
@@ -143,24 +142,15 @@ class SequenceParallel:
                 with watch.working(ForwardNoGrad(links.rank, step)):
                     run = runner.run(predict, parts[links.rank], _refuse, _refuse)
                     assert run.prediction is not None
-                    latents = loop.step(self._guided(loop, run.prediction, layout, parts))
+                    prediction = guided(loop, run.prediction, layout, parts[links.rank].units)
+                    if not loop.mixes:
+                        prediction = self._whole(prediction, layout, parts)
+                    latents = loop.step(prediction)
                 watch.step_done()
                 if on_step is not None:
                     on_step(step)
         links.finish()
         return latents
-
-    def _guided(self, loop: Loop, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
-        """The prediction after guidance, with the rows of all ranks."""
-        if loop.mixes:
-            return loop.guided(prediction)
-        units = parts[self.links.rank].units
-        guided = loop.guided(
-            prediction,
-            lambda x: layout.take_rows(x, units),
-            lambda x, values: layout.put_rows(x, units, values),
-        )
-        return self._whole(guided, layout, parts)
 
     def _whole(self, prediction: Tensor, layout: Layout, parts: list[Part]) -> Tensor:
         """A prediction with the rows of all ranks."""

@@ -83,7 +83,16 @@ class Stages:
         owners = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(bounds))
         rank_of_name = {name: rank for rank, names in enumerate(owners) for name in names}
         rank_of = [rank_of_name[block.name] for block in layout.blocks]
-        visit_of = _visits(layout, rank_of, len(owners))
+        descents = (after < before for before, after in itertools.pairwise(rank_of))
+        visit_of = tuple(itertools.accumulate(descents, initial=0))
+        for visit in range(visit_of[-1] + 1):
+            ranks = {rank for rank, at in zip(rank_of, visit_of, strict=True) if at == visit}
+            if len(ranks) < len(owners):
+                raise PartitionError(
+                    f"one call of the model uses blocks of ranks {sorted(ranks)} only, of {len(owners)}; its "
+                    f"blocks are called as {[block.name for block in layout.blocks]}. Choose a split in which "
+                    "every call of the model passes through all ranks"
+                )
         crossing = [_crossing(layout, rank_of, visit_of, rank) for rank in range(-1, len(owners))]
         stages = []
         for rank in range(len(owners)):
@@ -173,24 +182,6 @@ def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
     with request.inferring(), calls_answered(request.model, layout.block_names, timed):
         request.denoise(request.latents, request.timesteps[0])
     return times, now_s() - end_s
-
-
-def _visits(layout: Layout, rank_of: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    visit, visits, seen = 0, [], [set[int]()]
-    for call, rank in enumerate(rank_of):
-        if call and rank < rank_of[call - 1]:
-            visit += 1
-            seen.append(set())
-        visits.append(visit)
-        seen[visit].add(rank)
-    for ranks in seen:
-        if len(ranks) < num_ranks:
-            raise PartitionError(
-                f"one call of the model uses blocks of ranks {sorted(ranks)} only, of {num_ranks}; "
-                f"its blocks are called as {[block.name for block in layout.blocks]}. Choose a split "
-                "in which every call of the model passes through all ranks"
-            )
-    return tuple(visits)
 
 
 def _crossing(

@@ -75,22 +75,17 @@ class BlockTracer:
         """Whether the block can be fed half of the samples."""
         if self._runs_on_half():
             return True
-        self._block.input_samples |= self._integers_of_samples()
-        return self._runs_on_half()
-
-    def _integers_of_samples(self) -> dict[int, int]:
-        """Axes as long as there are samples, of arguments that cannot be marked: class numbers, timesteps.
-
-        That they count samples shows in that the block runs on half of the samples with them cut, and only so.
-        """
-        block = self._block
-        sizes = {self._flat[leaf].shape[axis] for leaf, axis in block.input_samples.items()}
-        return {
+        # Whole numbers, such as classes, cannot be marked. That an axis of theirs counts samples shows in that the
+        # block runs on half of the samples with it cut, and only so.
+        samples = self._block.input_samples
+        sizes = {self._flat[leaf].shape[axis] for leaf, axis in samples.items()}
+        samples |= {
             leaf: x.shape.index(min(sizes))
             for leaf, x in enumerate(self._flat)
             if isinstance(x, Tensor) and not can_be_marked(x) and len(sizes) == 1
             if sum(size in sizes for size in x.shape) == 1
         }
+        return self._runs_on_half()
 
     def _runs_on_half(self) -> bool:
         block = self._block

@@ -49,7 +49,7 @@ from lightning_diffpipe.sampling.tracing.layout import (
     TokenAxis,
     shapes_of_call,
 )
-from lightning_diffpipe.sampling.tracing.marks import WithoutProducts, all_to_all
+from lightning_diffpipe.sampling.tracing.marks import WithoutProducts, all_to_all, has_nan
 
 _LOOKS_AT_NO_NUMBER = {
     *(
@@ -89,8 +89,6 @@ class _Followed(NamedTuple):
 
 
 class _Follower(TorchFunctionMode):
-    """Follows objects through one run."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -296,27 +294,19 @@ def find_invariants(
     in_step = _independent(here, known)
     in_request = set[int]()
     if not torch.equal(t, other_t):
-        in_request = in_step & _independent(here, later)
-        in_request &= _without_time(lambda at: record(unknown, at, here), t, here)
+        dtype, timeless = t.dtype if t.is_floating_point() else torch.get_default_dtype(), []
+        with contextlib.suppress(Exception), _NoIndexOfNaN():  # not every model can take NaN
+            timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), here)
+        if len(timeless) == len(here):
+            pairs = enumerate(zip(here, timeless, strict=True))
+            unreached = {i for i, (at_t, call) in pairs if call.copies and call.is_at(at_t)}
+            in_request = in_step & _independent(here, later) & unreached
     in_request, in_step = _outermost(here, in_request), _outermost(here, in_step)
     places = _places(here, in_request, in_step)
     return (
         {place: here[i].shapes for i, place in places.items() if i in in_request},
         {place: here[i].shapes for i, place in places.items() if i not in in_request},
     )
-
-
-def _without_time(
-    record: Callable[[Tensor], list[_Call]], t: Tensor, here: list[_Call]
-) -> set[int]:
-    """Which of the calls `here` NaN for a timestep does not reach; none of a model that cannot take it."""
-    dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
-    with contextlib.suppress(Exception), _NoIndexOfNaN():
-        calls = record(torch.full_like(t, float("nan"), dtype=dtype))
-        if len(calls) == len(here):
-            pairs = enumerate(zip(here, calls, strict=True))
-            return {i for i, (at_t, call) in pairs if call.copies and call.is_at(at_t)}
-    return set()
 
 
 class _NoIndexOfNaN(TorchFunctionMode):
@@ -331,7 +321,7 @@ class _NoIndexOfNaN(TorchFunctionMode):
             if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
                 return out
             given = (*args, *(kwargs or {}).values())
-            if any(isinstance(x, Tensor) and x.is_floating_point() and _has_nan(x) for x in given):
+            if any(map(has_nan, given)):
                 raise ValueError("an index would be made of a timestep that is not known")
         return out
 
@@ -402,7 +392,7 @@ class _CallRecorder:
             leaves = pytree.tree_leaves(out)
             among = self._among
             wanted = among is None or (index < len(among) and bool(among[index].copies))
-            if wanted and all(isinstance(x, Tensor) and not _has_nan(x) for x in leaves):
+            if wanted and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
 
@@ -456,7 +446,3 @@ def _places(calls: list[_Call], in_request: set[int], in_step: set[int]) -> dict
             places[i] = (call.where, call.name, turns[call.where, call.name])
         turns[call.where, call.name] += 1
     return places
-
-
-def _has_nan(x: Tensor) -> bool:
-    return bool(x.isnan().any())

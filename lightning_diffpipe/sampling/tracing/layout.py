@@ -153,11 +153,22 @@ class TokenAxis:
     def fed(self, part: Part, num_text: int, ghost: bool) -> Selection:
         """The tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
         key = (part.units, part.text, num_text, ghost)
-        if key not in self._selected:
-            index = None
-            if part.units is not None:
-                index = self._mask(part, num_text, ghost).nonzero().squeeze(1)
-            self._selected[key] = Selection(self.size, index)
+        if key in self._selected:
+            return self._selected[key]
+        index = None
+        if part.units is not None:
+            chosen = torch.zeros(self.size, dtype=torch.bool)
+            for units in ranges_of(part.units):
+                chosen |= (self.owner >= units.start) & (self.owner < units.stop)
+            text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
+            k, n = part.text or (0, 0)
+            if n:
+                first, stop = num_text * k // n, num_text * (k + 1) // n
+                chosen |= text & (number >= first) & (number < stop)
+            if ghost and text.any() and not (chosen & text).any():
+                chosen |= self.owner == text_token(0)
+            index = chosen.nonzero().squeeze(1)
+        self._selected[key] = Selection(self.size, index)
         return self._selected[key]
 
     def own_among_fed(self, part: Part, num_text: int, ghost: bool) -> Selection | None:
@@ -170,19 +181,6 @@ class TokenAxis:
             mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
             self._selected[key] = Selection(len(fed), mine)
         return self._selected[key]
-
-    def _mask(self, part: Part, num_text: int, ghost: bool) -> Tensor:
-        mask = torch.zeros(self.size, dtype=torch.bool)
-        for units in ranges_of(part.units):
-            mask |= (self.owner >= units.start) & (self.owner < units.stop)
-        text = self.owner <= _FIRST_TEXT
-        if part.text is not None:
-            k, n = part.text
-            number = _FIRST_TEXT - self.owner
-            mask |= text & (number >= num_text * k // n) & (number < num_text * (k + 1) // n)
-        if ghost and text.any() and not (mask & text).any():
-            mask |= self.owner == text_token(0)
-        return mask
 
 
 BETWEEN = -1

@@ -231,6 +231,11 @@ def can_be_marked(x: Any) -> bool:
     )
 
 
+def has_nan(x: Any) -> bool:
+    """Whether a mark has reached it."""
+    return isinstance(x, Tensor) and bool(x.isnan().any())
+
+
 def token_local(log: list[tuple[Tensor, Tensor | None]], strict: bool = False) -> AttentionHandler:
     """Stands in for attention: returns the query, so that a token reaches nothing but itself.
 

@@ -54,6 +54,7 @@ from lightning_diffpipe.sampling.tracing.marks import (
     WithoutProducts,
     calls_answered,
     finite_placeholders,
+    has_nan,
     lines,
     marked,
     mixing_operator,
@@ -265,7 +266,7 @@ class _Probe:
             ) -> Any:  # fmt: skip
                 nonlocal position
                 here, position = position, position + 1
-                if any(_has_nan(x) for x in pytree.tree_leaves((args, kwargs))):
+                if any(map(has_nan, pytree.tree_leaves((args, kwargs)))):
                     reading.add(here)
                 fill = _NAN if here == source else 0.0
                 return blocks[here].nested(blocks[here].dummy(fill, self._latents.device))
@@ -343,10 +344,6 @@ def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:
             [None if a is None else a.owner.tolist() for a in attention],
         )
     )
-
-
-def _has_nan(x: Any) -> bool:
-    return isinstance(x, Tensor) and bool(x.isnan().any())
 
 
 class LayoutStore:
