@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.modules.adapters import merged, refuse_adapted
+from lightning_diffpipe.modules.adapters import LORA_FILE, merged, refuse_adapted
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.latent_diffusion import (
     LORA_LOADER,
@@ -30,7 +31,7 @@ from lightning_diffpipe.modules.latent_diffusion import (
     pictures,
 )
 from lightning_diffpipe.modules.parts import (
-    PartsModule,
+    PartOutline,
     checkpoint_part,
     checkpoint_part_weights,
     checkpoint_parts,
@@ -40,7 +41,7 @@ from lightning_diffpipe.modules.parts import (
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
 from lightning_diffpipe.sampling.digests import Identity
-from lightning_diffpipe.sampling.loras import StoredLora, adapted, add_to_others, read_loras
+from lightning_diffpipe.sampling.loras import adapted, add_to_others, read_loras
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
@@ -100,7 +101,7 @@ def open_source(
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
         _refuse_variant(variant, path, parts or {}, vae, others)
-        return _checkpoint(Path(path), leads, device, dtype, ema, loras or {})
+        return _checkpoint(Path(path), ema, loras or {}, leads, device, dtype)
     folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
@@ -108,7 +109,19 @@ def open_source(
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") in _MODULES:
         _refuse_variant(variant, path, parts or {}, vae, others)
-        return _module_folder(folder, index, leads, device, dtype, loras or {})
+        cls = _MODULES[index["_class_name"]]
+        return _stored_module(
+            cls,
+            [name for name, entry in index.items() if isinstance(entry, list) and entry[0]],
+            str(folder),
+            lambda n: outline_of_part(folder_of_part(str(folder), index, n), n, *index[n]),
+            lambda name: SafetensorsFolder(folder / name),
+            partial(cls.from_pretrained, folder),
+            loras or {},
+            leads,
+            device,
+            dtype,
+        )
     return DiffusersFolder(
         folder, leads, device, dtype, variant, parts or {}, vae, loras, pipeline_class, ip_adapters
     )
@@ -205,25 +218,20 @@ def model_folder(path: str) -> Path:
             snapshot = Path(snapshot_download(path, local_files_only=True))
             if (snapshot / "model_index.json").is_file():  # a hub id may be of anything
                 return snapshot
-    _refuse_lora(Path(path))
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    names = ("adapter_config.json", LORA_FILE)
+    loras = [name for name in names if (folder / name).is_file()]
+    if Path(path).exists() and loras:
+        raise ConfigurationError(
+            f"{path!r} is a LoRA ({loras[0]}), which adapts a model that it does not hold. Merge them, and open "
+            "the result: pipeline = DiffusionPipeline.from_pretrained(MODEL); pipeline.load_lora_weights("
+            f"{str(folder)!r}); pipeline.fuse_lora(); pipeline.unload_lora_weights(); "
+            "pipeline.save_pretrained(FOLDER)"
+        )
     raise ConfigurationError(
         f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
         "check the path, or fetch it first: hf download ID"
     )
-
-
-def _refuse_lora(path: Path) -> None:
-    """Raises ConfigurationError, with the way to open it, for a low-rank adaptation without its model."""
-    folder = path if path.is_dir() else path.parent
-    names = ("adapter_config.json", "pytorch_lora_weights.safetensors")
-    found = [name for name in names if (folder / name).is_file()]
-    if path.exists() and found:
-        raise ConfigurationError(
-            f"{str(path)!r} is a LoRA ({found[0]}), which adapts a model that it does not hold. Merge them, and "
-            "open the result: pipeline = DiffusionPipeline.from_pretrained(MODEL); pipeline.load_lora_weights("
-            f"{str(folder)!r}); pipeline.fuse_lora(); pipeline.unload_lora_weights(); "
-            "pipeline.save_pretrained(FOLDER)"
-        )
 
 
 def check_request(
@@ -251,12 +259,7 @@ def check_request(
         assert isinstance(source, DiffusersFolder)
         source.check_images(settings)
         rows = _checked_rows(source, settings)
-    if (
-        method == "pipefusion"
-        and rows is not None
-        and num_patches is not None
-        and num_patches > rows
-    ):
+    if method == "pipefusion" and rows is not None and (num_patches or 0) > rows:
         raise ConfigurationError(
             f"num_patches={num_patches} is more than the {rows} rows of tokens of these pictures; choose between 1 "
             f"and {rows}"
@@ -403,43 +406,13 @@ class ModuleSource:
         return Identity.of({}, self.part(name), None)
 
 
-def _module_folder(
-    folder: Path,
-    index: dict[str, Any],
-    leads: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    loras: Mapping[str | Path, float],
-) -> ModuleSource:
-    cls = _MODULES[index["_class_name"]]
-    parts = [n for n, entry in index.items() if isinstance(entry, list) and entry[0]]
-    added = read_loras(loras, LORA_LOADER, parts)
-
-    def open_part(name: str) -> tuple[nn.Module, Weights]:
-        outline = outline_of_part(str(folder), name, *index[name])
-        weights = SafetensorsFolder(folder / name)
-        return _skeleton_of(name, outline.cls, outline.config, weights, added, device, dtype)
-
-    name = _denoiser_name(parts, str(folder))
-    cls.check_parts(parts, f"{folder}/model_index.json")
-    denoiser, weights = open_part(name)
-    module, vae = None, None
-    if leads:
-        module = cls.from_pretrained(folder, **{name: denoiser})
-        _settle(module, name, added, device, dtype)
-    if "vae" in cls.part_names:
-        path = folder_of_part(str(folder), index, "vae")
-        vae = outline_of_part(path, "vae", *index["vae"]).config
-    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)
-
-
 def _checkpoint(
     path: Path,
+    ema: bool,
+    loras: Mapping[str | Path, float],
     leads: bool,
     device: torch.device,
     dtype: torch.dtype,
-    ema: bool,
-    loras: Mapping[str | Path, float],
 ) -> ModuleSource:
     checkpoint = read_checkpoint(path, " or ".join(_MODULES))
     if "call" in checkpoint.get("hyper_parameters", {}):  # an argument of PipelineDiffusion alone
@@ -449,72 +422,67 @@ def _checkpoint(
         )
     _refuse_self_conditioning(checkpoint.get("hyper_parameters", {}), str(path))
     parts = checkpoint_parts(checkpoint)
-    added = read_loras(loras, LORA_LOADER, parts)
-
-    def open_part(name: str) -> tuple[nn.Module, Weights]:
-        kind, config = checkpoint_part(checkpoint, name)
-        weights = StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path))
-        return _skeleton_of(name, kind, config, weights, added, device, dtype)
-
     cls = CascadedDiffusion if "upscaler" in parts else LatentDiffusion
-    name = _denoiser_name(parts, str(path))
-    cls.check_parts(parts, str(path))
-    denoiser, weights = open_part(name)
-    module, vae = None, None
-    if leads:
-        module = cls.from_checkpoint(path, ema, **{name: denoiser})
-        _settle(module, name, added, device, dtype)
-    if "vae" in cls.part_names:
-        vae = checkpoint_part(checkpoint, "vae")[1]
-    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)
+    return _stored_module(
+        cls,
+        parts,
+        str(path),
+        partial(checkpoint_part, checkpoint),
+        lambda name: StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path)),
+        partial(cls.from_checkpoint, path, ema),
+        loras,
+        leads,
+        device,
+        dtype,
+    )
 
 
-def _skeleton_of(
-    name: str,
-    cls: Any,
-    config: Any,
-    weights: Weights,
-    loras: Collection[StoredLora],
+def _stored_module(
+    cls: type[LatentDiffusion | CascadedDiffusion],
+    parts: Collection[str],
+    origin: str,
+    outline_of: Callable[[str], PartOutline],
+    weights_of: Callable[[str], Weights],
+    read: Callable[..., LatentDiffusion | CascadedDiffusion],
+    loras: Mapping[str | Path, float],
+    leads: bool,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[nn.Module, Weights]:
-    """A denoiser without its weights, and these with LoRA files added as they are read."""
-    refuse_adapted(weights.names(), weights.origin)
-    denoiser = skeleton(cls, config, device, dtype)
-    check_weights(denoiser, weights)
-    return denoiser, adapted(weights, name, denoiser, loras)
-
-
-def _denoiser_name(parts: Collection[str], origin: str) -> str:
+) -> ModuleSource:
+    """Opens a module in a folder or a checkpoint; `read` makes the whole of it, given its denoiser."""
+    added = read_loras(loras, LORA_LOADER, parts)
     _refuse_controlnet(parts, origin)
     names = [name for name in _DENOISERS if name in parts]
-    if not names:
-        raise CheckpointError(
-            f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
-        )
-    if len(names) > 1:
+    if len(names) != 1:
         raise CheckpointError(
             f"{origin} names a unet and a transformer, of which only one was trained last; take the other out of "
             "its model_index.json"
+            if names
+            else f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
         )
-    return names[0]
+    cls.check_parts(parts, origin)
 
+    def open_part(name: str) -> tuple[nn.Module, Weights]:
+        """A denoiser without its weights, and these with LoRA files added as they are read."""
+        outline, weights = outline_of(name), weights_of(name)
+        refuse_adapted(weights.names(), weights.origin)
+        denoiser = skeleton(outline.cls, outline.config, device, dtype)
+        check_weights(denoiser, weights)
+        return denoiser, adapted(weights, name, denoiser, added)
 
-def _settle(
-    module: PartsModule,
-    denoiser: str,
-    loras: Collection[StoredLora],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Adapts and moves all parts but the denoiser, whose placeholders must not be moved."""
-    for name, part in module.parts.items():
-        if isinstance(part, nn.Module):  # LoRA files are of plain weights
-            setattr(module, name, merged(part))
-    add_to_others(module.parts, denoiser, loras)
-    for name, part in module.parts.items():
-        if isinstance(part, nn.Module) and name != denoiser:
-            nn.Module.to(part, device, dtype)  # past diffusers' own, which warns
-    module.eval()
-    # LightningModule.to would move the denoiser, too; `module.device` is what it would have set.
-    module._device = device
+    [name] = names
+    denoiser, weights = open_part(name)
+    module = read(**{name: denoiser}) if leads else None
+    if module is not None:
+        for other, part in module.parts.items():
+            if isinstance(part, nn.Module):
+                part = merged(part)  # LoRA files are of plain weights
+                setattr(module, other, part)
+                if other != name:  # whose placeholders must not be moved
+                    add_to_others({other: part}, name, added)
+                    nn.Module.to(part, device, dtype)  # past diffusers' own, which warns
+        module.eval()
+        # LightningModule.to would move the denoiser, too; `module.device` is what it would have set.
+        module._device = device
+    vae = outline_of("vae").config if "vae" in cls.part_names else None
+    return ModuleSource(cls, name, denoiser, weights, module, vae, open_part)

@@ -222,24 +222,9 @@ class CascadedDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1].
         """
         require_number("noise_level", noise_level, 0, 1)
-        with self.evaluating():
-            return self._sample(
-                prompts, num_inference_steps, guidance_scale, generator, noise_level, small
-            )
-
-    def _sample(
-        self,
-        prompts: Sequence[str],
-        num_inference_steps: int,
-        guidance_scale: float,
-        generator: torch.Generator | None,
-        noise_level: float,
-        small: Tensor | None,
-    ) -> Tensor:
-        twice = 1 + (guidance_scale != 1)
+        twice, is_grey = 1 + (guidance_scale != 1), _colors(self.unet.config) == 1
         captions = [""] * len(prompts) * (twice - 1) + list(prompts)
         tokens = tokenize(self.tokenizer, captions, self.device)
-        states = text_states(self.text_encoder, tokens)
 
         def noise(pixels: int) -> Tensor:
             shape = (len(prompts), _colors(self.unet.config), pixels, pixels)
@@ -259,14 +244,16 @@ class CascadedDiffusion(PartsModule):
             )
             return F.pixel_shuffle(found, patch).clamp(-1, 1)
 
-        if small is None:
-            small = draw(self.unet)
-        else:
-            small = 2 * small.to(self.device) - 1
-            small = small.mean(1, keepdim=True) if _colors(self.unet.config) == 1 else small
-        level = torch.full((len(prompts),), noise_level, device=self.device)
-        inputs = self._upscaler_inputs(small, level, noise(small.shape[-1]))
-        return draw(self.upscaler, *inputs).expand(-1, 3, -1, -1) / 2 + 0.5
+        with self.evaluating():
+            states = text_states(self.text_encoder, tokens)
+            if small is None:
+                small = draw(self.unet)
+            else:
+                small = 2 * small.to(self.device) - 1
+                small = small.mean(1, keepdim=True) if is_grey else small
+            level = torch.full((len(prompts),), noise_level, device=self.device)
+            inputs = self._upscaler_inputs(small, level, noise(small.shape[-1]))
+            return draw(self.upscaler, *inputs).expand(-1, 3, -1, -1) / 2 + 0.5
 
 
 def _colors(config: Mapping[str, Any]) -> int:

@@ -24,10 +24,10 @@ from diffusers import AutoencoderKL, ControlNetModel, SchedulerMixin, UNet2DCond
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.modules.adapters import refuse_adapted
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.latent_diffusion import WITHOUT_CONTROLNET, LatentDiffusion
 from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.parts import load_part
 
 _WITH_CONTROLNET = {plain: name for name, plain in WITHOUT_CONTROLNET.items()}
 _COPIED = ("block_out_channels", "down_block_types", "layers_per_block", "cross_attention_dim")
@@ -119,7 +119,14 @@ class ControlNetDiffusion(LatentDiffusion):
             CheckpointError: That of the ControlNet lacks weights.
         """
         if isinstance(controlnet, (str, Path)):
-            controlnet = _read_controlnet(controlnet)
+            try:
+                controlnet = load_part(str(controlnet), "", "diffusers", "ControlNetModel")
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{str(controlnet)!r} is neither a folder of a ControlNet (config.json beside its weights) nor "
+                    "a hub model on this machine; check controlnet, or allow downloads (offline=false on the "
+                    f"command line). The reason: {str(error).strip()}"
+                ) from error
         given = {} if controlnet is None else {"controlnet": controlnet}
         return super().from_pretrained(path, **given, **kwargs)
 
@@ -197,27 +204,6 @@ class ControlNetDiffusion(LatentDiffusion):
 
 def _size(images: Tensor) -> str:
     return "x".join(map(str, images.shape[-2:]))
-
-
-def _read_controlnet(path: str | Path) -> ControlNetModel:
-    try:
-        controlnet, found = ControlNetModel.from_pretrained(
-            path, output_loading_info=True, torch_dtype=torch.float32
-        )
-    except OSError as error:
-        raise ConfigurationError(
-            f"{str(path)!r} is neither a folder of a ControlNet (config.json beside its weights) nor a hub model "
-            "on this machine; check controlnet, or allow downloads (offline=false on the command line). The "
-            f"reason: {str(error).strip()}"
-        ) from error
-    # diffusers would only warn, and go on with random weights.
-    refuse_adapted(found["unexpected_keys"], str(path))
-    if missing := found["missing_keys"]:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} weights of a ControlNet, e.g. {missing[0]}; is it the folder of another "
-            "model?"
-        )
-    return controlnet
 
 
 def _check_controlnet(

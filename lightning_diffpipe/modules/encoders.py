@@ -265,8 +265,7 @@ class TextAlignment(PartsModule):
         grey = (batch["image"].mean(dim=1, keepdim=True) + 1) / 2
         pictures = F.normalize(self.pictures(grey).float(), dim=-1)
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
-        bias = attention_bias(tokens.attention_mask, self.text_encoder.dtype)
-        states = self.text_encoder(input_ids=tokens.input_ids, attention_mask=bias)[0]
+        states = text_states(self.text_encoder, tokens)
         logits = (states @ self.query).float() + (tokens.attention_mask - 1) * 1e4
         pooled = (states * logits.softmax(dim=1)[..., None]).sum(dim=1)
         captions = F.normalize(self.projection(pooled).float(), dim=-1)

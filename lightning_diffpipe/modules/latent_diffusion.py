@@ -196,8 +196,15 @@ class LatentDiffusion(PartsModule):
         """
         given = {"call": dict(call)} if call else {}
         given |= {} if condition_dropout is None else {"condition_dropout": condition_dropout}
-        if cls is LatentDiffusion and _is_other_pipeline(read_index(str(path))):
-            return PipelineDiffusion.from_pretrained(path, **given, **kwargs)  # type: ignore[return-value]
+        if cls is LatentDiffusion:
+            index = read_index(str(path))
+            # Pipelines of diffusers with other parts than these are for their own call.
+            classes = {n: entry[1] for n, entry in index.items() if isinstance(entry, list)}
+            names = {name: [kind.__name__ for kind in kinds] for name, kinds in _DENOISERS.items()}
+            knows = any(classes.get(name) in known for name, known in names.items())
+            is_plain = knows and classes.get("text_encoder") and not classes.get("text_encoder_2")
+            if hasattr(diffusers, str(index.get("_class_name"))) and not is_plain:
+                return PipelineDiffusion.from_pretrained(path, **given, **kwargs)  # type: ignore[return-value]
         for name, value in given.items():
             raise ConfigurationError(
                 f"{name}={value} is for pipelines that are trained by their own call; {path} is trained by "
@@ -280,7 +287,15 @@ class LatentDiffusion(PartsModule):
         seen = mask if uses_mask(self.text_encoder) else None
         kwargs = {"encoder_attention_mask": seen, **conditions}
         if not hasattr(self, "unet"):
-            kwargs["added_cond_kwargs"] = self._size_conditions(noisy)
+            size: tuple[Tensor | None, ...] = None, None
+            # The config says None where the class decides, by the size of the pictures.
+            if self.transformer.use_additional_conditions:
+                scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
+                height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
+                numbers = torch.tensor([height, width, height / width], dtype=torch.float32)
+                numbers = numbers.to(noisy.device, non_blocking=True).expand(len(noisy), 3)
+                size = numbers[:, :2], numbers[:, 2:]
+            kwargs["added_cond_kwargs"] = {"resolution": size[0], "aspect_ratio": size[1]}
         given = noisy
         if self.self_conditioning is not None:
             given = torch.cat([noisy, torch.zeros_like(noisy) if estimate is None else estimate], 1)
@@ -292,16 +307,6 @@ class LatentDiffusion(PartsModule):
         ).sample
         # Transformers may predict a variance after the mean, which is not trained here.
         return prediction[:, : noisy.shape[1]].float()
-
-    def _size_conditions(self, noisy: Tensor) -> dict[str, Tensor | None]:
-        # The config says None where the class decides, by the size of the pictures.
-        if not self.transformer.use_additional_conditions:
-            return {"resolution": None, "aspect_ratio": None}
-        scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
-        height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
-        size = torch.tensor([height, width, height / width], dtype=torch.float32)
-        size = size.to(noisy.device, non_blocking=True).expand(len(noisy), 3)
-        return {"resolution": size[:, :2], "aspect_ratio": size[:, 2:]}
 
     # ------------------------------------------------------------------ training
 
@@ -341,27 +346,19 @@ class LatentDiffusion(PartsModule):
         corrupted = self.noise_schedule.corrupt(latents, generator)
         states = self.encode_text(tokens)
         inputs = corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask
-        prediction = self.denoise(
-            *inputs, **self._estimated(inputs, generator, **conditions), **conditions
-        )
-        return corrupted.loss(prediction)
-
-    def _estimated(
-        self, inputs: tuple[Tensor, ...], generator: torch.Generator | None, **conditions: Tensor
-    ) -> dict[str, Tensor]:
-        """Returns what a first pass without gradients estimates, in training if a coin says so; empty without."""
         share = self.self_conditioning
         # Validation estimates whenever training does. The coin is Python's: nobody waits for a GPU to throw it.
-        if not share or (generator is None and random.random() >= share):
-            return {}
-        # Weights that autocast keeps from a pass without gradients would carry none in the next.
-        kind = inputs[0].device.type
-        cast = torch.autocast(
-            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
-        )
-        with torch.no_grad(), cast:
-            prediction = self.denoise(*inputs, **conditions)
-            return {"estimate": self.noise_schedule.clean(inputs[0], prediction, inputs[1])}
+        if share and (generator is not None or random.random() < share):
+            # Weights that autocast keeps from a pass without gradients would carry none in the next.
+            kind = corrupted.noisy.device.type
+            cast = torch.autocast(
+                kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
+            )
+            with torch.no_grad(), cast:
+                first = self.denoise(*inputs, **conditions)
+                estimate = self.noise_schedule.clean(corrupted.noisy, first, corrupted.timesteps)
+            conditions["estimate"] = estimate
+        return corrupted.loss(self.denoise(*inputs, **conditions))
 
     @torch.no_grad()
     def sample(
@@ -502,18 +499,6 @@ def pictures(images: Tensor) -> list[Image.Image]:
     """Turns `(N, 3, H, W)` in [0, 1] into N pictures of 8 bits."""
     pixels = (images.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
     return [Image.fromarray(picture) for picture in pixels]
-
-
-def _is_other_pipeline(index: Mapping[str, Any]) -> bool:
-    """Returns whether an index names a pipeline of diffusers with other parts than `LatentDiffusion` has."""
-    present = {
-        name: entry[1] for name, entry in index.items() if isinstance(entry, list) and entry[0]
-    }
-    known = [
-        present.get(name) in [cls.__name__ for cls in kinds] for name, kinds in _DENOISERS.items()
-    ]
-    plain = any(known) and "text_encoder" in present and "text_encoder_2" not in present
-    return hasattr(diffusers, str(index.get("_class_name"))) and not plain
 
 
 def _check_denoiser(

@@ -51,6 +51,7 @@ from lightning_diffpipe.modules.adapters import (
 )
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.sampling.loop import PipelineCall
+from lightning_diffpipe.sampling.skeleton import refuse_names
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -77,7 +78,7 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
 
     Args:
         path: Folder or hub id.
-        name: Sub-folder of the part, such as `"unet"`.
+        name: Sub-folder of the part, such as `"unet"`; empty if it has none.
         library: `"diffusers"` or `"transformers"`.
         class_name: Class of the part in that library: a module, tokenizer or scheduler.
 
@@ -92,12 +93,9 @@ def load_part(path: str, name: str, library: str, class_name: str) -> Any:
         path, subfolder=name, output_loading_info=True, **{dtype_key: torch.float32}
     )
     # Both libraries would only warn, and go on with random weights.
-    refuse_adapted(found["unexpected_keys"], f"{path}/{name}")
-    if missing := sorted(found["missing_keys"]):
-        raise CheckpointError(
-            f"{path}/{name} lacks {len(missing)} tensors of a {class_name}, such as {missing[0]}; they would be "
-            "random. Is the download whole, and its config.json that of its weights?"
-        )
+    origin = f"{path}/{name}".rstrip("/")
+    refuse_adapted(found["unexpected_keys"], origin)
+    refuse_names(class_name, origin, found["missing_keys"], len(part.state_dict()))
     return part
 
 
@@ -468,7 +466,7 @@ def checkpoint_weights(checkpoint: Mapping[str, Any], ema: bool = True) -> dict[
     return weights
 
 
-def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> PartOutline:
     """Class and config of one part of a checkpoint.
 
     Args:
@@ -476,7 +474,8 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> tuple[Any, dict
         name: Such as `"unet"`.
     """
     stored = checkpoint[_FILES_KEY][name]
-    return _class_of(*stored["class"]), json.loads(stored["files"]["config.json"])
+    config = json.loads(stored["files"]["config.json"])
+    return PartOutline(_class_of(*stored["class"]), config)
 
 
 def checkpoint_part_weights(

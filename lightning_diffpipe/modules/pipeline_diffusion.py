@@ -88,7 +88,16 @@ class PipelineDiffusion(PartsModule):
         call = dict(call or {})
         require_number("caption_dropout", caption_dropout, 0, 1)
         self.step = OneStep(pipeline, call)
-        condition_dropout = self._condition_dropout(condition_dropout)
+        guides = self.step.guides_by_picture
+        if condition_dropout is None:
+            condition_dropout = 0.1 if guides else 0.0
+        require_number("condition_dropout", condition_dropout, 0, 1)
+        if condition_dropout and not guides:
+            raise ConfigurationError(
+                f"condition_dropout={condition_dropout} trains guidance by the picture before "
+                f"(image_guidance_scale), which {self.step.name} does not have, so that nothing would be dropped; "
+                "leave condition_dropout out"
+            )
         self.save_hyperparameters(
             "caption_dropout", "condition_dropout", "train_text_encoder", "call"
         )
@@ -97,7 +106,11 @@ class PipelineDiffusion(PartsModule):
         self.part_names = tuple(components)
         for name, part in components.items():
             setattr(self, name, part)
-        self.pipeline_index = _index_of(pipeline)
+        # What a `model_index.json` says of a pipeline beside its parts.
+        every, config = pipeline.components, pipeline.config
+        plain = {n: v for n, v in config.items() if n not in every and not n.startswith("_")}
+        absent = {name: [None, None] for name, part in every.items() if part is None}
+        self.pipeline_index = {"_class_name": type(pipeline).__name__, **plain, **absent}
         self.noise_schedule = noise_schedule_of(pipeline.scheduler, noise)
         self.optimization = optimization or Optimization()
         self.sampling: dict[str, Any] = {}
@@ -111,22 +124,6 @@ class PipelineDiffusion(PartsModule):
         )
         self.freeze_parts()
         self.add_lora(lora, train_text_encoder)
-
-    def _condition_dropout(self, given: float | None) -> float:
-        """The share of samples that lose the picture before.
-
-        Raises:
-            ConfigurationError: It is no share, or the pipeline never draws without the picture.
-        """
-        if given is None:
-            return 0.1 if self.step.guides_by_picture else 0.0
-        require_number("condition_dropout", given, 0, 1)
-        if given and not self.step.guides_by_picture:
-            raise ConfigurationError(
-                f"condition_dropout={given} trains guidance by the picture before (image_guidance_scale), which "
-                f"{self.step.name} does not have, so that nothing would be dropped; leave condition_dropout out"
-            )
-        return given
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
@@ -265,6 +262,16 @@ class PipelineDiffusion(PartsModule):
         generator: torch.Generator | None = None,
         shown: Tensor | None = None,
     ) -> Tensor:
+        # What each sample has of its own besides: sizes, and the picture that is edited.
+        further = {name: batch[name] for name in self.step.sizes if name in batch}
+        if self.step.picture is not None and "condition" in batch:
+            further[self.step.picture] = batch["condition"]
+        elif self.step.needs_picture:
+            raise ConfigurationError(
+                f"{self.step.name} edits pictures, and learns from batches with 'condition', the pictures before; "
+                f"this one has {', '.join(map(str, batch))}. A folder names them in metadata.jsonl, by a key of "
+                "which data.condition is the name"
+            )
         corrupted = self.noise_schedule.corrupt(latents, generator)
         prediction = self.step.predict(
             corrupted.noisy,
@@ -273,7 +280,7 @@ class PipelineDiffusion(PartsModule):
             _size_of(_pixels_of(batch)),
             self.tail,
             self.parts,
-            self._further(batch),
+            further,
             shown,
         )
         return corrupted.loss(prediction)
@@ -288,19 +295,6 @@ class PipelineDiffusion(PartsModule):
         first = min(caption - min(caption, picture) / 2, 1 - picture)
         shown = [float(not first <= coin < first + picture) for coin in coins]
         return torch.tensor(shown).to(self.device, non_blocking=True)
-
-    def _further(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns what each sample of a batch has of its own besides: sizes, and the picture that is edited."""
-        further = {name: batch[name] for name in self.step.sizes if name in batch}
-        if self.step.picture is not None and "condition" in batch:
-            further[self.step.picture] = batch["condition"]
-        elif self.step.needs_picture:
-            raise ConfigurationError(
-                f"{self.step.name} edits pictures, and learns from batches with 'condition', the pictures before; "
-                f"this one has {', '.join(map(str, batch))}. A folder names them in metadata.jsonl, by a key of "
-                "which data.condition is the name"
-            )
-        return further
 
     @property
     def draws_to_conditions(self) -> bool:
@@ -378,14 +372,6 @@ def _pixels_of(batch: Mapping[str, Any]) -> Tensor:
 def _size_of(pixels: Tensor) -> dict[str, int]:
     num_frames = pixels.shape[2] if pixels.ndim == 5 else 1
     return {"height": pixels.shape[-2], "width": pixels.shape[-1], "num_frames": num_frames}
-
-
-def _index_of(pipeline: DiffusionPipeline) -> dict[str, Any]:
-    """Returns what a `model_index.json` says of a pipeline beside its parts."""
-    config = {n: v for n, v in pipeline.config.items() if not n.startswith("_")}
-    absent = {n: [None, None] for n, part in pipeline.components.items() if part is None}
-    plain = {n: v for n, v in config.items() if n not in pipeline.components}
-    return {"_class_name": type(pipeline).__name__, **plain, **absent}
 
 
 def _pipeline_class(index: Mapping[str, Any], origin: str) -> type:

@@ -323,7 +323,6 @@ class OneStep:
     def _given(
         self, conditions: Sequence[Any], num_samples: int, further: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The arguments of a call."""
         further = {**further, **dict.fromkeys(_FRAMES, further.get("num_frames"))}
         if {"height", "width"} <= further.keys():
             further["max_area"] = further["height"] * further["width"]

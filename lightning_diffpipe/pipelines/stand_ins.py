@@ -6,7 +6,6 @@ Each passes on what it does not replace, so that configs, types and methods are 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 import types
@@ -325,14 +324,13 @@ class NotedEncoder(StandIn):
     def __init__(self, real: nn.Module) -> None:
         super().__init__(real)
         self.pixels: list[Tensor] = []
-
-    @functools.cached_property
-    def _wide(self) -> nn.Module:
-        return copy.deepcopy(self._real).double()
+        self._wide: nn.Module | None = None
 
     def encode(self, pixels: Tensor, *args: Any, **options: Any) -> Any:
         """Encodes."""
         self.pixels.append(pixels)
+        if self._wide is None:
+            self._wide = copy.deepcopy(self._real).double()
         return self._wide.encode(pixels.double(), *args, **options)
 
 

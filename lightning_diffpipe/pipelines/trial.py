@@ -9,7 +9,7 @@ Other runs show how the denoiser is given times and sizes, whether samples are a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -211,8 +211,14 @@ class Trial:
             return ConfigurationError(
                 f"{step.name} has no autoencoder for the picture that it edits"
             )
+        encoded, shown = [], []
         try:
-            encoded, shown = self._picture_shown()
+            for level in (0.0, 0.5):
+                picture = {step.picture: torch.full((1, 3, 64, 64), level)}
+                self._decoded(torch.zeros, further=picture)
+                pixels = self._parts[step.decoder].pixels
+                encoded += [(each, 2 * level - 1) for each in pixels]
+                shown.append({n: list(encoder.calls) for n, encoder in self._encoders.items()})
         except Exception as error:
             return ConfigurationError(
                 f"{step.name} cannot be trained to edit pictures: given one as numbers in [0, 1] it ended in "
@@ -228,21 +234,6 @@ class Trial:
                 f"{step.name} does not encode the picture that it edits once, as numbers in [-1, 1]"
             )
         return None
-
-    def _picture_shown(self) -> tuple[list[tuple[Tensor, float]], list[dict[str, Any]]]:
-        """Runs the call with a black and a grey picture.
-
-        Returns:
-            What was encoded, with the number that all pixels should be, and what text encoders were given.
-        """
-        encoded, shown = [], []
-        for level in (0.0, 0.5):
-            picture = {self._step.picture: torch.full((1, 3, 64, 64), level)}
-            self._decoded(torch.zeros, further=picture)
-            pixels = self._parts[self._step.decoder].pixels
-            encoded += [(each, 2 * level - 1) for each in pixels]
-            shown.append({name: list(encoder.calls) for name, encoder in self._encoders.items()})
-        return encoded, shown
 
     def places(self) -> tuple[Place, ...]:
         """Where the denoiser is given sizes, from two runs with other numbers.
@@ -260,14 +251,19 @@ class Trial:
         entries = itertools.product(self._step.sizes, range(2))
         of = {(sizes[0][name][i], sizes[1][name][i]): (name, i) for name, i in entries}
         places = []
-        for leaf, column, pair in _changed_columns(*calls):
-            numbers = tuple(value.item() if value.numel() == 1 else None for value in pair)
-            if numbers not in of:
-                raise ConfigurationError(
-                    f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
-                    "numbers themselves; give one value for all samples in `call` (model.call)"
-                )
-            places.append(Place(leaf, column, *of[numbers]))
+        for leaf, pair in enumerate(zip(*calls, strict=True)):
+            if not isinstance(pair[0], Tensor) or torch.equal(*pair):
+                continue
+            for column, values in enumerate(zip(*(x.unbind(-1) for x in pair), strict=True)):
+                if torch.equal(*values):
+                    continue
+                numbers = tuple(value.item() if value.numel() == 1 else None for value in values)
+                if numbers not in of:
+                    raise ConfigurationError(
+                        f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
+                        "numbers themselves; give one value for all samples in `call` (model.call)"
+                    )
+                places.append(Place(leaf, column, *of[numbers]))
         return tuple(places)
 
     def tail(self) -> Tail:
@@ -300,8 +296,11 @@ class Trial:
         if any(n > 1 for n in inserted) or not (_is_per_channel(scale) and _is_per_channel(shift)):
             raise refusal
         frames_apart = axes[0] is not None
-        if frames_apart and not self._is_sample_major(shift, scale):
-            raise refusal
+        if frames_apart:  # they must come sample by sample, here 0 and 1
+            both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
+            expected = torch.cat([shift, shift + scale])
+            if not torch.allclose(both, expected, rtol=1e-3, atol=1e-5):
+                raise refusal
         channels = (slice(1), slice(None), *(slice(1),) * (shift.ndim - 2))
         return Tail(
             scale[channels].clone().cpu(),
@@ -311,23 +310,6 @@ class Trial:
             patch,
             frames_apart,
         )
-
-    def _is_sample_major(self, shift: Tensor, scale: Tensor) -> bool:
-        """Whether frames that are decoded apart come sample by sample, here 0 and 1."""
-        both = self._decoded(lambda shape: _positions(shape, 0), (1.0, 1.0))
-        return torch.allclose(both, torch.cat([shift, shift + scale]), rtol=1e-3, atol=1e-5)
-
-
-def _changed_columns(
-    one: Sequence[Any], other: Sequence[Any]
-) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
-    """Columns that differ between the arguments of two calls: of which leaf, which column, and both."""
-    for leaf, pair in enumerate(zip(one, other, strict=True)):
-        if isinstance(pair[0], Tensor) and not torch.equal(*pair):
-            columns = zip(*(x.unbind(-1) for x in pair), strict=True)
-            for column, (a, b) in enumerate(columns):
-                if not torch.equal(a, b):
-                    yield leaf, column, (a, b)
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:
