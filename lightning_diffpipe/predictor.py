@@ -53,7 +53,7 @@ from lightning_diffpipe.model_sources import (
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
-from lightning_diffpipe.sampling.methods import MethodOptions, RankReport, Worker, fitted
+from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.source import Settings, Source
@@ -106,7 +106,6 @@ class Predictor:
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
         self._compared: set[str] = set()  # parts besides the denoiser that all ranks have alike
-        self._announced = False
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
@@ -163,8 +162,8 @@ class Predictor:
         parts = {n: v for n, v in further.items() if _is_part(n, v)}
         given = {"num_patches": num_patches, "warmup_steps": warmup_steps, **further}
         with raised_by_all():
-            options = _options_of(method, {n: v for n, v in given.items() if n not in parts})
-            _require_settings(dtype, timeout_s)
+            given = {n: v for n, v in given.items() if n not in parts}
+            options = _options_of(method, given, timeout_s, dtype)
         world, where = _world(device, alone, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
@@ -189,8 +188,7 @@ class Predictor:
             ConfigurationError: The module is of another kind, or divided into the stages of a training; or the
                 method, its options or the mesh cannot work; on all ranks.
         """
-        choice = _options_of(method, options)
-        require_timeout(timeout_s)
+        choice = _options_of(method, options, timeout_s)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
 
@@ -283,14 +281,20 @@ class Predictor:
     # ------------------------------------------------------------------------------ one request
 
     def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
+        broadcast, has_begun = self._world.links.broadcast_object, False
         self._world.enter("encoding prompts")
-        self._announced = False
+
+        def sample(call: Call) -> Tensor:
+            nonlocal has_begun
+            has_begun = True
+            return self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
+
         try:
             settings = settle()
             refuse_ignored_size(self.source, settings)
-            return self.source.draw(settings, partial(self._announce, settings))
+            return self.source.draw(settings, sample)
         except Exception as error:
-            if not self._announced:
+            if not has_begun:
                 reason = error
                 if not isinstance(error, DiffPipeError):
                     reason = DiffPipeError(f"rank 0 failed before sampling: {error!r}")
@@ -299,13 +303,8 @@ class Predictor:
                     raise reason
 
                 with contextlib.suppress(Exception):
-                    self._world.links.broadcast_object(fail)
+                    broadcast(fail)
             raise
-
-    def _announce(self, settings: Settings, call: Call) -> Tensor:
-        self._announced = True
-        _, packed = self._world.links.broadcast_object(lambda: (settings.as_texts(), call.packed()))
-        return self._sample(packed)
 
     def _follow(self, settle: Callable[[], Settings]) -> None:
         self._world.enter("waiting for the request")
@@ -320,7 +319,12 @@ class Predictor:
     def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
         try:
             self._world.agree("comparing requests", compare)
-            self._compare_parts(packed)
+            # Parts that every rank reads whole, such as a second denoiser.
+            for name in packed.pipeline.needed if self._world.num_ranks > 1 else ():
+                if name not in self._compared:
+                    look = partial(self.source.identity, name)
+                    refuse_other_models(self._world, self._world.agree("comparing weights", look))
+                    self._compared.add(name)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
@@ -334,30 +338,38 @@ class Predictor:
             raise
         self._world.enter("decoding latents")
         self.report = merge(reports) if self._world.rank == 0 else None
-        _refuse_unless_finite(reports, packed)
+        if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
+            with raised_by_all():
+                raise SamplingError(  # pictures would be black
+                    f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
+                    f"{str(packed.input_dtype).removeprefix('torch.')}). If the model overflows, choose "
+                    "dtype=bfloat16 or float32, a lower guidance_scale or another scheduler. If one process draws "
+                    "the same request with method=single, the fault is not the model's but that of "
+                    f"method={reports[0].options.method}: please report it"
+                )
         return latents
-
-    def _compare_parts(self, packed: Call) -> None:
-        """Compares parts that every rank reads whole, such as a second denoiser; collective."""
-        names = [name for name in packed.pipeline.needed if name not in self._compared]
-        for name in names if self._world.num_ranks > 1 else ():
-            look = partial(self.source.identity, name)
-            refuse_other_models(self._world, self._world.agree("comparing weights", look))
-            self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
         """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
+
+        def on_step(index: int) -> None:
+            if self._world.heartbeat is not None:
+                self._world.heartbeat.step()
+            if self._on_step is not None:
+                self._on_step(index + 1, len(packed.timesteps))
+
         while True:
             worker = self._worker_for(packed)
             # With generators as they were, whatever was measured or tried before.
             call = packed.unpacked(self.device)
             try:
-                give_up = worker.abandon if self._world.backend == "gloo" else _wait_for_timeouts
+                # What NCCL has posted cannot be taken back, so that peers wait for as long as they may.
+                give_up = worker.abandon if self._world.backend == "gloo" else lambda: None
                 # All have loaded before the first message, whose receiver waits for `timeout_s` only.
                 load = partial(self._load, worker, call)
                 prepared = self._world.agree("reading weights and probing", load, give_up)
                 # Ranks without a prompt of their own learn here that the others refuse the request.
-                sample = partial(worker.sample, call, self._step_of(call), prepared)
+                sample = partial(worker.sample, call, on_step, prepared)
                 mine = self._world.agree("drawing", sample, give_up)
                 latents = worker.gather(call, mine)
                 if self._world.rank > 0:
@@ -413,17 +425,6 @@ class Predictor:
         self._world = join_world(self.device, self.timeout_s)
         self._broken_by = None
 
-    def _step_of(self, call: Call) -> Callable[[int], None]:
-        num_steps, heartbeat = len(call.timesteps), self._world.heartbeat
-
-        def on_step(index: int) -> None:
-            if heartbeat is not None:
-                heartbeat.step()
-            if self._on_step is not None:
-                self._on_step(index + 1, num_steps)
-
-        return on_step
-
     def _worker_for(self, packed: Call) -> Worker:
         """Chooses the method and divides the ranks at the first request; later ones keep them."""
         if self._worker is None:
@@ -434,29 +435,30 @@ class Predictor:
                 num_ranks = self._world.num_ranks
                 self._chooser = Chooser(self.source.denoiser, link, num_ranks, least, self.options)
             self._world.enter("choosing a method")
-            chosen = self._world.links.broadcast_object(lambda: self._decided(packed))
+
+            def decide() -> MethodOptions:
+                if self._chooser is not None:
+                    return self._chooser.choose(packed.unpacked(self.device))
+                return fitted(self.options, self._world.num_ranks)
+
+            chosen = self._world.links.broadcast_object(decide)
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
 
-    def _decided(self, packed: Call) -> MethodOptions:
-        if self._chooser is not None:
-            return self._chooser.choose(packed.unpacked(self.device))
-        return fitted(self.options, self._world.num_ranks)
 
-
-def _options_of(method: str, given: Mapping[str, Any]) -> MethodOptions:
-    """Separates options that all methods have from those of this one."""
+def _options_of(
+    method: str, given: Mapping[str, Any], timeout_s: float, dtype: torch.dtype = torch.float32
+) -> MethodOptions:
+    """Separates options that all methods have from those of this one; refuses other settings that cannot be."""
     known = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
     further = {name: value for name, value in given.items() if name not in known}
-    return MethodOptions(method, **known, further=further)
-
-
-def _require_settings(dtype: torch.dtype, timeout_s: float) -> None:
+    options = MethodOptions(method, **known, further=further)
     if dtype not in _DTYPES:
         raise ConfigurationError(
             f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
         )
     require_timeout(timeout_s)
+    return options
 
 
 def _world(
@@ -533,21 +535,3 @@ def _device(device: torch.device | str | None) -> torch.device:
     elif among_several:  # exchanges over NCCL need it
         torch.cuda.set_device(where)
     return where
-
-
-@raised_by_all()
-def _refuse_unless_finite(reports: Sequence[RankReport], call: Call) -> None:
-    """Raises on all ranks what would be black pictures."""
-    ranks = [str(rank) for rank, report in enumerate(reports) if not report.is_finite]
-    if ranks:
-        raise SamplingError(
-            f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
-            f"{str(call.input_dtype).removeprefix('torch.')}). If the model overflows, choose dtype=bfloat16 or "
-            "float32, a lower guidance_scale or another scheduler. If one process draws the same request with "
-            f"method=single, the fault is not the model's but that of method={reports[0].options.method}: "
-            "please report it"
-        )
-
-
-def _wait_for_timeouts() -> None:
-    """What NCCL has posted cannot be taken back, so that peers wait for as long as they may."""

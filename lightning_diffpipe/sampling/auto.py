@@ -181,60 +181,49 @@ def profile_request(request: Request, num_samples: int, branches: int) -> Denois
         ConfigurationError: This rank alone has too little memory for a step.
     """
     latents, timestep = request.latents, request.timesteps[0]
-    with _Counted(request.model) as counted:
-        activation_bytes = _peak_bytes(lambda: request.denoise(latents, timestep), latents.device)
+    with _Counted(request.model, latents.device) as counted:
+        request.denoise(latents, timestep)
     step_s = _seconds(lambda: request.denoise(latents, timestep), latents.device)
+    whole = DenoiserProfile(
+        step_s=step_s,
+        glue_s=0.0,
+        num_samples=num_samples,
+        branches=branches,
+        num_blocks=0,
+        num_units=latents.shape[-2],
+        cut_bytes=0,
+        latent_bytes=latents.numel() * latents.element_size(),
+        weight_bytes=_missing_bytes(request.model),
+        shares_tokens=False,
+        **counted.counts,
+    )
     patched = PipeFusion(request.model, num_patches=2, warmup_steps=0, verify=False)
-    layout: Layout | None = None
-    microbatches, glue_s, call_s, refusal = 1, 0.0, 0.0, ""
     try:
         with failing("in 2 patches"):
             setting = patched.prepare(request)
             patch_s = _patch_s(request, patched, step_s)
-        layout, microbatches = setting.layout, setting.plan.warmup_microbatches
-        glue_s = min(_glue_s(request, layout), step_s)
-        call_s = patch_s - glue_s
+        glue_s = min(_glue_s(request, setting.layout), step_s)
     except DiffPipeError as error:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # says nothing of the model
-        layout, refusal = None, _short(error)
-    return DenoiserProfile(
-        step_s=step_s,
+        return replace(whole, refusal=_short(error))
+    layout, blocks = setting.layout, setting.layout.blocks
+    attention = [pair for b in blocks for pair in zip(b.attention, b.sizes, strict=True)]
+    sizes = [size for tokens, size in attention if tokens is not None]
+    return replace(
+        whole,
         glue_s=glue_s,
-        call_s=max(call_s, 0.0),
-        num_samples=num_samples,
-        branches=branches,
-        num_blocks=0 if layout is None else len(layout.block_names),
-        num_units=latents.shape[-2] if layout is None else layout.num_units,
-        cut_bytes=0 if layout is None else max(block.output_bytes for block in layout.blocks),
-        latent_bytes=latents.numel() * latents.element_size(),
-        key_value_bytes=counted.key_value_bytes,
-        sequence_bytes=counted.sequence_bytes,
-        num_attention=counted.num_attention,
-        halo_bytes=counted.halo_bytes,
-        num_norms=counted.num_norms,
-        num_halos=counted.num_halos,
-        num_calls=1 if layout is None else max(Counter(b.name for b in layout.blocks).values()),
-        warmup_microbatches=microbatches,
-        num_heads=_fewest(layout, "heads"),
-        num_key_heads=_fewest(layout, "key_heads"),
-        weight_bytes=_missing_bytes(request.model),
-        block_bytes=0 if layout is None else _missing_bytes(request.model, layout),
-        activation_bytes=activation_bytes,
-        shares_tokens=layout is not None and divides_text(layout),
-        refusal=refusal,
+        call_s=max(patch_s - glue_s, 0.0),
+        num_blocks=len(layout.block_names),
+        num_units=layout.num_units,
+        cut_bytes=max(block.output_bytes for block in blocks),
+        num_calls=max(Counter(block.name for block in blocks).values()),
+        warmup_microbatches=setting.plan.warmup_microbatches,
+        num_heads=min((size.heads for size in sizes), default=0),
+        num_key_heads=min((size.key_heads for size in sizes), default=0),
+        block_bytes=_missing_bytes(request.model, layout),
+        shares_tokens=divides_text(layout),
     )
-
-
-def _fewest(layout: Layout | None, what: str) -> int:
-    """Heads of the self-attention that has fewest; 0 if there is none."""
-    sizes = [
-        size
-        for block in (layout.blocks if layout else ())
-        for tokens, size in zip(block.attention, block.sizes, strict=True)
-        if tokens is not None
-    ]
-    return min((getattr(size, what) for size in sizes), default=0)
 
 
 def _missing_bytes(model: nn.Module, layout: Layout | None = None) -> int:
@@ -246,17 +235,6 @@ def _missing_bytes(model: nn.Module, layout: Layout | None = None) -> int:
         for name, p in model.named_parameters()
         if is_placeholder(p) and name.startswith(blocks) and name not in everywhere
     )
-
-
-def _peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Most memory that a function holds at a time on an accelerator; 0 on hosts, which do not count it."""
-    if device.type != "cuda":
-        function()
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    function()
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _short(error: Exception) -> str:
@@ -309,25 +287,33 @@ def _seconds(function: Callable[[], Any], device: torch.device) -> float:
 
 
 class _Counted(TorchFunctionMode):
-    """Counts what looks beyond a row while a model runs; what the model is given, every band has whole."""
+    """Counts what looks beyond a row while a model runs; what the model is given, every band has whole.
 
-    def __init__(self, model: nn.Module) -> None:
+    On accelerators it also measures the most memory that is held meanwhile; hosts do not count it.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self._model, self._given = model, ()
-        self.key_value_bytes = self.sequence_bytes = self.halo_bytes = 0
-        self.num_attention = self.num_norms = self.num_halos = 0
+        self._model, self._device, self._given = model, device, ()
+        self.counts = Counter(key_value_bytes=0, sequence_bytes=0, num_attention=0)
 
     def __enter__(self) -> _Counted:
         def note(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._given = (*args, *kwargs.values())
 
         self._hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._hook.remove()
+        if self._device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(self._device)
+            self.counts["activation_bytes"] = most - self._before
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -340,16 +326,16 @@ class _Counted(TorchFunctionMode):
         elif func in (F.conv2d, torch.conv2d):
             self._convolution(*args, **(kwargs or {}))
         elif func in (F.group_norm, torch.group_norm):
-            self.num_norms += 1
+            self.counts["num_norms"] += 1
         return out
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.shape[-2] != key.shape[-2]:
             return  # cross-attention: nothing to send
-        size = query.element_size()
-        self.num_attention += 1
-        self.key_value_bytes += (key.numel() + value.numel()) * size
-        self.sequence_bytes += (2 * query.numel() + key.numel() + value.numel()) * size
+        size, keys = query.element_size(), key.numel() + value.numel()
+        self.counts["num_attention"] += 1
+        self.counts["key_value_bytes"] += keys * size
+        self.counts["sequence_bytes"] += (2 * query.numel() + keys) * size
 
     def _convolution(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
         border, (rows, _) = weight.shape[-2] // 2, windows_of(weight, *args, **kwargs)
@@ -357,5 +343,5 @@ class _Counted(TorchFunctionMode):
             return
         if not any(input is x for x in self._given):
             batch, channels, _, width = input.shape
-            self.num_halos += 1
-            self.halo_bytes += batch * channels * border * width * input.element_size()
+            self.counts["num_halos"] += 1
+            self.counts["halo_bytes"] += batch * channels * border * width * input.element_size()

@@ -38,7 +38,7 @@ from lightning_diffpipe.sampling.loop import (
     restored,
     snapshot,
 )
-from lightning_diffpipe.sampling.record import Answer, Controlled, LoopEnds, Record
+from lightning_diffpipe.sampling.record import Answer, Controlled, LoopEnds, Record, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
@@ -400,32 +400,21 @@ class Call:
 
     def packed(self) -> Call:
         """The call as it travels: on the host."""
-        phases, whole, timesteps = self._on("cpu")
-        return replace(
-            self,
-            phases=phases,
-            whole=whole,
-            timesteps=timesteps,
-            scheduler=on_host(self.scheduler),
-            random_states=random_states(self.whole.device),
-        )
+        states = random_states(self.whole.device)
+        return replace(self._on("cpu"), scheduler=on_host(self.scheduler), random_states=states)
 
     def unpacked(self, device: torch.device) -> Call:
         """The inverse of `packed`, on a rank's own device."""
-        phases, whole, timesteps = self._on(device)
         twin = copy.copy(self.scheduler)
         if torch.is_tensor(getattr(twin, "timesteps", None)):
             twin.timesteps = twin.timesteps.to(device)
-        return replace(self, phases=phases, whole=whole, timesteps=timesteps, scheduler=twin)
+        return replace(self._on(device), scheduler=twin)
 
-    def _on(self, device: torch.device | str) -> tuple[list[Phase], Tensor, Tensor]:
-        """Phases, latents and timesteps on a device."""
-
-        def to(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        phases = [replace(each, calls=pytree.tree_map(to, each.calls)) for each in self.phases]
-        return phases, to(self.whole), to(self.timesteps)
+    def _on(self, device: torch.device | str) -> Call:
+        """The same on a device, but for its scheduler."""
+        phases = [replace(each, calls=moved(each.calls, device)) for each in self.phases]
+        whole, timesteps = moved((self.whole, self.timesteps), device)
+        return replace(self, phases=phases, whole=whole, timesteps=timesteps)
 
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:

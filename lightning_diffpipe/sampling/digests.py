@@ -27,7 +27,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -61,37 +61,25 @@ def digest_of_tensor(tensor: Tensor) -> str:
     return _digest(f"{tensor.dtype} {list(tensor.shape)}", flat.numel(), read)
 
 
+def _digest_of_part(head: str, file: BinaryIO, begin: int, end: int) -> str:
+    def read(start: int, stop: int) -> bytes:
+        file.seek(begin + start)
+        return file.read(stop - start)
+
+    return _digest(head, end - begin, read)
+
+
 def digests_of_safetensors(path: Path) -> dict[str, str]:
     """Digests of all tensors of a file, by name."""
     with path.open("rb") as file:
-        head_bytes = int.from_bytes(file.read(8), "little")
-        head = json.loads(file.read(head_bytes))
-        head.pop("__metadata__", None)
-
-        def reader(begin: int) -> Callable[[int, int], bytes]:
-            def read(start: int, stop: int) -> bytes:
-                file.seek(8 + head_bytes + begin + start)
-                return file.read(stop - start)
-
-            return read
-
+        first = 8 + int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(first - 8))
+        entries.pop("__metadata__", None)
         found = {}
-        for name, entry in head.items():
-            begin, end = entry["data_offsets"]
-            found[name] = _digest(f"{entry['dtype']} {entry['shape']}", end - begin, reader(begin))
+        for name, entry in entries.items():
+            begin, end = (first + offset for offset in entry["data_offsets"])
+            found[name] = _digest_of_part(f"{entry['dtype']} {entry['shape']}", file, begin, end)
         return found
-
-
-def _digest_of_file(path: Path) -> dict[str, str]:
-    """The digest of a file whose tensors are not known, by its name."""
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-
-        def read(start: int, stop: int) -> bytes:
-            file.seek(start)
-            return file.read(stop - start)
-
-        return {path.name: _digest(str(num_bytes), num_bytes, read)}
 
 
 @dataclass(frozen=True)
@@ -149,7 +137,12 @@ class Identity:
         ] or paths
         digests, files = {}, {}
         for path in sorted(read):
-            own = digests_of_safetensors(path) if path.suffix != ".bin" else _digest_of_file(path)
+            if path.suffix != ".bin":
+                own = digests_of_safetensors(path)
+            else:  # whose tensors are not known
+                with path.open("rb") as file:
+                    size = path.stat().st_size
+                    own = {path.name: _digest_of_part(str(size), file, 0, size)}
             digests |= own
             files |= dict.fromkeys(own, f"/{path.name}")
         texts = as_texts({k: v for k, v in config.items() if not k.startswith("_")})

@@ -10,9 +10,9 @@ Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import transformers
 from diffusers.models.model_loading_utils import load_state_dict
-from diffusers.utils import logging
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import placeholder_of
+from lightning_diffpipe.sampling.loras import messages_of_loaders
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, StateDict, Weights
 
 _ENCODER = "image_encoder"
@@ -141,7 +141,8 @@ def with_ip_adapters(
     given = {name: None for name in inspect.signature(load).parameters if "image_encoder" in name}
     given.pop("image_encoder_dtype", None)
     try:
-        with _quiet():
+        # It warns that the image encoder is missing, also on ranks that need none.
+        with messages_of_loaders(printed_from=logging.ERROR):
             load(
                 folders if several else folders[0],
                 subfolder=[""] * len(paths) if several else "",
@@ -241,14 +242,3 @@ def refuse_images(
             f"{IMAGE} needs an image encoder, and the {pipeline} has none: put its folder `{_ENCODER}` beside the "
             f"file of the IP-Adapter, or give {_ENCODER}=, or {EMBEDDINGS}= in place of the picture"
         )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A context without warnings of diffusers: that the image encoder is missing on ranks that need none."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

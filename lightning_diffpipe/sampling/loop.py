@@ -193,7 +193,7 @@ class PipelineCall:
             "pipeline": shell,
             "method": self.method,
             "arguments": snapshot(
-                {n: moved(v, "cpu") for n, v in self.arguments.items() if not callable(v)}
+                moved({n: v for n, v in self.arguments.items() if not callable(v)}, "cpu")
             ),
             "parts": {"scheduler": self.parts["scheduler"]},
             "names": self.names,
@@ -207,7 +207,7 @@ class PipelineCall:
     ) -> PipelineCall:
         """The same on another rank, with its parts, and with functions among the arguments, which do not travel."""
         assert self.record is not None
-        arguments = {n: moved(v, device) for n, v in restored(self.arguments, device).items()}
+        arguments = moved(restored(self.arguments, device), device)
         twin = copy.copy(self.pipeline)
         if isinstance(twin, nn.Module):
             vars(twin)["_device"] = device
@@ -281,7 +281,12 @@ def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, 
     """
 
     def denoise(arguments: dict[str, Any]) -> Any:
-        name = next((n for n, value in arguments.items() if _is_list_of_samples(value)), None)
+        lists = {
+            n: value
+            for n, value in arguments.items()
+            if isinstance(value, list) and all(isinstance(x, Tensor) and x.ndim > 2 for x in value)
+        }
+        name = next((n for n, value in lists.items() if len({x.shape for x in value}) == 1), None)
         if name is None or any(_is_batch(n, value) for n, value in arguments.items()):
             return answer(arguments)
         stacked = torch.stack(arguments[name])
@@ -289,12 +294,6 @@ def _of_samples(answer: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, 
         return Prediction((list(predictions.unbind()),))
 
     return denoise
-
-
-def _is_list_of_samples(value: Any) -> bool:
-    """Whether an argument has latents of one shape, without the axis of samples."""
-    tensors = isinstance(value, list) and all(isinstance(x, Tensor) and x.ndim > 2 for x in value)
-    return tensors and len({x.shape for x in value}) == 1
 
 
 def _is_batch(name: str, value: Any) -> bool:

@@ -64,7 +64,7 @@ class StoredLora:
             n: True for n in ("return_alphas", "return_lora_metadata") if n in known or takes_all
         }
         try:
-            with _said_while_reading() as said:
+            with messages_of_loaders() as said:
                 found = cls.lora_state_dict(self.path, local_files_only=True, **asked)
         except Exception as error:
             raise CheckpointError(f"cannot read the LoRA {self.path}: {error}") from error
@@ -168,13 +168,18 @@ class StoredLora:
 
 
 @contextlib.contextmanager
-def _said_while_reading() -> Iterator[list[str]]:
-    """Collects what the loaders of diffusers say inside, also what they do not print."""
+def messages_of_loaders(printed_from: int | None = None) -> Iterator[list[str]]:
+    """Collects what the loaders of diffusers say inside, also what they do not print.
+
+    Args:
+        printed_from: The lowest level of what they print; None leaves it as it is.
+    """
     said: list[str] = []
     loaders, root = logging.getLogger("diffusers.loaders"), logging.getLogger("diffusers")
     here = threading.get_ident()
     with _listening:
         printed, before = loaders.getEffectiveLevel(), (loaders.level, loaders.propagate)
+        printed = printed if printed_from is None else printed_from
 
         def note(record: logging.LogRecord) -> None:
             if record.thread == here:

@@ -278,17 +278,31 @@ class Worker:
             DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
         self._num_steps = len(call.timesteps)
-        self._statistics = SamplingStatistics()
-        self._before = self._around()
+        self._statistics, self._before = SamplingStatistics(), self._around()
+        self._is_finite = True
         mine = self._share(call)
-        latents = mine.latents
-        if len(latents):
-            try:
-                with call.drawing_alike(self.world.rank):
-                    latents = self._sample_share(mine, on_step, prepared)
-            except DiffPipeError as error:
-                error.leaves_messages = self.place.leaves_messages()
-                raise
+        latents, found = mine.latents, list[SamplingStatistics]()
+        if not len(latents):
+            return latents
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with call.drawing_alike(self.world.rank), settings_restored(call.pipeline.parts):
+                for index, phase in enumerate(mine.phases):
+                    sampler, request = self._request(mine.phase(index, latents))
+                    latents = sampler.sample(
+                        request,
+                        lambda step, start=phase.start: on_step(start + step),
+                        **({} if index else prepared),
+                    )
+                    found.append(sampler.statistics)
+            self.place.branches.finish()
+        except DiffPipeError as error:
+            error.leaves_messages = self.place.leaves_messages()
+            raise
+        finally:
+            self._model.train(was_training)
+        self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
         self._is_finite = bool(latents.isfinite().all())
         return latents
 
@@ -317,28 +331,6 @@ class Worker:
         request = call.request(model, exchange)
         sampler.model = request.model  # with the ControlNets of this request
         return sampler, request
-
-    def _sample_share(
-        self, call: Call, on_step: Callable[[int], None], prepared: Mapping[str, Any]
-    ) -> Tensor:
-        was_training = self._model.training
-        self._model.eval()
-        latents, found = call.latents, []
-        try:
-            with settings_restored(call.pipeline.parts):
-                for index, phase in enumerate(call.phases):
-                    sampler, request = self._request(call.phase(index, latents))
-                    latents = sampler.sample(
-                        request,
-                        lambda step, start=phase.start: on_step(start + step),
-                        **({} if index else prepared),
-                    )
-                    found.append(sampler.statistics)
-            self.place.branches.finish()
-            self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
-            return latents
-        finally:
-            self._model.train(was_training)
 
     def _load(self, sampler: Any, request: Request) -> dict[str, Any]:
         """Reads what this rank needs for a request and has not read for an earlier one.

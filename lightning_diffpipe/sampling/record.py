@@ -51,10 +51,7 @@ class Record:
 
     def on(self, device: torch.device | str) -> Record:
         """The same with tensors on a device."""
-        answers = {
-            name: [moved(each, device) for each in all_] for name, all_ in self.answers.items()
-        }
-        attributes = {name: moved(each, device) for name, each in self.attributes.items()}
+        answers, attributes = moved((self.answers, self.attributes), device)
         return replace(self, answers=answers, attributes=attributes, asked_last=set())
 
 
@@ -109,8 +106,6 @@ class Recorder(_Asked):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._real, name)
         path = f"{self._path}.{name}"
-        if name == "decode" and isinstance(self._real, nn.Module):
-            return self._decode
         if name in _MODES and isinstance(self._real, nn.Module):
             return _then(value, self)
         if isinstance(value, nn.Module):
@@ -123,6 +118,9 @@ class Recorder(_Asked):
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         path = f"{self._path}.{name}"
         given = [x.shape for x in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        if self._is_looping() and name == "decode" and isinstance(self._real, nn.Module):
+            self._record.num_decoded = len(next(iter((*args, *kwargs.values()))))
+            raise LoopEnds
         if self._is_looping() and given:
             # Latents are not real here, so that one answer of a shape is as good as another.
             self._record.asked_last.add(self._path.partition(".")[0])
@@ -141,12 +139,6 @@ class Recorder(_Asked):
             self._record.answers[path][-1] = _Iterated(kinds)
             return getattr(self._real, name)(*args, **kwargs)
         return answer
-
-    def _decode(self, latents: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_looping():
-            self._record.num_decoded = len(latents)
-            raise LoopEnds
-        return self._ask("decode", (latents, *args), kwargs)
 
 
 class Replayed(_Asked):

@@ -58,38 +58,33 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: str | Path, variant: str | None = None) -> None:
-        self.origin = str(folder)
+        self.origin, folder = str(folder), Path(folder)
+        infix = f".{variant}" if variant else ""
+        paths = [folder / f"{_STEM}{infix}.safetensors"]
+        if not paths[0].exists():
+            # The second is how older releases of diffusers named it.
+            names = [f"{_STEM}.safetensors{x}.json" for x in (f".index{infix}", f"{infix}.index")]
+            index = next((folder / n for n in names if (folder / n).exists()), None)
+            if index is None:
+                raise CheckpointError(
+                    f"{folder} has neither {paths[0].name} nor {names[0]}; {_what_to_do(folder, variant)}"
+                )
+            try:
+                stored = set(json.loads(index.read_text())["weight_map"].values())
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(
+                    f"cannot read the index {index} ({error!r}); a download that broke off? Copy it again"
+                ) from error
+            paths = sorted(folder / name for name in stored)
+            if missing := [path for path in paths if not path.exists()]:
+                raise CheckpointError(f"{index} names {missing[0].name}, which is not there")
         self._file_of: dict[str, Path] = {}
-        for path in self._paths(Path(folder), variant):
+        for path in paths:
             try:
                 with safe_open(path, framework="pt") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
             except Exception as error:
                 raise CheckpointError(f"cannot read {path}: {error}") from error
-
-    @staticmethod
-    def _paths(folder: Path, variant: str | None) -> list[Path]:
-        infix = f".{variant}" if variant else ""
-        whole = folder / f"{_STEM}{infix}.safetensors"
-        if whole.exists():
-            return [whole]
-        # The second is how older releases of diffusers named it.
-        names = [f"{_STEM}.safetensors.index{infix}.json", f"{_STEM}.safetensors{infix}.index.json"]
-        index = next((folder / n for n in names if (folder / n).exists()), None)
-        if index is None:
-            raise CheckpointError(
-                f"{folder} has neither {whole.name} nor {names[0]}; {_what_to_do(folder, variant)}"
-            )
-        try:
-            stored = set(json.loads(index.read_text())["weight_map"].values())
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"cannot read the index {index} ({error!r}); a download that broke off? Copy it again"
-            ) from error
-        paths = sorted(folder / name for name in stored)
-        if missing := [path for path in paths if not path.exists()]:
-            raise CheckpointError(f"{index} names {missing[0].name}, which is not there")
-        return paths
 
     def names(self) -> set[str]:
         """All stored names."""

@@ -61,8 +61,6 @@ from lightning_diffpipe.sampling.skeleton import (
 Sample = Callable[[Call], Tensor]
 
 _PROMPTS = ("prompt", "class_labels")
-_OURS = {"return_dict": "the pictures themselves"}
-
 _LONGEST_SIDE = 65535  # of a JPEG
 _LARGEST = 3.4e38  # of numbers in float32
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -461,24 +459,33 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
         ConfigurationError: An option is unknown, or cannot be used here.
     """
     known = inspect.signature(type(pipeline).__call__).parameters
-    arguments = settings.given()
+    arguments, prompts = settings.given(), settings.prompts
     option = next((name for name in _PROMPTS if name in known), None)
+    ours = {"return_dict": "the pictures themselves", option: "prompts"}
     for name in arguments:
-        _check_option(name, known, type(pipeline).__name__, option)
-    if settings.prompts is not None:
+        if name in ours:
+            raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
+            )
+            raise ConfigurationError(f"{type(pipeline).__name__} takes no {name!r}; {hint}")
+    if prompts is not None and option is not None:
         names = denoisers_among(n for n, part in pipeline.components.items() if part is not None)
         config = getattr(getattr(pipeline, names[0]), "config", None)
-        if option is not None:
-            refuse_prompts(settings.prompts, option, getattr(config, "num_embeds_ada_norm", None))
-            num = len(settings.prompts)
-            kind = str(known[option].annotation).lower()
-            if option == "prompt" and "str" in kind and "list" not in kind:
-                arguments[option] = _only_prompt(settings.prompts)
-            else:
-                arguments = {k: _of_each_prompt(k, v, num) for k, v in arguments.items()}
-                arguments[option] = list(settings.prompts)
-        elif "batch_size" in known:
-            arguments["batch_size"] = len(settings.prompts)
+        refuse_prompts(prompts, option, getattr(config, "num_embeds_ada_norm", None))
+        kind = str(known[option].annotation).lower()
+        takes_one = option == "prompt" and "str" in kind and "list" not in kind
+        if takes_one and len(prompts) > 1:
+            raise ConfigurationError(
+                f"this pipeline draws one prompt at a time; got {len(prompts)}: call the predictor for each"
+            )
+        if not takes_one:
+            arguments = {k: _of_each_prompt(k, v, len(prompts)) for k, v in arguments.items()}
+        arguments[option] = prompts[0] if takes_one else list(prompts)
+    elif prompts is not None and "batch_size" in known:
+        arguments["batch_size"] = len(prompts)
     arguments.setdefault("generator", settings.generator())
     if "output_type" in known:
         arguments.setdefault("output_type", "pil")
@@ -568,15 +575,6 @@ def refuse_prompts(
                 )
 
 
-def _only_prompt(prompts: Sequence[str]) -> str:
-    """The prompt of a pipeline that takes a text, but no list of them."""
-    if len(prompts) > 1:
-        raise ConfigurationError(
-            f"this pipeline draws one prompt at a time; got {len(prompts)}: call the predictor for each"
-        )
-    return prompts[0]
-
-
 def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
     """One text for all prompts, such as a negative prompt, as one for each: some pipelines take no other."""
     if not re.fullmatch(r"(negative_)?prompt(_\d+)?", name):
@@ -588,13 +586,3 @@ def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
             f"{name} has {len(value)} texts for {num_prompts} prompts; give one for each, or a single text for all"
         )
     return value
-
-
-def _check_option(name: str, known: Mapping[str, Any], pipeline: str, prompts: str | None) -> None:
-    ours = _OURS | ({prompts: "prompts"} if prompts else {})
-    if name in ours:
-        raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(list(known)[1:])}"
-        raise ConfigurationError(f"{pipeline} takes no {name!r}; {hint}")

@@ -214,7 +214,17 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     heartbeat = Heartbeat(store, board, rank, num_ranks, timeout_s, host)
     ranks = list(range(num_ranks))
     links = ProcessLinks.connect([ranks], device, "gloo", timeout_s, heartbeat)
-    backend = _agreed_backend(links.gather_object(_Place.of(device)), rank)
+    places = links.gather_object(_Place.of(device))
+    reason = _why_not_nccl(places)
+    backend = "gloo" if reason else "nccl"
+    if rank == 0 and reason and any(place.gpu for place in places):
+        _log.warning(
+            "messages between GPUs travel over gloo, through host memory, which is slow: NCCL wants a GPU of its "
+            "own for each rank, but %s; set LOCAL_RANK, or give each rank its device, such as device='cuda:1'",
+            reason,
+        )
+    elif rank == 0:
+        _log.info("messages between %d ranks travel over %s", num_ranks, backend)
     return World(links, backend, heartbeat)
 
 
@@ -264,25 +274,8 @@ class _Place(NamedTuple):
         return cls(socket.gethostname(), gpu, dist.is_nccl_available())
 
 
-def _agreed_backend(places: Sequence[_Place], rank: int) -> str:
-    """The backend of messages between denoisers: NCCL exactly if each rank has a GPU of its own. Rank 0 logs it."""
-    reason = _why_not_nccl(places)
-    backend = "gloo" if reason else "nccl"
-    if rank > 0:
-        return backend
-    if reason and any(place.gpu for place in places):
-        _log.warning(
-            "messages between GPUs travel over gloo, through host memory, which is slow: NCCL wants a GPU of its "
-            "own for each rank, but %s; set LOCAL_RANK, or give each rank its device, such as device='cuda:1'",
-            reason,
-        )
-    else:
-        _log.info("messages between %d ranks travel over %s", len(places), backend)
-    return backend
-
-
 def _why_not_nccl(places: Sequence[_Place]) -> str:
-    """Why NCCL cannot be used; empty if it can."""
+    """Why denoisers cannot send over NCCL, which wants a GPU of its own for each rank; empty if they can."""
     seen: dict[tuple[str, str], int] = {}
     for rank, (host, gpu, has_nccl) in enumerate(places):
         if gpu is None:
