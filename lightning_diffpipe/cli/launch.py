@@ -19,8 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,11 @@ def own_rank() -> int:
 @functools.cache
 def announce_loading() -> None:
     """Says once that imports will take seconds, unless they are done; without advice to install torchvision."""
-    logging.getLogger("transformers.utils.import_utils").addFilter(_is_of_use)
+    logging.getLogger("transformers.utils.import_utils").addFilter(
+        lambda record: "requires torchvision" not in record.getMessage()
+    )
     if "torch" not in sys.modules and own_rank() == 0:
         print("loading torch, Lightning and diffusers", file=sys.stderr, flush=True)
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return "requires torchvision" not in record.getMessage()
 
 
 def _built_in(name: str) -> str:
@@ -160,15 +157,27 @@ def is_job_of_sweep(values: Any) -> bool:
 
 
 def run_job(verb: str) -> None:
-    """Runs the present job of a sweep as a process of its own, and waits for it.
+    """Runs the present job of a sweep as a process of its own, and waits for it; both end together.
 
     Raises:
         DiffPipeError: It failed; it has said why.
     """
     job_config = HydraConfig.get()
     job = subprocess.Popen(_command_of_job(verb, job_config), cwd=job_config.runtime.cwd)
-    with _ended_together(job):
+
+    def end(*_: Any) -> None:
+        job.terminate()
+        sys.exit(128 + signal.SIGTERM)
+
+    listens = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if listens else None
+    try:
         job.wait()
+    finally:
+        _wait_for([job], _GRACE_S)  # it may write a checkpoint
+        _end([job])
+        if listens:
+            signal.signal(signal.SIGTERM, before)
     if job.returncode:
         called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
         swept = ", ".join(o for o in job_config.overrides.task if o.lower() not in called)
@@ -194,25 +203,6 @@ def _command_of_job(verb: str, job_config: Any) -> list[str]:
     number = [f"hydra.job.num={job_config.job.num}", f"hydra.job.id={job_config.job.id}"]
     command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *flags]
     return [*command, *job_config.overrides.task, *own, *number, *place]
-
-
-@contextmanager
-def _ended_together(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends a job with this process; it has some seconds, as it may write a checkpoint."""
-
-    def end(*_: Any) -> None:
-        job.terminate()
-        sys.exit(128 + signal.SIGTERM)
-
-    listens = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, end) if listens else None
-    try:
-        yield
-    finally:
-        _wait_for([job], _GRACE_S)
-        _end([job])
-        if listens:
-            signal.signal(signal.SIGTERM, before)
 
 
 def refuse_shared_outputs(config: Any) -> None:

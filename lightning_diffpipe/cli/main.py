@@ -128,7 +128,15 @@ def _refuse_arguments(arguments: Sequence[str]) -> None:
         if before in _VALUED and not equals:
             continue
         if argument.startswith("-"):
-            _refuse_flag(setting)
+            if setting in ("--shell-completion", "-sc"):
+                raise ConfigurationError(
+                    f"there is no completion for diffpipe ({setting}): Hydra's calls commands without a verb; "
+                    "diffpipe VERB --help lists groups, options and settings"
+                )
+            if setting not in _FLAGS:
+                near = difflib.get_close_matches(setting, _FLAGS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
+                raise ConfigurationError(f"there is no flag {setting}; {hint}")
             continue
         if not setting.lstrip("+~") or not (equals or argument.startswith("~")):
             raise ConfigurationError(
@@ -142,18 +150,6 @@ def _refuse_arguments(arguments: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"{argument} chooses no option; leave it out, or take one of {options}"
             )
-
-
-def _refuse_flag(flag: str) -> None:
-    if flag in ("--shell-completion", "-sc"):
-        raise ConfigurationError(
-            f"there is no completion for diffpipe ({flag}): Hydra's calls commands without a verb; "
-            "diffpipe VERB --help lists groups, options and settings"
-        )
-    if flag not in _FLAGS:
-        near = difflib.get_close_matches(flag, _FLAGS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
-        raise ConfigurationError(f"there is no flag {flag}; {hint}")
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:

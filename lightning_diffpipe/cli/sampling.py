@@ -310,25 +310,21 @@ def _write(drawn: Any, path: Path, fps: int) -> None:
             path, save_all=True, append_images=drawn[1:], duration=round(1000 / fps), loop=0
         )
     elif path.suffix == ".mp4":
-        _write_mp4(drawn, path, fps)
+        import numpy as np
+
+        av = _require_encoder()
+        width, height = drawn[0].size
+        missing = (0, height % 2), (0, width % 2), (0, 0)
+        with av.open(str(path), "w") as file:
+            stream = file.add_stream("libx264", rate=fps, options={"crf": "18"})
+            stream.width, stream.height = width + width % 2, height + height % 2
+            stream.pix_fmt = "yuv420p"  # which every player shows; a color is of two by two pixels
+            for frame in drawn:
+                pixels = np.pad(np.asarray(frame.convert("RGB")), missing, mode="edge")
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            file.mux(stream.encode())
     else:
         _as_pictures([drawn])[0].save(path)
-
-
-def _write_mp4(frames: list[Any], path: Path, fps: int) -> None:
-    import numpy as np
-
-    av = _require_encoder()
-    width, height = frames[0].size
-    missing = (0, height % 2), (0, width % 2), (0, 0)
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream("libx264", rate=fps, options={"crf": "18"})
-        stream.width, stream.height = width + width % 2, height + height % 2
-        stream.pix_fmt = "yuv420p"  # which every player shows; a color is of two by two pixels
-        for frame in frames:
-            pixels = np.pad(np.asarray(frame.convert("RGB")), missing, mode="edge")
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        file.mux(stream.encode())
 
 
 def _as_pictures(drawn: list[Any]) -> list[Any]:

@@ -102,7 +102,7 @@ def _data_for(module: Any, config: DictConfig) -> Any:
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
     """Builds the Trainer with the callbacks and loggers of their groups, and further callbacks."""
     _refuse_trainer_values(config)
-    _require_folders(config)
+    _require_files(config)
     logger_nodes = list(_nodes(config, "logger"))
     callbacks = list(further) + [
         hydra.utils.instantiate(node)
@@ -204,10 +204,17 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
     return [Path(node.dirpath).absolute() for node in nodes if node.get("dirpath")]
 
 
-def _require_folders(config: DictConfig) -> None:
-    """Finds out before processes start whether callbacks and loggers can write."""
+def _require_files(config: DictConfig) -> None:
+    """Finds out before processes start whether files to plan with are there, and others can be written."""
     from lightning_diffpipe.files import check_writable
 
+    strategy = config.strategy if OmegaConf.is_dict(config.strategy) else {}
+    for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
+        value = strategy.get(name)
+        is_path = isinstance(value, str | int | float) and value not in choices
+        if is_path and own_rank() == 0 and not Path(str(value)).is_file():
+            known = "; choose measure, flops or a file" if name == "profile" else ""
+            raise ConfigurationError(f"strategy.{name}={value}: there is no such file{known}")
     require_writable_folder("output_dir", config.output_dir)
     for group in ("callbacks", "logger"):
         for name, node in (config.get(group) or {}).items():
@@ -218,17 +225,6 @@ def _require_folders(config: DictConfig) -> None:
     if OmegaConf.is_dict(final) and final.get("path") is not None and own_rank() == 0:
         with file_errors("write", f"callbacks.final_checkpoint.path={final.path}"):
             check_writable(Path(str(final.path)))
-
-
-def _require_plan_and_profile(config: DictConfig) -> None:
-    """Looks before processes start whether the files that rank 0 plans with are there."""
-    strategy = config.strategy
-    for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
-        value = strategy.get(name) if OmegaConf.is_dict(strategy) else None
-        is_path = isinstance(value, str | int | float) and value not in choices
-        if is_path and own_rank() == 0 and not Path(str(value)).is_file():
-            known = "; choose measure, flops or a file" if name == "profile" else ""
-            raise ConfigurationError(f"strategy.{name}={value}: there is no such file{known}")
 
 
 @raised_by_all()
@@ -300,7 +296,6 @@ def train(config: DictConfig) -> Any:
             f"{', '.join(_SAVE_DTYPES[:-1])} or {_SAVE_DTYPES[-1]}"
         )
     _require_checkpoint(config)
-    _require_plan_and_profile(config)
     prepare(config)
     trainer = _build_trainer(config)  # before weights are read, which may take minutes
     module = module_of(config)

@@ -203,20 +203,18 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
         return error
     message = " ".join(str(cause).split())
     values = {name: _written(_plain(node, name)) for name in settings}
-    name = _named_in(message, values)
+    words = message.split()
+    tests = (
+        lambda name, value: re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message),
+        lambda name, value: value.strip("'") in words,
+        lambda name, value: value.startswith("'") and value in message,
+    )
+    meant = (n for is_meant in tests for n, value in values.items() if is_meant(n, value))
+    name = next(meant, None)
     about = f"{settings[name]}={values[name]}" if name else f"{key}: {type(cause).__name__}"
     refusal = ConfigurationError(f"{about}: {message}")
     refusal.__cause__ = cause
     return refusal
-
-
-def _named_in(message: str, values: Mapping[str, str]) -> str | None:
-    """The first argument that a message names, or else the first whose value it names."""
-    named = [name for name in values if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message)]
-    words = message.split()
-    valued = [name for name, value in values.items() if value.strip("'") in words]
-    quoted = [name for name, value in values.items() if value.startswith("'") and value in message]
-    return next(iter((*named, *valued, *quoted)), None)
 
 
 def is_of_library(path: str) -> bool:
@@ -287,45 +285,34 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     )
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may be what an annotation says; where that is not known, it may."""
-    parts = _parts(hint)
-    if isinstance(value, list | dict):
-        return any(_may_hold(value, part) for part in parts)
-    known = [part for part in parts if _kind(part) in (*_SINGLE, *_LISTS, dict)]
-    if value is None or not known:
-        return type(None) in parts or not known
-    return any(_is(value, part) for part in known)
-
-
 def _kind(hint: Any) -> Any:
     return typing.get_origin(hint) or hint
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value may be what an annotation says; where that is not known, it may."""
+    parts = _parts(hint)
+    known = any(_kind(part) in (*_SINGLE, *_LISTS, dict) for part in parts)
+    if value is None or not (known or isinstance(value, list | dict)):
+        return type(None) in parts or not known
+    return any(_is(value, part) for part in parts)
+
+
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a single value is what one known annotation says."""
-    if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint)
-    is_bool, kind = isinstance(value, bool), _kind(hint)
-    if kind is bool:
-        return is_bool
-    if kind is int:
-        return isinstance(value, int) and not is_bool
-    if kind is float:
-        return isinstance(value, int | float) and not is_bool
-    # Hydra reads digits as a number, and a path may be of digits.
-    return (kind is str and isinstance(value, str)) or (kind is Path and not is_bool)
-
-
-def _may_hold(value: list[Any] | dict[str, Any], hint: Any) -> bool:
-    """Whether a list, or a mapping or what it says to build, may be what an annotation says."""
+    """Whether a value may be what one annotation says; a mapping may say what to build."""
     kind = _kind(hint)
+    if kind is Literal:
+        return value in typing.get_args(hint)
     if isinstance(value, dict):
         return kind not in (*_SINGLE, *_LISTS)
-    if kind in _LISTS:
+    if isinstance(value, list):
         inner = [part for part in typing.get_args(hint) if part is not ...]
+        if kind not in _LISTS:
+            return kind not in (*_SINGLE, dict, Mapping)
         return not inner or all(any(_fits(v, part) for part in inner) for v in value)
-    return kind not in (*_SINGLE, dict, Mapping)
+    # Hydra reads digits as a number, and a path may be of digits.
+    taken = {bool: bool, int: int, float: int | float, str: str, Path: object}
+    return isinstance(value, taken.get(kind, ())) and (kind is bool or not isinstance(value, bool))
 
 
 def _words(hint: Any) -> str:
