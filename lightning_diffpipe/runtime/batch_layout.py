@@ -49,7 +49,7 @@ from lightning_diffpipe.planning.instruction import Program, ShareResults
 from lightning_diffpipe.planning.lowering import lower, num_posted_ahead, prefix_frozen
 from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.schedule import Placement, Schedule
-from lightning_diffpipe.runtime.frozen_work import FrozenWork
+from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 

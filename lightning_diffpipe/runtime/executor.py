@@ -33,8 +33,7 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
-from lightning_diffpipe.runtime.bubbles import Filler
-from lightning_diffpipe.runtime.frozen_work import FrozenWork
+from lightning_diffpipe.runtime.bubbles import Filler, FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, Stash
 

@@ -34,9 +34,9 @@ from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
 from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_program, unrolled
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine, StepResult, message_key
 from lightning_diffpipe.runtime.executor import run_alone
-from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 

@@ -23,7 +23,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
-from lightning_diffpipe.runtime.frozen_work import FrozenWork
+from lightning_diffpipe.runtime.bubbles import FrozenWork
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,

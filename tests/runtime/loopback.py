@@ -32,10 +32,10 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, num_samples
+from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.executor import Executor, Works
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
-from lightning_diffpipe.runtime.frozen_work import FrozenWork
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, cut_for
 from lightning_diffpipe.runtime.reduction import holders_of
 from lightning_diffpipe.runtime.stage import PartitionedStep
