@@ -3,6 +3,7 @@
     before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
     start of fit              folders can be written, and have room
     every save                a file is written beside its place, then moved there; links likewise
+    end of fit                one more is written, after the last step (`FinalCheckpoint`)
 
 Lightning finds `ckpt_path="last"` by the name `last.ckpt`. While a callback saves, there is a moment without one,
 or with a link to a file that is gone, and whoever was killed then began at step 0. So any checkpoint counts here.
@@ -10,6 +11,7 @@ or with a link to a file that is gone, and whoever was killed then began at step
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections import defaultdict
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
@@ -240,14 +243,35 @@ def types_of_hydra_configs() -> list[Any]:
 # ------------------------------------------------------------------------------------- of a trainer
 
 
+class FinalCheckpoint(L.Callback):
+    """Writes a full checkpoint when training ends, while the module is still divided over the ranks.
+
+    `ModelCheckpoint` writes every so many steps, and the last step is rarely one of them.
+
+    Args:
+        path: File to write.
+
+    Attributes:
+        is_written: This run has written it; not so if there was nothing left to train.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.is_written = False
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the file; every rank takes part. A trial run (`fast_dev_run`) leaves what is there alone."""
+        if not trainer.fast_dev_run:
+            trainer.save_checkpoint(self.path)
+            self.is_written = True
+
+
 def _local(path: str | Path) -> Path:
     return Path(str(path).removeprefix("file://"))
 
 
 def _folders(trainer: Any) -> Iterator[Path]:
     """Folders on this machine into which callbacks of a trainer save."""
-    from lightning_diffpipe.callbacks.run_files import FinalCheckpoint
-
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):
             folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
@@ -284,40 +308,29 @@ def chosen(
         found = newest(files_of(trainer), fits, weights_only)
         for reason in found.skipped:
             rank_zero_warn(f"a newer checkpoint is skipped: {reason}")
+        if found.path is not None:
+            rank_zero_info(
+                f"going on from {found.path} (step {found.step}), the newest of {found.num_files} checkpoints"
+            )
+            return str(found.path)
         places = ", ".join(str(folder) for folder in dict.fromkeys(_folders(trainer)))
-        if found.path is None and not fits:
-            raise MissingCheckpointError(
-                f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"}'
-            )
-        if found.path is None:
-            rank_zero_warn(
-                f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"} yet, so '
-                "training begins at step 0"
-            )
-            return None
-        rank_zero_info(
-            f"going on from {found.path} (step {found.step}), the newest of {found.num_files} checkpoints"
-        )
-        return str(found.path)
+        missing = f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"}'
+        if not fits:
+            raise MissingCheckpointError(missing)
+        rank_zero_warn(f"{missing} yet, so training begins at step 0")
+        return None
     named = path in ("best", "hpc") or str(path).startswith("registry")
     if path is None and fits and trainer.global_step == 0:
-        _warn_of_earlier(trainer)
+        with contextlib.suppress(CheckpointError):  # no harm in beginning anew
+            found = newest(files_of(trainer))
+            if found.path is not None:
+                rank_zero_warn(
+                    f"training begins at step 0, though {found.path} is there, an earlier run's at step "
+                    f'{found.step}: ckpt_path="last" goes on from it'
+                )
     elif path is not None and not named:
         require_file(path)
     return path
-
-
-def _warn_of_earlier(trainer: Any) -> None:
-    """Says that a run begins anew beside the checkpoints of another one."""
-    try:
-        found = newest(files_of(trainer))
-    except CheckpointError:  # no harm in beginning anew
-        return
-    if found.path is not None:
-        rank_zero_warn(
-            f"training begins at step 0, though {found.path} is there, an earlier run's at step {found.step}: "
-            'ckpt_path="last" goes on from it'
-        )
 
 
 def why_unwritable(trainer: Any, num_bytes: float) -> str | None:

@@ -136,6 +136,8 @@ class DemoStory(L.Callback):
 
     def end(self, checkpoint: Path) -> None:
         """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
+        from matplotlib.figure import Figure
+
         after = self._draw_together(checkpoint)
         if after is None:  # rank 0 narrates
             return
@@ -146,7 +148,15 @@ class DemoStory(L.Callback):
         labelled_rows(rows).save(self.folder / "before_after.png")
         picture_grid(after, columns=min(8, len(after))).save(self.folder / "samples.png")
         losses = torch.stack(self._losses).float().cpu()
-        _plot(losses, self.folder / "loss.png")
+        figure = Figure(figsize=(6, 3), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(losses, color="0.8", label="loss")
+        window = max(1, len(losses) // 20)
+        smooth = losses.unfold(0, window, 1).mean(1)
+        axes.plot(range(window - 1, len(losses)), smooth, label=f"mean of {window} steps")
+        axes.set(xlabel="step", ylabel="loss")
+        axes.legend()
+        figure.savefig(self.folder / "loss.png", dpi=120)
         self._say_goodbye(losses, checkpoint)
 
     def _draw_together(self, checkpoint: Path) -> Tensor | None:
@@ -183,17 +193,3 @@ To try next:
   diffpipe train experiment=glyphs strategy.num_stages=2 trainer.max_steps=200 logger=wandb
   diffpipe train --help"""
         )
-
-
-def _plot(losses: Tensor, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(losses, color="0.8", label="loss")
-    window = max(1, len(losses) // 20)
-    smooth = losses.unfold(0, window, 1).mean(1)
-    axes.plot(range(window - 1, len(losses)), smooth, label=f"mean of {window} steps")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-    figure.savefig(path, dpi=120)

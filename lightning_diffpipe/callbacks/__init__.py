@@ -4,8 +4,8 @@ from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 from lightning_diffpipe.callbacks.monitor import PipelineMonitor, Throughput
-from lightning_diffpipe.callbacks.run_files import FinalCheckpoint
 from lightning_diffpipe.callbacks.sample_images import SampleImages
+from lightning_diffpipe.checkpoint_files import FinalCheckpoint
 
 __all__ = [
     "EMA",

@@ -237,7 +237,18 @@ class EncodingStore:
         """Stores an entry, unless the limit is reached or the disk is full, of which it warns once."""
         if self.why_full:
             return
-        content = _format(key, entry)
+        payload = b"".join(map(bytes_of, entry.tensors))
+        tensors = [
+            {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "stride_in_group": list(stride),
+            }
+            for tensor, stride in zip(entry.tensors, entry.strides, strict=True)
+        ]
+        crc32 = zlib.crc32(payload)
+        header = {"format": _FORMAT, "key": key, "tensors": tensors, "crc32": crc32}
+        content = json.dumps(header).encode() + b"\n" + payload
         if self.max_bytes is not None and self.bytes_written + len(content) > self.max_bytes:
             self._stop(f"its share of {self.max_bytes} bytes is used up")
             return
@@ -255,24 +266,6 @@ class EncodingStore:
             "used, the rest is computed",
             stacklevel=3,
         )
-
-
-def _format(key: str, entry: Entry) -> bytes:
-    payload = b"".join(map(bytes_of, entry.tensors))
-    header = {
-        "format": _FORMAT,
-        "key": key,
-        "tensors": [
-            {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "stride_in_group": list(stride),
-            }
-            for tensor, stride in zip(entry.tensors, entry.strides, strict=True)
-        ],
-        "crc32": zlib.crc32(payload),
-    }
-    return json.dumps(header).encode() + b"\n" + payload
 
 
 def _parse(content: bytes, key: str) -> Entry:

@@ -29,7 +29,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_diffpipe.callbacks.run_files import run_folder
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.step import count_samples
@@ -392,6 +391,23 @@ class PipelineMonitor(L.Callback):
                 if hasattr(logger, "log_image"):
                     logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
             _log_artifact(trainer, trace, "trace")
+
+
+def run_folder(trainer: L.Trainer) -> Path | None:
+    """Returns a folder of this run's own, as its first logger has it; a collective call.
+
+    A logger such as `WandbLogger()` that was given no folder names the working directory, where the next
+    run would write over what this one left; then its name and the run's are added, as `ModelCheckpoint` does.
+    """
+    folder = trainer.log_dir
+    if folder is None or not trainer.loggers:
+        return None if folder is None else Path(folder)
+    logger: Any = trainer.loggers[0]
+    own: tuple[str, ...] = ()
+    if trainer.is_global_zero and Path(folder).resolve() == Path.cwd():
+        _ = getattr(logger, "experiment", None)  # the run's name is known once it has begun
+        own = (str(logger.name), str(logger.version))
+    return Path(folder, *trainer.strategy.broadcast(own))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_diffpipe.callbacks.ema import EMA
-from lightning_diffpipe.callbacks.run_files import run_folder
+from lightning_diffpipe.callbacks.monitor import run_folder
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.training.drawing import draw_on_stages
 
@@ -218,7 +218,7 @@ class SampleImages(L.Callback):
 
     @torch.no_grad()
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """Draws the prompts with the averaged weights, where there are any.
+        """Draws the prompts with the averaged weights, where there are any; by PipeFusion where stages allow it.
 
         Returns:
             `(num prompts, 3, H, W)` in [0, 1].
@@ -235,29 +235,21 @@ class SampleImages(L.Callback):
                 "guidance_scale": self.guidance_scale,
                 "generator": torch.Generator().manual_seed(self.seed),
             }
-            drawn = self._drawn_on_stages(trainer, module, settings)
-            if drawn is not None:
-                return drawn
+            pipeline = getattr(trainer.strategy, "pipeline", None)
+            # Estimates of a model's own are on the last rank, and its first layers read them.
+            reads_estimates = getattr(module, "self_conditioning", None) is not None
+            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
+            by_layers = by_layers or self.conditions is not None or reads_estimates
+            if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
+                with module.evaluating():
+                    call = module.drawing(self.prompts, **settings)
+                    drawn = draw_on_stages(pipeline, call, self.num_patches)
+                if drawn is not None:
+                    return torch.stack(drawn) if isinstance(drawn, list) else drawn
+                self.draws_by_layers = True
             if self.conditions is not None:
                 settings["condition"] = self.conditions / 255
             return module.sample(self.prompts, **settings)
-
-    def _drawn_on_stages(
-        self, trainer: L.Trainer, module: L.LightningModule, settings: dict[str, Any]
-    ) -> Tensor | None:
-        """Draws by PipeFusion on the stages of the training; None if there are none, or it refuses them."""
-        pipeline = getattr(trainer.strategy, "pipeline", None)
-        if pipeline is None or pipeline.plan.ranks_per_pipeline == 1 or self.draws_by_layers:
-            return None
-        # Estimates of a model's own are on the last rank, and its first layers read them.
-        reads_estimates = getattr(module, "self_conditioning", None) is not None
-        if self.conditions is not None or reads_estimates or not hasattr(module, "drawing"):
-            return None
-        with module.evaluating():
-            call = module.drawing(self.prompts, **settings)
-            drawn = draw_on_stages(pipeline, call, self.num_patches)
-        self.draws_by_layers = drawn is None
-        return torch.stack(drawn) if isinstance(drawn, list) else drawn
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:

@@ -151,13 +151,6 @@ def draw(glyph: Glyph, resolution: int) -> Tensor:
     return torch.from_numpy(np.asarray(image).copy())
 
 
-def _shifts(count_per_axis: int, pixels: int) -> list[tuple[int, int]]:
-    """Lists shifts (down, right) on a square grid around zero, the unshifted one first."""
-    middle = count_per_axis // 2
-    steps = [round(pixels * (i - middle) / max(middle, 1)) for i in range(count_per_axis)]
-    return sorted(((y, x) for y in steps for x in steps), key=lambda s: (abs(s[0]) + abs(s[1]), s))
-
-
 class GlyphDataset(Dataset[Sample]):
     """Glyphs with captions, each at several small shifts.
 
@@ -183,7 +176,11 @@ class GlyphDataset(Dataset[Sample]):
             raise ConfigurationError(f"shifts_per_axis must be odd, but is {shifts_per_axis}")
         self.resolution = resolution
         pixels = round(3 * resolution / 64)
-        self.shifts = _shifts(shifts_per_axis if split != "validation" else 1, pixels)
+        count = shifts_per_axis if split != "validation" else 1
+        steps = [round(pixels * (i - count // 2) / max(count // 2, 1)) for i in range(count)]
+        # Down and right, on a square grid around zero, the unshifted one first.
+        shifts = ((y, x) for y in steps for x in steps)
+        self.shifts = sorted(shifts, key=lambda s: (abs(s[0]) + abs(s[1]), s))
         self.glyphs = [
             glyph
             for glyph in glyphs_of(alphabets, list(faces or font_files()))

@@ -61,8 +61,18 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
         width, height = (min(side, most) for side in picture.size)
         left, top = (picture.width - width) // 2, (picture.height - height) // 2
         picture = picture.crop((left, top, left + width, top + height))
-    (width, height), (left, top) = _scaled_and_cropped(picture.size, resolution)
-    resized = _in_8_bits(picture).convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+    if picture.mode in ("I", "F"):
+        raise ConfigurationError(
+            f"a picture has values of 32 bits (mode {picture.mode}), of which nobody knows where white is; write "
+            "it with 8 or 16 bits"
+        )
+    if picture.mode.startswith(
+        "I;16"
+    ):  # as of depth maps, of which a conversion to RGB would make white
+        levels = np.asarray(picture).astype(np.float32) / 257
+        picture = Image.fromarray(levels.round().astype(np.uint8))
+    size, (left, top) = _scaled_and_cropped(picture.size, resolution)
+    resized = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     square = resized.crop((left, top, left + resolution, top + resolution))
     return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
 
@@ -96,19 +106,6 @@ def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
         "original_size": torch.tensor([upright.height, upright.width]),
         "crops_coords_top_left": torch.tensor([top, left]),
     }
-
-
-def _in_8_bits(picture: Image.Image) -> Image.Image:
-    """Depth maps and others with 16 bits, of which a conversion to RGB would make white."""
-    if picture.mode in ("I", "F"):
-        raise ConfigurationError(
-            f"a picture has values of 32 bits (mode {picture.mode}), of which nobody knows where white is; write "
-            "it with 8 or 16 bits"
-        )
-    if not picture.mode.startswith("I;16"):
-        return picture
-    levels = np.asarray(picture).astype(np.float32) / 257
-    return Image.fromarray(levels.round().astype(np.uint8))
 
 
 def to_condition(picture: Image.Image, resolution: int) -> Tensor:
@@ -223,20 +220,6 @@ class _Listed(NamedTuple):
     caption: str
     condition: Path | None
     line: int
-
-
-def _require_decoder(entries: list[_Listed]) -> None:
-    """Refuses video files where nothing decodes them: each of them would be called broken.
-
-    Raises:
-        ConfigurationError: The package av is missing.
-    """
-    files = (entry for entry in entries if entry.path.is_file())
-    if importlib.util.find_spec("av") is None and (entry := next(files, None)):
-        raise ConfigurationError(
-            f"{entry.path} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
-            "give folders of frames"
-        )
 
 
 def require_listing(folder: Path) -> None:
@@ -450,8 +433,12 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition = None if h.condition in MADE else h.condition
         lines = _Lines(Path(h.folder), h.caption_key, condition, h.num_frames is not None)
         entries = lines.read(h.on_error == "skip")
-        if h.num_frames is not None:
-            _require_decoder(entries)
+        file = next((entry.path for entry in entries if entry.path.is_file()), None)
+        if h.num_frames is not None and file and importlib.util.find_spec("av") is None:
+            raise ConfigurationError(  # else each of them would be called broken
+                f"{file} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
+                "give folders of frames"
+            )
         for entry in entries:
             split[share_of(entry.path.name) < h.validation_share].append(entry)
         if stage == "fit" and not split[False]:

@@ -27,19 +27,6 @@ from lightning_diffpipe.errors import ConfigurationError, DataError, require_num
 from lightning_diffpipe.graph.rng import derived_seed
 
 _log = logging.getLogger(__name__)
-
-
-def _require_webdataset() -> Any:
-    try:
-        import webdataset
-    except ImportError as error:
-        raise ConfigurationError(
-            "WebDatasetDataModule needs the package webdataset, which is not installed; "
-            "run: pip install 'lightning-diffpipe[webdataset]'"
-        ) from error
-    return webdataset
-
-
 _PICTURES = ("jpg", "jpeg", "png", "webp")
 
 
@@ -179,7 +166,14 @@ class WebDatasetDataModule(CaptionedDataModule):
             ("resolution", resolution, 1),
         ):
             require_number(name, value, least, whole=True)
-        self._webdataset = _require_webdataset()
+        try:
+            import webdataset
+        except ImportError as error:
+            raise ConfigurationError(
+                "WebDatasetDataModule needs the package webdataset, which is not installed; "
+                "run: pip install 'lightning-diffpipe[webdataset]'"
+            ) from error
+        self._webdataset = webdataset
         self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
         self.save_hyperparameters()
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from torch.utils.data import default_collate
 
 from lightning_diffpipe import ModelProfile, PipelineMonitor, PipelinePlan, find_plan
-from lightning_diffpipe.callbacks.run_files import run_folder
+from lightning_diffpipe.callbacks.monitor import run_folder
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
