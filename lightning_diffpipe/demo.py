@@ -138,9 +138,17 @@ class DemoStory(L.Callback):
         """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
         from matplotlib.figure import Figure
 
-        after = self._draw_together(checkpoint)
-        if after is None:  # rank 0 narrates
+        rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
+        settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
+        with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
+            pictures = predictor(*settings, seed=0)
+        if pictures is None:  # rank 0 narrates
             return
+        print("\nDrew them with the trained checkpoint, all processes together:")
+        print(predictor.report, flush=True)
+        after = torch.stack(
+            [torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures]
+        )
         rows = {"font": wanted_pictures(self.prompts, after.shape[-1])}
         if self._before is not None:
             rows["before"] = self._before
@@ -158,18 +166,6 @@ class DemoStory(L.Callback):
         axes.legend()
         figure.savefig(self.folder / "loss.png", dpi=120)
         self._say_goodbye(losses, checkpoint)
-
-    def _draw_together(self, checkpoint: Path) -> Tensor | None:
-        """Draws with all ranks: pictures on rank 0, None elsewhere."""
-        rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
-        settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
-        with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
-            pictures = predictor(*settings, seed=0)
-        if pictures is None:
-            return None
-        print("\nDrew them with the trained checkpoint, all processes together:")
-        print(predictor.report, flush=True)
-        return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
 
     def _say_goodbye(self, losses: Tensor, checkpoint: Path) -> None:
         elapsed_s = self._stop_s - self._start_s

@@ -110,11 +110,18 @@ class BubbleFilling(L.Callback):
         pipeline, strategy = _pipeline(trainer), cast(Any, trainer.strategy)
         if not pipeline.fills:
             return
-        number = trainer.fit_loop.epoch_loop.total_batch_idx
-        known = pipeline.engine.num_prepared_after(number)
-        coming = _next_batches(trainer)[: _num_left(trainer) if pipeline.runs_ahead else 0]
+        loop, left = trainer.fit_loop.epoch_loop, 0
+        known = pipeline.engine.num_prepared_after(loop.total_batch_idx)
+        if pipeline.runs_ahead and not loop.batch_progress.is_last_batch:
+            left = trainer.num_training_batches - (loop.batch_idx + 1)
+            if trainer.max_steps != -1:
+                # Batches until the optimizer has stepped often enough, counted from its last step.
+                window = trainer.accumulate_grad_batches
+                until_last = (trainer.max_steps - trainer.global_step) * window
+                left = min(left, until_last - loop.batch_idx % window - 1)
+            left = max(0, int(min(left, strategy.lookahead_batches)))
         strategy.upcoming = []
-        for later, batch in enumerate(coming, 1):
+        for later, batch in enumerate(_next_batches(trainer)[:left], 1):
             if later <= known:
                 continue
             # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
@@ -158,20 +165,3 @@ def _next_batches(trainer: L.Trainer) -> list[Any]:
     later = [*fetched, *(pytree.tree_unflatten(batches, structure) for batches in read)]
     strategy: Any = trainer.strategy
     return later[: strategy.lookahead_batches]
-
-
-def _num_left(trainer: L.Trainer) -> int:
-    """Returns how many batches follow this one in its epoch."""
-    loop = trainer.fit_loop.epoch_loop
-    if loop.batch_progress.is_last_batch:
-        return 0
-    left = trainer.num_training_batches - (loop.batch_idx + 1)
-    if trainer.max_steps != -1:
-        # Batches until the optimizer has stepped often enough, counted from its last step.
-        window = trainer.accumulate_grad_batches
-        until_last = (trainer.max_steps - trainer.global_step) * window
-        left = min(left, until_last - loop.batch_idx % window - 1)
-    return max(0, int(min(left, _MANY)))
-
-
-_MANY = 1 << 30  # for loaders without a length

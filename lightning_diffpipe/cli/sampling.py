@@ -49,7 +49,16 @@ def sample(config: DictConfig) -> Any:
     elif not is_launched():
         _refuse_by_model(values)
     require_writable_folder("output", values["output"])
-    _refuse_files_of_others(Path(values["output"]))
+    folder = Path(values["output"])
+    numbered = (path.name for path in folder.glob("[0-9][0-9][0-9].*"))
+    there = {*filter(_OURS.fullmatch, numbered)}
+    there |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
+    if foreign := sorted(there - _written_earlier(folder)):
+        with raised_by_all():
+            raise ConfigurationError(
+                f"output={folder} has {len(foreign)} files that might be written over and are not of an earlier "
+                f"run ({', '.join(foreign[:3])}); choose another folder, or move them"
+            )
     refuse_missing_gpus(values, num_ranks)
     share_cores(values, num_ranks)
     return on_ranks(num_ranks, lambda: _sample(values))
@@ -63,19 +72,6 @@ def _written_earlier(folder: Path) -> set[str]:
         return set()
     # Some other program's report may list some other program's files.
     return {name for name in map(str, files) if _OURS.fullmatch(name)}
-
-
-@raised_by_all()
-def _refuse_files_of_others(folder: Path) -> None:
-    """Refuses to write over files that no earlier run has written."""
-    numbered = (path.name for path in folder.glob("[0-9][0-9][0-9].*"))
-    there = {*filter(_OURS.fullmatch, numbered)}
-    there |= {name for name in (_REPORT, _GRID, _DIFFERENCE) if (folder / name).exists()}
-    if foreign := sorted(there - _written_earlier(folder)):
-        raise ConfigurationError(
-            f"output={folder} has {len(foreign)} files that might be written over and are not of an earlier run "
-            f"({', '.join(foreign[:3])}); choose another folder, or move them"
-        )
 
 
 @raised_by_all()
@@ -192,6 +188,8 @@ def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def _sample(values: dict[str, Any]) -> Any:
+    from lightning_diffpipe.viewing.text import render, side_by_side
+
     rank = int(os.environ.get("RANK", "0"))
     pictures, report = _draw(values, rank)
     if rank:
@@ -219,7 +217,11 @@ def _sample(values: dict[str, Any]) -> Any:
     if values["report"]:
         files.append(_DIFFERENCE)
         write_numbers(numbers | _compared(pictures, values, folder))
-        print(_timelines(report))
+        planned, measured = report.planned, report.measured
+        if planned is not None and measured.spans:
+            print(f"\n{side_by_side(planned, measured)}")
+        elif measured.spans:
+            print(f"\nmeasured\n{render(measured)}")
         if report.freshness is not None:
             print(f"\nfresh share of what was read\n{report.freshness}")
     return pictures
@@ -410,13 +412,3 @@ def _how_far(decibels: list[float]) -> str:
         return "equal to"
     mean, equal = sum(different) / len(different), len(decibels) - len(different)
     return f"PSNR {mean:.2f} dB{f', {equal} of {len(decibels)} equal,' if equal else ''} against"
-
-
-def _timelines(report: Any) -> str:
-    from lightning_diffpipe.viewing.text import render, side_by_side
-
-    if not report.measured.spans:
-        return ""
-    if report.planned is not None:
-        return f"\n{side_by_side(report.planned, report.measured)}"
-    return f"\nmeasured\n{render(report.measured)}"

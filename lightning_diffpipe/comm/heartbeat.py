@@ -99,28 +99,24 @@ class _Board:
             self.error = error
             return
         while not self.is_closed:
-            wanted = self.wanted
+            wanted, is_watching = self.wanted, self.is_watching
             try:
-                self._round(store)
+                store.set(f"{self.name}/{self.rank}", json.dumps([self.num_rounds, *self.own]))
+                for rank in self.peers if is_watching else ():
+                    key = f"{self.name}/{rank}"
+                    if store.check([key]):
+                        beat, *note = json.loads(store.get(key))
+                        self._see(rank, (beat, Note(*note)), time.monotonic())
             except Exception as error:
                 self.error = error
                 return
+            if is_watching:
+                self.read_s = time.monotonic()
             with self.due:
                 self.num_rounds += 1
                 self.due.notify_all()
                 if self.wanted == wanted:
                     self.due.wait_for(lambda: self.wanted > wanted or self.is_closed, self.pause_s)  # noqa: B023
-
-    def _round(self, store: Any) -> None:
-        store.set(f"{self.name}/{self.rank}", json.dumps([self.num_rounds, *self.own]))
-        if not self.is_watching:
-            return
-        for rank in self.peers:
-            key = f"{self.name}/{rank}"
-            if store.check([key]):
-                beat, *note = json.loads(store.get(key))
-                self._see(rank, (beat, Note(*note)), time.monotonic())
-        self.read_s = time.monotonic()
 
     def _see(self, rank: int, value: tuple[int, Note], now_s: float) -> None:
         before = self.seen.get(rank)

@@ -232,8 +232,13 @@ class Liveness:
     def _explaining(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            if (self._runs or self._group is not None) and _is_of_peers(error):
+        except LostRankError:  # explained already
+            raise
+        except (PipelineTimeoutError, RuntimeError) as error:
+            of_peers = isinstance(error, PipelineTimeoutError | dist.DistError)
+            if not isinstance(error, DiffPipeError):
+                of_peers = of_peers or bool(_BROKEN.search(str(error)))
+            if of_peers and (self._runs or self._group is not None):
                 raise self._explained(error) from error
             raise
 
@@ -304,10 +309,16 @@ class Liveness:
 
     def _explained(self, error: Exception) -> LostRankError:
         """Returns an error that says who was lost; or, if nobody was, what the others are doing."""
-        began_s = time.monotonic()
-        while self._may_still_hear(time.monotonic() - began_s):
+        until_s, may_still_hear = time.monotonic() + _VERDICT_S, True
+        while may_still_hear:  # who was lost first
             time.sleep(0.02)
-        loss, here = self.loss(), f"rank {self.rank} ({self.phase})"
+            with self._lock:
+                loss, now_s = self.loss(), time.monotonic()
+                heard_s = min((line.heard_s for line in self._lines.values()), default=now_s)
+                is_open = loss is None or (loss.kind == "followed" and bool(self._lines))
+                is_silent = loss is None and now_s - heard_s > 3 * self._period_s
+                may_still_hear = is_silent or (is_open and now_s < until_s)
+        here = f"rank {self.rank} ({self.phase})"
         first = f"{error}\n" if isinstance(error, PipelineTimeoutError) else ""
         if loss is not None:
             return LostRankError(f"{first}{here} lost {loss}", loss.kind == "signal")
@@ -319,15 +330,6 @@ class Liveness:
         return LostRankError(
             f"{first}{here} lost no rank, but could not communicate ({doing}){raw}"
         )
-
-    def _may_still_hear(self, waited_s: float) -> bool:
-        """Returns whether what others say may yet show who was lost first."""
-        with self._lock:
-            loss, now_s = self.loss(), time.monotonic()
-            if loss is not None and (loss.kind != "followed" or not self._lines):
-                return False
-            silent_s = max((now_s - line.heard_s for line in self._lines.values()), default=0.0)
-            return waited_s < _VERDICT_S or (loss is None and silent_s > 3 * self._period_s)
 
     def _broadcast_failure(self, error: BaseException) -> None:
         followed = isinstance(error, PipelineTimeoutError)
@@ -561,15 +563,6 @@ class Liveness:
                 if each is not None:
                     each.close()
         self.__init__()  # type: ignore[misc]
-
-
-def _is_of_peers(error: Exception) -> bool:
-    """Returns whether other ranks have to do with an error that has not been explained."""
-    if isinstance(error, PipelineTimeoutError):
-        return not isinstance(error, LostRankError)
-    if isinstance(error, DiffPipeError) or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
 
 
 def _place() -> tuple[int, str]:

@@ -96,14 +96,7 @@ def _known_faces() -> dict[str, Path]:
     return font_files() | {n: _folder_of_fonts() / file for n, file in FURTHER_FACES.items()}
 
 
-@cache
-def _font(face: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(_known_faces()[face]), size)
-
-
-@cache
-def _characters_of(face: str) -> frozenset[int]:
-    return frozenset(FT2Font(str(_known_faces()[face])).get_charmap())
+_font, _characters_in = cache(ImageFont.truetype), cache(FT2Font)
 
 
 def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
@@ -125,7 +118,7 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
     ranges = [bounds for name in alphabets for bounds in ALPHABETS[name]]
     glyphs = []
     for face in faces:
-        for point in sorted(_characters_of(face)):
+        for point in sorted(_characters_in(str(_known_faces()[face])).get_charmap()):
             wanted = any(first <= point <= last for first, last in ranges)
             if wanted and unicodedata.name(chr(point), ""):
                 glyphs.append(Glyph(chr(point), face))
@@ -144,7 +137,7 @@ def draw(glyph: Glyph, resolution: int) -> Tensor:
     """
     image = Image.new("L", (resolution, resolution), 0)
     pen = ImageDraw.Draw(image)
-    font = _font(glyph.face, int(0.69 * resolution))
+    font = _font(str(_known_faces()[glyph.face]), int(0.69 * resolution))
     left, _, right, _ = pen.textbbox((0, 0), glyph.character, font=font, anchor="ls")
     position = (resolution / 2 - (left + right) / 2, 0.72 * resolution)
     pen.text(position, glyph.character, fill=255, font=font, anchor="ls")

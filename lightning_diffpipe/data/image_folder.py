@@ -156,7 +156,16 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
     Raises:
         DataError: It has fewer frames.
     """
-    frames = (_decoded if path.is_file() else _frames_of_folder)(path, num_frames, resolution)
+    if path.is_file():
+        frames = _decoded(path, num_frames, resolution)
+    else:
+        known = Image.registered_extensions()
+        files = (file for file in path.iterdir() if file.suffix.lower() in known)
+        files, frames = sorted(files, key=_by_number), []
+        first = max(0, (len(files) - num_frames) // 2)
+        for file in files[first : first + num_frames]:
+            with Image.open(file) as picture:
+                frames.append(to_square(picture, resolution))
     if len(frames) < num_frames:
         raise DataError(
             f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
@@ -168,19 +177,6 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
     """Sorts `frame2` before `frame10`."""
     parts = re.split(r"(\d+)", path.name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-
-def _frames_of_folder(folder: Path, num_frames: int, resolution: int) -> list[Tensor]:
-    known = Image.registered_extensions()
-    paths = sorted(
-        (path for path in folder.iterdir() if path.suffix.lower() in known), key=_by_number
-    )
-    first = max(0, (len(paths) - num_frames) // 2)
-    frames = []
-    for path in paths[first : first + num_frames]:
-        with Image.open(path) as picture:
-            frames.append(to_square(picture, resolution))
-    return frames
 
 
 def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
@@ -289,11 +285,8 @@ class _Lines:
                 f"{where}: {line[:80]!r} is no UTF-8 ({error.reason}); write it in UTF-8"
             ) from error
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            wanted = " and ".join([f"{key!r}" for key in self._keys[:2]])
-            if self._keys[2:]:
-                wanted = (
-                    f"{self._keys[0]!r}, {self._keys[1]!r} and {self._keys[2]!r} (the condition)"
-                )
+            *first, last = map(repr, self._keys)
+            wanted = f"{', '.join(first)} and {last}{' (the condition)' if first[1:] else ''}"
             raise DataError(
                 f"{where}: expected a JSON object with {wanted}, but found {line.decode()[:80]!r}"
             ) from error
@@ -303,21 +296,17 @@ class _Lines:
         name, caption, *condition = values
         paths = [self._folder / each for each in (name, *condition)]
         for path in paths:
-            if not (self._may_be_folders and path.is_dir()):
-                _require_file(path, where)
+            if self._may_be_folders and path.is_dir():
+                continue
+            try:  # from outside, as pictures are opened in training only
+                status = path.stat()
+            except OSError as error:
+                raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"{where}: {path} is no file")
+            if not status.st_size:
+                raise DataError(f"{where}: {path} is empty (0 bytes)")
         return _Listed(paths[0], caption, paths[1] if condition else None, number)
-
-
-def _require_file(path: Path, where: str) -> None:
-    """Looks at a file from outside, as pictures are opened in training only."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{where}: {path} is no file")
-    if not status.st_size:
-        raise DataError(f"{where}: {path} is empty (0 bytes)")
 
 
 class _Pictures(Dataset[Sample]):

@@ -63,7 +63,14 @@ def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
     """
     if isinstance(form, ModuleSplit):
         return count_samples(batch, form) or 0
-    _refuse_unknown_containers(batch)
+    if any(map(_holds_tensors, pytree.tree_leaves(batch))):
+        leaves = pytree.tree_flatten_with_path(batch)[0]
+        path, leaf = next((path, leaf) for path, leaf in leaves if _holds_tensors(leaf))
+        raise ConfigurationError(
+            f"{pytree.keystr(path) or 'the batch'} is a {type(leaf).__name__}, whose tensors cannot be cut into "
+            "microbatches, as torch.utils._pytree does not know the type; give a dict, list or tuple, "
+            "or register a dataclass with torch.utils._pytree.register_dataclass"
+        )
     sizes = sample_counts(batch)
     if not sizes:
         raise ConfigurationError(
@@ -118,19 +125,6 @@ def split(
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], form)
-
-
-def _refuse_unknown_containers(batch: Any) -> None:
-    if not any(map(_holds_tensors, pytree.tree_leaves(batch))):
-        return
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if _holds_tensors(leaf):
-            name = type(leaf).__name__
-            raise ConfigurationError(
-                f"{pytree.keystr(path) or 'the batch'} is a {name}, whose tensors cannot be cut into "
-                "microbatches, as torch.utils._pytree does not know the type; give a dict, list or tuple, "
-                "or register a dataclass with torch.utils._pytree.register_dataclass"
-            )
 
 
 def _holds_tensors(leaf: Any) -> bool:

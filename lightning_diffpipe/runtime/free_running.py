@@ -291,12 +291,21 @@ class FreeRunningEngine(Engine):
         summing = self.reducer.start(self._transport.awaited)
         if summing is not None:
             summing.wait()
-        settings = self._settings.pop(work.batch)
         if self.clip_value:
             nn.utils.clip_grad_value_(self._parameters, self.clip_value)
-        with self.versions.updating(), _as_then(self.optimizers, settings):
-            for optimizer in self.optimizers:
-                optimizer.step()
+        # Parameter groups have what they had when the batch went out, the same on all ranks.
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        restored = list(zip(groups, self._settings.pop(work.batch), strict=True))
+        now = [{name: group[name] for name in then} for group, then in restored]
+        for group, then in restored:
+            group.update(then)
+        try:
+            with self.versions.updating():
+                for optimizer in self.optimizers:
+                    optimizer.step()
+        finally:
+            for group, latest in zip(groups, now, strict=True):
+                group.update(latest)
         for parameter in self._parameters:
             parameter.grad = None
         for index in [index for index, w in self._works.items() if w.batch == work.batch]:
@@ -321,21 +330,3 @@ def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-
-
-@contextlib.contextmanager
-def _as_then(
-    optimizers: Sequence[Optimizer], settings: Sequence[Mapping[str, Any]]
-) -> Iterator[None]:
-    """Restores inside what parameter groups had when the batch went out, the same on all ranks."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    now = [
-        {name: group[name] for name in then} for group, then in zip(groups, settings, strict=True)
-    ]
-    for group, then in zip(groups, settings, strict=True):
-        group.update(then)
-    try:
-        yield
-    finally:
-        for group, latest in zip(groups, now, strict=True):
-            group.update(latest)

@@ -293,7 +293,15 @@ def collect_optimizer_state(
     if mesh.pipeline != 0:
         return {}
     own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
-    outlines = mesh.on_first(pytree.tree_map_only(Tensor, _outline, own))
+    # Shapes and types. A tensor of a class of its own comes with its content, on the host: whoever unpickles one of
+    # a GPU puts it there, on a card that may be full.
+    outlines = mesh.on_first(
+        pytree.tree_map_only(
+            Tensor,
+            lambda x: torch.empty_like(x, device="meta") if _is_plain(x) else x.detach().cpu(),
+            own,
+        )
+    )
     if mesh.local_rank != 0:
         for value in filter(_is_plain, pytree.tree_leaves(own)):
             mesh.send_to_first(as_bytes(_on_host(value)))
@@ -303,14 +311,6 @@ def collect_optimizer_state(
         received = partial(_received, owner=owner, mesh=mesh)
         whole |= pytree.tree_map_only(_is_plain, received, outline)
     return dict(sorted(whole.items()))
-
-
-def _outline(value: Tensor) -> Tensor:
-    """Returns a tensor's shape and dtype without its content; one of a class of its own with its content.
-
-    That is on the host, as whoever unpickles a tensor of a GPU puts it there, on a card that may be full.
-    """
-    return torch.empty_like(value, device="meta") if _is_plain(value) else value.detach().cpu()
 
 
 def _is_plain(value: Any) -> bool:

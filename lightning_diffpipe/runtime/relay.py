@@ -159,7 +159,7 @@ class _LentParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._run.inside and _reads_values(func) and not _stays(func, args, kwargs):
+        if not self._run.inside and _reads_values(func, args, kwargs):
             args = tuple(map(self._lent, args))
             kwargs = {key: self._lent(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -174,22 +174,17 @@ class _LentParameters(TorchFunctionMode):
         return value
 
 
-def _stays(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether a parameter is moved to where it is, as `module.to(device)` does with all of them."""
+def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether a call reads values of parameters, or moves one to where it is not yet."""
     name, parameter = getattr(func, "__name__", ""), args[0] if args else None
-    if name == "__set__":  # `parameter.data = parameter`
-        return parameter is args[1]
-    if name not in _MOVES or not isinstance(parameter, nn.Parameter):
-        return False
-    with torch._C.DisableTorchFunction():
-        like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-        return func(like, *args[1:], **kwargs) is like
-
-
-def _reads_values(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        return getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
+        reads = getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
+        return reads and not (name == "__set__" and parameter is args[1])  # `p.data = p`
+    if name in _MOVES and isinstance(parameter, nn.Parameter):
+        # `module.to(device)` moves all of them, also those that are there.
+        with torch._C.DisableTorchFunction():
+            like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+            return func(like, *args[1:], **kwargs) is not like
     return name not in _FORM_READS
 
 
@@ -222,7 +217,17 @@ class RelayChannel:
         """
         mesh = self._mesh
         runs = mesh.local_rank == owner
-        form, tensors = _taken_apart(output, mesh.device) if runs else ("", [])
+        form, tensors = "", list[Tensor]()
+        if runs:
+            pickler = _Pickler(file := io.BytesIO(), mesh.device)
+            try:
+                pickler.dump(output)
+                form, tensors = file.getvalue(), pickler.tensors
+            except Exception as error:  # of any kind, from code of the object's own
+                form = (
+                    f"a layer returns a {type(output).__name__}, which cannot be handed to the ranks that have not "
+                    f"run it ({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
+                )
         specs = [TensorSpec.of(tensor) for tensor in tensors]
         with mesh.naming(mesh.pipeline_ranks):  # which may be busy between two steps
             form, specs = broadcast_object((form, specs), mesh.world_rank(owner), mesh.transfers)
@@ -239,20 +244,6 @@ class RelayChannel:
         if runs:
             return output
         return _Unpickler(io.BytesIO(form), layout.unpack(buffer), mesh.device).load()
-
-
-def _taken_apart(output: Any, device: torch.device) -> tuple[bytes | str, list[Tensor]]:
-    """Returns a pickled object without its tensors, and these; or why it cannot be sent."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, device)
-    try:
-        pickler.dump(output)
-    except Exception as error:  # of any kind, from code of the object's own
-        return (
-            f"a layer returns a {type(output).__name__}, which cannot be handed to the ranks that have not run it "
-            f"({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
-        ), []
-    return file.getvalue(), pickler.tensors
 
 
 class _Pickler(pickle.Pickler):

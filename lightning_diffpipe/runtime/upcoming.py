@@ -263,7 +263,7 @@ class Fingerprint:
         pairs = [(value, other.values[device]) for device, value in self.values.items()]
         counts = [(a.nan_to_num() != b.nan_to_num()).sum() for a, b in pairs]
         num_values = sum(value.numel() for value in self.values.values())
-        return Comparison("", num_values, tuple(map(_on_its_way, counts)))
+        return Comparison("", num_values, tuple(map(begin_copy_to_host, counts)))
 
 
 @dataclass(frozen=True)
@@ -296,14 +296,14 @@ class Comparison:
         return self.plain
 
 
-def _on_its_way(count: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Returns a number on the host, or on its way there and when it will have arrived."""
-    if count.device.type != "cuda":
-        return count, None
-    copy = torch.empty(count.shape, dtype=count.dtype, pin_memory=True)
-    copy.copy_(count, non_blocking=True)
+def begin_copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Returns a tensor on the host, and the event after which it has the values; None if it has them now."""
+    if value.device.type != "cuda":
+        return value, None
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    copy.copy_(value, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(count.device))
+    event.record(torch.cuda.current_stream(value.device))
     return copy, event
 
 
@@ -397,10 +397,8 @@ class GroupShares:
         if num_groups:
             self._groups_s.append(encode_s / num_groups)
         self._steps += 1
-        if not self._steps % (_AT_FIRST if self._steps <= _LATER else _LATER):
-            self._adapt(total_groups)
-
-    def _adapt(self, total: int) -> None:
+        if self._steps % (_AT_FIRST if self._steps <= _LATER else _LATER):
+            return
         seen = (self._steps_s, self._busy_s, self._groups_s)
         gathered = self._gather([statistics.median_low(times or [0.0]) for times in seen])
         for times in seen:
@@ -408,7 +406,7 @@ class GroupShares:
         known = [group for _, _, group in gathered if group > 0]
         if not known:
             return
-        current = self._counts_of_period(total)
+        current = self._counts_of_period(total_groups)
         self._tried[current] = max(step for step, _, _ in gathered)
         best = min(self._tried, key=lambda counts: (self._tried[counts], counts))
         if self._tried[current] > _SLOWER * self._tried[best]:

@@ -19,6 +19,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,34 +103,29 @@ def why_empty(loader: Any) -> str:
 
 
 def _first_batches(loader: Any) -> Iterator[Any]:
+    """Yields the first batch as a loader would make it, without moving samplers; a stream's takes its workers."""
     loader = unaligned(loader)
-    if isinstance(loader, DataLoader):
-        return _from_data_set(loader)
     if isinstance(loader, CombinedLoader):
         loader = loader.iterables
     if isinstance(loader, dict | list | tuple):
         inner, form = pytree.tree_flatten(loader)
         firsts = [next(_first_batches(one), _END) for one in inner]
-        complete = all(first is not _END for first in firsts)
-        return iter([pytree.tree_unflatten(firsts, form)] if complete else [])
-    return iter(loader)
-
-
-def _from_data_set(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields the first batch as the loader would make it, without moving samplers; a stream's takes its workers."""
-    data_set = loader.dataset
-    if isinstance(data_set, IterableDataset):
+        if all(first is not _END for first in firsts):
+            yield pytree.tree_unflatten(firsts, form)
+    elif not isinstance(loader, DataLoader):
+        yield from loader
+    elif isinstance(loader.dataset, IterableDataset):
         seed_workers(loader)
         first = list(itertools.islice(loader, 1))
         _shutdown_workers_and_reset_iterator(loader)  # the pass that comes seeds its own
         yield from first
-        return
-    for wanted in _first_wanted(loader):
-        many = loader.batch_sampler is not None
-        if many and getattr(data_set, "__getitems__", None):
-            yield loader.collate_fn(data_set.__getitems__(wanted))
-        else:
-            yield loader.collate_fn([data_set[i] for i in wanted] if many else data_set[wanted])
+    else:
+        data_set, many = loader.dataset, loader.batch_sampler is not None
+        for wanted in _first_wanted(loader):
+            if many and getattr(data_set, "__getitems__", None):
+                yield loader.collate_fn(data_set.__getitems__(wanted))
+            else:
+                yield loader.collate_fn([data_set[i] for i in wanted] if many else data_set[wanted])
 
 
 def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -176,19 +172,6 @@ _OF_LOOP = (
 _OF_TRAINER = ("val_check_batch",)
 
 
-@contextlib.contextmanager
-def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
-    """Inside, a step that is run before training gets what it asks its trainer for.
-
-    Args:
-        trainer: The trainer being set up.
-        strategy: Its strategy, which has no optimizers yet.
-        num_pipelines: How many pipelines will share the training data.
-    """
-    with _optimizers_on_demand(strategy), _loader_on_demand(trainer, strategy, num_pipelines):
-        yield
-
-
 class _OnFirstUse(list[Any]):
     """A list that is filled when somebody looks into it."""
 
@@ -216,12 +199,18 @@ class _OnFirstUse(list[Any]):
 
 
 @contextlib.contextmanager
-def _optimizers_on_demand(strategy: Any) -> Iterator[None]:
-    """Inside, `configure_optimizers` is called once if a step asks for what it gives, else never."""
+def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
+    """Inside, a step that is run before training gets what it asks its trainer for.
+
+    Args:
+        trainer: The trainer being set up.
+        strategy: Its strategy, which has no optimizers yet.
+        num_pipelines: How many pipelines will share the training data.
+    """
     made: dict[str, list[Any]] = {}
 
     def make(name: str) -> list[Any]:
-        if not made:
+        if not made:  # once, and only if a step asks
             with _disable_current_modes():  # of the probe: this is no part of the step
                 optimizers, schedulers = _init_optimizers_and_lr_schedulers(
                     strategy.lightning_module
@@ -231,9 +220,10 @@ def _optimizers_on_demand(strategy: Any) -> Iterator[None]:
         return made[name]
 
     for name in _OPTIMIZERS:
-        setattr(strategy, name, _OnFirstUse(lambda name=name: make(name)))  # type: ignore[misc]
+        setattr(strategy, name, _OnFirstUse(partial(make, name)))
     try:
-        yield
+        with _loader_on_demand(trainer, strategy, num_pipelines):
+            yield
     finally:
         for name in _OPTIMIZERS:
             setattr(strategy, name, [])
@@ -269,8 +259,12 @@ def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterat
             is_set_up = False  # whoever asks next shall get the error as well
             raise
 
-    asked = {name: _after(set_up_data, name) for name in ("max_batches", "_combined_loader")}
-    loop.__class__ = type(kind.__name__, (kind,), asked)
+    def read(owner: Any, name: str) -> Any:
+        if name in ("max_batches", "_combined_loader"):
+            set_up_data()
+        return kind.__getattribute__(owner, name)
+
+    loop.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
     loop.setup_data = set_up_data
     try:
         yield
@@ -279,16 +273,6 @@ def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterat
         loop.__class__ = kind
         for owner, name, value in saved:
             setattr(owner, name, value)
-
-
-def _after(make: Callable[[], None], name: str) -> property:
-    """Returns an attribute that is read after something has been made, and kept where ordinary ones are."""
-
-    def read(owner: Any) -> Any:
-        make()
-        return vars(owner)[name]
-
-    return property(read, lambda owner, value: vars(owner).__setitem__(name, value))
 
 
 class _WithoutLength:

@@ -184,7 +184,18 @@ class CheckpointHooks(ParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        self._refuse_while_failing()
+        # Callbacks may save in their `on_exception`, when other ranks stand in the middle of a step. Lightning asks
+        # them before it tells the strategy, and an error of theirs would be all that it tells, so the first one is
+        # noted here. On SIGTERM all ranks have agreed on a batch to stop after.
+        is_divided = self.pipeline is not None and self.world_size > 1
+        first = sys.exc_info()[1] if is_divided and module.trainer.interrupted else None
+        if first is not None and not isinstance(first, SIGTERMException):
+            self.on_exception(first)
+            raise CheckpointError(
+                f"training has failed on rank {self.global_rank} with {type(first).__name__}: {first}. A callback "
+                "then wanted to save, but other ranks stand in the middle of a step, so there is nothing whole. "
+                "Save while all is well: ModelCheckpoint(every_n_train_steps=...)"
+            ) from first
         self.drain()
         if self.pipeline is not None:
             self.pipeline.watch.finish()
@@ -222,25 +233,6 @@ class CheckpointHooks(ParallelStrategy):
         )
         error.is_of_all_ranks = True
         raise error
-
-    def _refuse_while_failing(self) -> None:
-        """Refuses to save from a callback's `on_exception`: the other ranks may stand in the middle of a step.
-
-        Lightning asks callbacks before it tells the strategy, and an error of theirs would be all that it tells,
-        so the strategy notes it here. On SIGTERM all ranks have agreed on a batch to stop after.
-        """
-        if self.pipeline is None or self.world_size == 1:
-            return
-        assert self.lightning_module is not None
-        first = sys.exc_info()[1] if self.lightning_module.trainer.interrupted else None
-        if first is None or isinstance(first, SIGTERMException):
-            return
-        self.on_exception(first)
-        raise CheckpointError(
-            f"training has failed on rank {self.global_rank} with {type(first).__name__}: {first}. A callback "
-            "then wanted to save, but other ranks stand in the middle of a step, so there is nothing whole. "
-            "Save while all is well: ModelCheckpoint(every_n_train_steps=...)"
-        ) from first
 
     @liveness.inside("saving a checkpoint")
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

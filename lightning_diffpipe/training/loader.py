@@ -210,15 +210,6 @@ class AlignedLoader:
                 self._compare(number, checksum(batch))
             yield batch
 
-    def _done_before(self) -> int:
-        """Returns batches of the pass that begins that were trained on before the run was interrupted."""
-        if self._resumed is None or self._pass_index is None:
-            return 0
-        times_ended, done = self._resumed(sized_len(self._source))
-        if times_ended:
-            self._ended = self._pass_index(), times_ended
-        return done
-
     def _name_of_pass(self) -> str:
         """Returns the epoch and, where a short loader begins anew next to a longer one, how often it has in it."""
         if self._pass_index is None:
@@ -279,10 +270,7 @@ class _Numbered:
         return len(self._asked)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._pairs(*self._pass)
-
-    def _pairs(self, seed_of_batch: Any, seed_of_order: Any, first: int) -> Iterator[Any]:
-        asked: Any = None
+        (seed_of_batch, seed_of_order, first), asked = self._pass, None
         for number in itertools.count():
             with isolated_random_numbers(seed_of_order(number)):
                 asked = iter(self._asked) if asked is None else asked

@@ -213,26 +213,32 @@ def _make_plan(
     process: Process,
 ) -> PipelinePlan:
     """Reads the plan that was given, or searches one."""
+    batch_size = num_samples(subject.batch, subject.graph.form)
     if options.plan is not None:
-        _warn_of_unused(options)
-        plan = _given_plan(
-            options.plan, process.world_size, num_samples(subject.batch, subject.graph.form)
-        )
+        unset = {
+            "profile": ("measure", None),
+            "cluster": ("measure",),
+            "optimizer_bytes_factor": ("auto",),
+        }
+        unused = [name for name, values in unset.items() if getattr(options, name) not in values]
+        if unused:
+            _log.warning(
+                "the plan is followed as it is, so that %s beside it changes nothing: leave it out, or plan anew "
+                "with it, without plan", " and ".join(unused),
+            )  # fmt: skip
+        plan = _given_plan(options.plan, process.world_size, batch_size)
         num_pipelines = process.world_size // plan.ranks_per_pipeline
         check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
         return plan
     assert profile is not None
     data_parallel = options.pipelines_beside(process.world_size)
-    wishes = options.wishes(
-        num_samples(subject.batch, subject.graph.form) * data_parallel, data_parallel
-    )
-    plan, samples = find_plan(profile, cluster, wishes), wishes.global_batch_size // data_parallel
-    most = samples // subject.least_samples
+    wishes = options.wishes(batch_size * data_parallel, data_parallel)
+    plan, most = find_plan(profile, cluster, wishes), batch_size // subject.least_samples
     if plan.num_microbatches <= most:
         return plan
     if wishes.num_microbatches != "auto":
         raise ConfigurationError(
-            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {samples} samples, "
+            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
             f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
         )
     return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
@@ -283,21 +289,6 @@ def _read_plan(plan: PipelinePlan | str | Path) -> PipelinePlan:
     if not path.is_file():
         raise PlanError(f"there is no plan at {path}")
     return PipelinePlan.from_json(path.read_text(errors="replace"), str(path))
-
-
-def _warn_of_unused(options: PipelineOptions) -> None:
-    """Names what only matters for planning, where a plan is given."""
-    unset = {
-        "profile": ("measure", None),
-        "cluster": ("measure",),
-        "optimizer_bytes_factor": ("auto",),
-    }
-    unused = [name for name, values in unset.items() if getattr(options, name) not in values]
-    if unused:
-        _log.warning(
-            "the plan is followed as it is, so that %s beside it changes nothing: leave it out, or plan anew "
-            "with it, without plan", " and ".join(unused),
-        )  # fmt: skip
 
 
 def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | None) -> Cluster:

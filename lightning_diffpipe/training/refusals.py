@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -78,10 +77,47 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
             "use precision='bf16-mixed' or '32-true'"
         )
-    if trainer.state.fn == TrainerFn.FITTING and strategy.world_size > 1:
-        _refuse_early_loader(trainer)
-        _refuse_saving_on_exception(trainer)
-        _refuse_synchronized_norms(module, strategy)
+
+
+def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
+    """Checks what one rank can train with, and several cannot.
+
+    Args:
+        trainer: The trainer being set up to fit.
+        strategy: The strategy, connected to the module.
+
+    Raises:
+        ConfigurationError: A loader was made while nobody knew which ranks shall see the same samples; a checkpoint
+            would be collected from ranks of which one has just failed, or stands elsewhere; or batch norms look
+            beyond a rank, at all ranks, most of which run other layers.
+    """
+    if trainer.fit_loop._combined_loader is not None:
+        raise ConfigurationError(
+            "the training data loader was made before the pipeline was planned, so ranks of one pipeline "
+            "would train on different samples, and the numbers of batches and steps are too small. "
+            "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
+            "on_fit_start, not in setup or configure_model"
+        )
+    for callback in trainer.callbacks:
+        option = "this callback" if isinstance(callback, OnExceptionCheckpoint) else ""
+        if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+            option = "save_on_exception=True"
+        if option:
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves when training fails, but weights are divided over "
+                f"{strategy.world_size} ranks, and when one fails the others stand in the middle of a step, so "
+                f"that nothing whole can be saved. Leave out {option} and save while all is well: "
+                "ModelCheckpoint(every_n_train_steps=...) or ModelCheckpoint(train_time_interval=...)"
+            )
+    for name, norm in strategy.lightning_module.named_modules():
+        synchronized = strategy._layer_sync is not None or isinstance(norm, nn.SyncBatchNorm)
+        if synchronized and norm.training and isinstance(norm, _BatchNorm):
+            raise ConfigurationError(
+                f"{name} ({type(norm).__name__}) would take its statistics over all {strategy.world_size} ranks "
+                "(sync_batchnorm=True, or an nn.SyncBatchNorm), but ranks of a pipeline run other layers. Leave "
+                "that out if statistics of a microbatch on one rank will do; else use nn.GroupNorm, or call "
+                ".eval() of the norms before trainer.fit"
+            )
 
 
 def refuse_without_flush(trainer: Any, schedule: str) -> None:
@@ -133,49 +169,6 @@ def refuse_without_flush(trainer: Any, schedule: str) -> None:
                     "steps inside of training_step, and Lightning's own step finds no gradients. Leave it out, "
                     f"or {remedy}"
                 )
-
-
-def _refuse_synchronized_norms(module: nn.Module, strategy: Any) -> None:
-    """Refuses batch norms that look beyond a rank: with all ranks, most of which run other layers."""
-    for name, norm in module.named_modules():
-        synchronized = strategy._layer_sync is not None or isinstance(norm, nn.SyncBatchNorm)
-        if synchronized and norm.training and isinstance(norm, _BatchNorm):
-            raise ConfigurationError(
-                f"{name} ({type(norm).__name__}) would take its statistics over all {strategy.world_size} ranks "
-                "(sync_batchnorm=True, or an nn.SyncBatchNorm), but ranks of a pipeline run other layers. Leave "
-                "that out if statistics of a microbatch on one rank will do; else use nn.GroupNorm, or call "
-                ".eval() of the norms before trainer.fit"
-            )
-
-
-def _refuse_saving_on_exception(trainer: Any) -> None:
-    """Refuses checkpoints that would be collected from ranks of which one has just failed, or stands elsewhere."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, OnExceptionCheckpoint) or (
-            isinstance(callback, ModelCheckpoint) and callback.save_on_exception
-        ):
-            option = (
-                "save_on_exception=True"
-                if isinstance(callback, ModelCheckpoint)
-                else "this callback"
-            )
-            raise ConfigurationError(
-                f"{type(callback).__name__} saves when training fails, but weights are divided over "
-                f"{trainer.world_size} ranks, and when one fails the others stand in the middle of a step, so "
-                f"that nothing whole can be saved. Leave out {option} and save while all is well: "
-                "ModelCheckpoint(every_n_train_steps=...) or ModelCheckpoint(train_time_interval=...)"
-            )
-
-
-def _refuse_early_loader(trainer: Any) -> None:
-    """Refuses a loader that was made while nobody knew which ranks shall see the same samples."""
-    if trainer.fit_loop._combined_loader is not None:
-        raise ConfigurationError(
-            "the training data loader was made before the pipeline was planned, so ranks of one pipeline "
-            "would train on different samples, and the numbers of batches and steps are too small. "
-            "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
-            "on_fit_start, not in setup or configure_model"
-        )
 
 
 def refuse_averages(trainer: Any, module: nn.Module) -> None:

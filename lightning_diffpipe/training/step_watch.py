@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_diffpipe.runtime.batch_layout import (
     split,
 )
 from lightning_diffpipe.runtime.engine import StepResult
+from lightning_diffpipe.runtime.upcoming import begin_copy_to_host
 
 _log = logging.getLogger(__name__)
 _LOSS, _GRADIENTS = "", "\0"  # names that nothing logged has
@@ -297,11 +298,5 @@ def _values(
         largest = torch._foreach_norm(plain, torch.inf) if plain else [torch.zeros(())]
         all_finite = torch.stack(list(largest)).isfinite().all()
         finite = torch.cat([finite, all_finite.to(finite.device).reshape(1)])
-    values = _Finite(names, finite, result.loss, None, batch, arguments, number)
-    if finite.device.type != "cuda":
-        return values
-    copy = torch.empty(finite.shape, dtype=finite.dtype, pin_memory=True)
-    copy.copy_(finite, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return replace(values, finite=copy, event=event)
+    on_host, event = begin_copy_to_host(finite)
+    return _Finite(names, on_host, result.loss, event, batch, arguments, number)

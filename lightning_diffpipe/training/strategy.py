@@ -68,6 +68,7 @@ from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
     refuse_arguments,
     refuse_averages,
+    refuse_on_several_ranks,
     refuse_optimizers,
     refuse_unsupported,
     refuse_without_flush,
@@ -179,7 +180,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
         self._counted_pipelines: int | None = None
-        self._clip_grad_by_norm: Any = None
         self._refusing = contextlib.ExitStack()
         self._example_input: Any = None
 
@@ -239,14 +239,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
         with raised_by_all():
             refuse_unsupported(trainer, self)
+            if fitting and self.world_size > 1:
+                refuse_on_several_ranks(trainer, self)
             spec = SCHEDULES.get(self._options.schedule)
             if spec and not spec.flushes and self.world_size > 1:
                 refuse_without_flush(trainer, spec.name)
         take_over(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = self._warned_of_outputs = False
         if fitting and 0 not in (
             trainer.limit_train_batches,
@@ -266,11 +268,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             with raised_by_all():
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
+        plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
             self.pipeline.engine.optimizers = self.optimizers
             self.pipeline.engine.clip_value = trainer.gradient_clip_val
             # Where Lightning clips there are no gradients, which torch takes for an error.
-            plugin: Any = self.precision_plugin
             plugin.clip_grad_by_value = lambda optimizer, clip_val: None
             self._refusing.callback(delattr, plugin, "clip_grad_by_value")
             loop = trainer.fit_loop.epoch_loop
@@ -278,7 +280,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             loop._should_check_val_fx = partial(self._drained_before, checks)
             self._refusing.callback(setattr, loop, "_should_check_val_fx", checks)
         elif self.pipeline is not None:
-            self._clip_by_global_norm()
+            # The precision plugin is the user's choice; its class name keys the scaler's state in
+            # checkpoints, so the instance is given another method rather than the plugin another class.
+            own, plugin.clip_grad_by_norm = plugin.clip_grad_by_norm, self.clip_by_global_norm
+            self._refusing.callback(setattr, plugin, "clip_grad_by_norm", own)
+            if len(self.pipeline.plan.stages) > 1:
+                trained = self.pipeline.trained.values()
+                self._refusing.enter_context(refusing_norms_of_a_stage(trained))
 
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -577,15 +585,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     # ---------------------------------------------------------------------------------- clipping
 
-    def _clip_by_global_norm(self) -> None:
-        # The precision plugin is the user's choice; its class name keys the scaler's state in
-        # checkpoints, so the instance is given another method rather than the plugin another class.
-        self._clip_grad_by_norm = self.precision_plugin.clip_grad_by_norm
-        self.precision_plugin.clip_grad_by_norm = self.clip_by_global_norm  # type: ignore[method-assign]
-        if len(self._running.plan.stages) > 1:
-            trained = self._running.trained.values()
-            self._refusing.enter_context(refusing_norms_of_a_stage(trained))
-
     def clip_by_global_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scales the gradients of an optimizer so that their norm over all stages is bounded."""
         if clip_val > 0:
@@ -637,9 +636,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def teardown(self) -> None:
         """Makes the module whole again on every rank, on the host, and gives everything back."""
-        if self._clip_grad_by_norm is not None:
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-            self._clip_grad_by_norm = None
         self._refusing.close()
         if self._example_input is not None:
             assert self.lightning_module is not None

@@ -31,7 +31,7 @@ from lightning_diffpipe.comm.meeting import align_parameters
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.training import step_watch
 from lightning_diffpipe.training.processes import ProcessHooks
-from lightning_diffpipe.training.refusals import refuse_averages, refuse_unsupported
+from lightning_diffpipe.training.refusals import refuse_averages, refuse_on_several_ranks
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -300,9 +300,9 @@ def test_batch_norms_over_all_ranks_are_refused(kind, wish):
         with pytest.raises(
             ConfigurationError, match=rf"norm \({kind.__name__}\) would take .* all 2 ranks"
         ):
-            refuse_unsupported(trainer, strategy)
+            refuse_on_several_ranks(trainer, strategy)
     module.norm.eval()
-    refuse_unsupported(trainer, strategy)
+    refuse_on_several_ranks(trainer, strategy)
 
 
 def fit_with_synchronized_norms(rank):

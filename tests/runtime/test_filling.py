@@ -475,14 +475,14 @@ class ComingBy:
 def late_values(monkeypatch):
     """Tensors on "meta" stand for those on a GPU: reading a value fails there. Sets how many will differ."""
     differing = {"count": 0}
-    real = upcoming._on_its_way
+    real = upcoming.begin_copy_to_host
 
-    def on_its_way(count):
+    def begin_copy_to_host(count):
         if count.device.type == "cpu":
             return real(count)
         return torch.tensor(differing["count"]), ComingBy()
 
-    monkeypatch.setattr(upcoming, "_on_its_way", on_its_way)
+    monkeypatch.setattr(upcoming, "begin_copy_to_host", begin_copy_to_host)
     monkeypatch.setattr(ComingBy, "num_waits", 0)
     return differing
 
