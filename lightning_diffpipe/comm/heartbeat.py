@@ -226,7 +226,18 @@ class Heartbeat:
                 if arrived():  # a board of ranks that are done may be gone
                     return
                 answered(what)
-                self._refuse_lost(what)
+                limit_s, reason = self._timeout_s, self._gone()
+                limit, read_s = f"for {limit_s:g} s (timeout_s)", self._board.read_s
+                steps = [rank for rank, note in self._notes() if note.word == "step"]
+                seen = self._board.seen
+                frozen = [rank for rank, last in seen.items() if read_s - last.beat_s > limit_s]
+                silent = [rank for rank in steps if read_s - seen[rank].note_s > limit_s]
+                if frozen and not reason:
+                    reason = f"{self._called(frozen)}: no sign of life {limit}: frozen, or cut off"
+                elif silent and not reason:
+                    reason = f"{self._called(silent)}: no denoising step {limit}"
+                if reason:
+                    raise PipelineTimeoutError(self._waited(what, reason))
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
         """Returns what a function returns that may block for ever, as those do that use the store.
@@ -279,24 +290,6 @@ class Heartbeat:
         return self._lost_store()
 
     # ------------------------------------------------------------------------------ private
-
-    def _refuse_lost(self, what: str) -> None:
-        if gone := self._gone():
-            raise PipelineTimeoutError(self._waited(what, gone))
-        board, limit = self._board, f"for {self._timeout_s:g} s (timeout_s)"
-        frozen = [r for r, s in board.seen.items() if board.read_s - s.beat_s > self._timeout_s]
-        if frozen:
-            raise PipelineTimeoutError(
-                self._waited(
-                    what, f"{self._called(frozen)}: no sign of life {limit}: frozen, or cut off"
-                )
-            )
-        steps = [r for r, note in self._notes() if note.word == "step"]
-        silent = [r for r in steps if board.read_s - board.seen[r].note_s > self._timeout_s]
-        if silent:
-            raise PipelineTimeoutError(
-                self._waited(what, f"{self._called(silent)}: no denoising step {limit}")
-            )
 
     def _gone(self) -> str:
         gone = [(rank, note) for rank, note in self._notes() if note.word == "gone"]

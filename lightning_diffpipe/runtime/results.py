@@ -129,7 +129,17 @@ class ResultSharing:
         alone = self._mesh.layout.ranks_per_pipeline == 1
         if alone:
             self._agreed = logged
-        packed = {} if alone else {name: _packed(name, own) for name, own in logged.items()}
+        packed: dict[str, bytes] = {}
+        for name, own in () if alone else logged.items():
+            try:
+                packed[name] = pickle.dumps(own)
+            except Exception as error:  # objects refuse it with errors of many types
+                given = ", ".join(f"{option}={value!r}" for option, value in own.items())
+                raise ConfigurationError(
+                    f"self.log({name!r}, ..., {given}): these options cannot be sent to the other ranks of the "
+                    f"pipeline ({type(error).__name__}: {error}). Give reduce_fx as 'mean', 'sum', 'max' or 'min', "
+                    "and leave out sync_dist_group: every rank of a pipeline gets the value"
+                ) from error
         unknown = any(
             name not in self._agreed or pickle.dumps(self._agreed[name]) != own
             for name, own in packed.items()
@@ -243,19 +253,6 @@ def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
             else:
                 calls.append((str(name), value, options))
     return calls
-
-
-def _packed(name: str, options: dict[str, Any]) -> bytes:
-    """Returns options of `self.log` as they travel."""
-    try:
-        return pickle.dumps(options)
-    except Exception as error:  # objects refuse it with errors of many types
-        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise ConfigurationError(
-            f"self.log({name!r}, ..., {given}): these options cannot be sent to the other ranks of the pipeline "
-            f"({type(error).__name__}: {error}). Give reduce_fx as 'mean', 'sum', 'max' or 'min', and leave out "
-            "sync_dist_group: every rank of a pipeline gets the value"
-        ) from error
 
 
 def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -238,7 +238,6 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
-    """Returns a batch with all its tensors where this rank computes."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), batch)
 
 

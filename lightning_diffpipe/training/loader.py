@@ -111,7 +111,7 @@ class AlignedLoader:
         self._data_parallel_rank = data_parallel_rank
         self._compare = compare
         self._pass_index = pass_index
-        self._resumed = resumed
+        self._resumed = None if pass_index is None else resumed
         self._ended = 0, 0
         seed_workers(loader)
         batches = getattr(loader, "batch_sampler", None)
@@ -172,7 +172,10 @@ class AlignedLoader:
         return [batch for batch, _ in self._read]
 
     def _aligned_batches(self) -> Iterator[Any]:
-        done = self._done_before()
+        # Those of this pass that were trained on before the run was interrupted.
+        times_ended, done = self._resumed(sized_len(self._source)) if self._resumed else (0, 0)
+        if times_ended:
+            self._ended = self._pass_index(), times_ended
         name = self._name_of_pass()
         first = 0
         if self._numbered is not None:

@@ -116,16 +116,24 @@ class LockStep:
     """
 
     def __init__(self, trainer: Any, mesh: Mesh) -> None:
-        self._trainer, self._mesh, self._agreement = trainer, mesh, Agreement(mesh)
+        self._mesh, self._agreement = mesh, Agreement(mesh)
         self._signals = trainer._signal_connector
         self._signalled = False
         loop = trainer.fit_loop.epoch_loop
+
+        def note_signal(signum: Any, frame: Any) -> None:
+            liveness.note_signal()
+            launcher = trainer.strategy.launcher
+            if launcher is not None and not self._signalled:
+                launcher.kill(signum)
+            self._signalled = True
+
         self._replaced = [
             (loop, "_broadcast_sigterm_tensor"),
             (self._signals, "_sigterm_notifier_fn"),
         ]
         loop._broadcast_sigterm_tensor = self.stop_together
-        self._signals._sigterm_notifier_fn = self._note_signal
+        self._signals._sigterm_notifier_fn = note_signal
         if getattr(trainer, "_val_check_time_interval", None) is not None:
             own = loop._should_check_val_fx
             loop._should_check_val_fx = lambda fetcher: self._agreement.of_first(own(fetcher))
@@ -160,13 +168,6 @@ class LockStep:
         # Only now, as Lightning ends training wherever it finds this set.
         self._signals.received_sigterm = True
         raise SIGTERMException
-
-    def _note_signal(self, signum: Any, frame: Any) -> None:
-        liveness.note_signal()
-        launcher = self._trainer.strategy.launcher
-        if launcher is not None and not self._signalled:
-            launcher.kill(signum)
-        self._signalled = True
 
     def uninstall(self) -> None:
         """Gives Lightning its own decisions back."""

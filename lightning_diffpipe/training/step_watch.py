@@ -214,7 +214,14 @@ class StepWatch:
             alone = self._layout.mesh.layout.num_pipelines == 1
             healthy = finite[_GRADIENTS] and (finite[_LOSS] or not alone)
             self.num_diverged = 0 if healthy else self.num_diverged + 1
-        new = self._to_look_at({name for name in finite if not finite[name]} - {_GRADIENTS})
+        # A loss is looked at whenever it turns not finite. What is logged may come and go for good reasons, such as
+        # the mean over a class that a batch lacks, and tracing takes seconds: after each look only at twice as many
+        # steps in a row.
+        not_finite = {name for name in finite if not finite[name]} - {_GRADIENTS}
+        in_a_row = {name: self._num_not_finite.get(name, 0) + 1 for name in not_finite}
+        new = {name for name, steps in in_a_row.items() if steps == self._next_look.get(name, 1)}
+        self._next_look |= {name: 2 * in_a_row[name] for name in new - {_LOSS}}
+        self._num_not_finite = in_a_row
         if not new:
             return
         what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
@@ -237,17 +244,6 @@ class StepWatch:
             self._warn_once(
                 _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
             )
-
-    def _to_look_at(self, not_finite: set[str]) -> set[str]:
-        """Returns names for which the step is to be traced again.
-
-        A loss, whenever it turns not finite. What is logged may come and go for good reasons, such as the mean over
-        a class that a batch lacks, and tracing takes seconds: after each look only at twice as many steps in a row.
-        """
-        self._num_not_finite = {name: self._num_not_finite.get(name, 0) + 1 for name in not_finite}
-        new = {n for n, steps in self._num_not_finite.items() if steps == self._next_look.get(n, 1)}
-        self._next_look |= {name: 2 * self._num_not_finite[name] for name in new - {_LOSS}}
-        return new
 
     def _warn_once(self, about: str, warning: str) -> None:
         if about not in self._warned:
