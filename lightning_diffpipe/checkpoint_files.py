@@ -271,7 +271,7 @@ def _local(path: str | Path) -> Path:
 
 
 def _folders(trainer: Any) -> Iterator[Path]:
-    """Folders on this machine into which callbacks of a trainer save."""
+    """Yields folders on this machine into which callbacks of a trainer save."""
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):
             folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
@@ -282,7 +282,7 @@ def _folders(trainer: Any) -> Iterator[Path]:
 
 
 def files_of(trainer: Any) -> list[Path]:
-    """All checkpoints that callbacks of a trainer have left in their folders, of this run and of earlier ones."""
+    """Returns checkpoints that callbacks of a trainer have left in their folders, in this run and earlier ones."""
     folders = dict.fromkeys(folder.absolute() for folder in _folders(trainer))
     return [file for folder in folders for file in sorted(folder.glob(f"*{_ENDING}"))]
 

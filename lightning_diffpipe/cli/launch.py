@@ -40,7 +40,7 @@ _FLAGS = {("command-line", "file"): "dir", ("main", "file"): "path"}
 
 
 def own_rank() -> int:
-    """This process among those of a launcher: torchrun and diffpipe set `RANK`, Lightning `LOCAL_RANK` only."""
+    """Returns this process's rank: torchrun and diffpipe set `RANK`, Lightning `LOCAL_RANK` only."""
     in_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1
     names = ("RANK", *(["SLURM_PROCID"] if in_slurm else []), "LOCAL_RANK")
     return int(next((os.environ[name] for name in names if name in os.environ), "0"))
@@ -147,7 +147,7 @@ def module_of(config: DictConfig) -> Any:
 
 
 def is_job_of_sweep(values: Any) -> bool:
-    """Whether this is a job of a sweep that may start processes; under a launcher, they are there already.
+    """Returns whether this is a job of a sweep that may start processes; under a launcher, they are there already.
 
     Args:
         values: Its config; verbs without a trainer compute in this process.
@@ -187,7 +187,7 @@ def run_job(verb: str) -> None:
 
 
 def _command_of_job(verb: str, job_config: Any) -> list[str]:
-    """The command line that does one job of a sweep alone, from Hydra's config of it."""
+    """Returns the command line that does one job of a sweep alone, from Hydra's config of it."""
     # Of Hydra's own settings those that change what a job sees, not those of the sweep.
     own = [
         override
@@ -228,7 +228,7 @@ def refuse_shared_outputs(config: Any) -> None:
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:
-    """The processes that `trainer.devices` asks for.
+    """Returns how many processes `trainer.devices` asks for.
 
     Raises:
         ConfigurationError: It is no number of processes.
@@ -252,7 +252,7 @@ def share_cores(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def _num_cores(process: int) -> int:
-    """Cores that a process may run on; 0 stands for this one."""
+    """Returns how many cores a process may run on; 0 stands for this one."""
     try:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # not on this system; not for another user's process
@@ -260,7 +260,7 @@ def _num_cores(process: int) -> int:
 
 
 def is_launched() -> bool:
-    """Whether all processes are there: started by a launcher, or this one by the first of this command."""
+    """Returns whether all processes are there: started by a launcher, or this one by the first of this command."""
     return "WORLD_SIZE" in os.environ
 
 
@@ -281,12 +281,12 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def _sees_its_own_gpu(present: int) -> bool:
-    """Whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
+    """Returns whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
     return present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
 
 
 def device_of(values: dict[str, Any], rank: int) -> str:
-    """Where a process computes; a GPU becomes the current one."""
+    """Returns where a process computes; a GPU becomes the current one."""
     if values["trainer"]["accelerator"] == "cpu":
         return "cpu"
     import torch
@@ -373,7 +373,7 @@ def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
 
 
 def quoted(text: str) -> str:
-    r"""A text as Hydra reads it back, whatever is in it; backslashes count before a quote only.
+    r"""Returns a text as Hydra reads it back, whatever is in it; backslashes count before a quote only.
 
     Example:
         >>> quoted("it's")

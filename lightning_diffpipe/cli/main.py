@@ -101,7 +101,7 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _legible(argument: str, sweeps: bool) -> str:
-    """The argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows.
+    """Returns the argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows.
 
     In a sweep commas are between paths, unless there is a file with them in its name.
     """
@@ -315,7 +315,7 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
 
 
 def _is_of_all_ranks(error: Exception) -> bool:
-    """Whether rank 0 finds this error as well: they all agreed on it, or it is in the arguments that all have."""
+    """Returns whether rank 0 finds this error as well: all agreed on it, or it is in the arguments of all."""
     if isinstance(error.__cause__, DiffPipeError):  # raised while Hydra builds an object
         error = error.__cause__
     if isinstance(error, DiffPipeError):

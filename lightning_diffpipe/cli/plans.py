@@ -148,7 +148,7 @@ def plan(config: DictConfig) -> Any:
 
 
 def _unknown_splits(plan: Any, profile: Any) -> str:
-    """What to say of encoders that the plan splits and of which nobody knows whether they can be."""
+    """Returns what to say of encoders that the plan splits and of which nobody knows whether they can be."""
     names = [encoder.name for encoder in profile.encoders if encoder.splittable is None]
     group, whole = plan.options.frozen_group_size, max(plan.microbatch_sizes)
     splits = plan.options.frozen_splittable and plan.ranks_per_pipeline > 1 and group < whole
@@ -184,7 +184,7 @@ def _profile_to_plan(config: DictConfig) -> Any:
 
 
 def _cluster(group: dict[str, Any]) -> Any:
-    """A cluster by the values of its group; with `path` one that was measured, changed by the others."""
+    """Returns a cluster by the values of its group; with `path` one that was measured, changed by the others."""
     from lightning_diffpipe.planning.cluster import Cluster
 
     values = _without_none(group)
@@ -267,7 +267,7 @@ def show(config: DictConfig) -> None:
 def _explained(
     plan: Any, profile: str, cluster: dict[str, Any] | None, disk_bytes_per_s: float
 ) -> Any:
-    """The plan with the changes that would help, which are searched for; both by the costs of this profile."""
+    """Returns the plan with the changes that would help, which it searches; both by the costs of this profile."""
     from lightning_diffpipe.planning.profile import ModelProfile
     from lightning_diffpipe.viewing.explain import explain
     from lightning_diffpipe.viewing.text import seconds

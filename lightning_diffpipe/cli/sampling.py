@@ -65,7 +65,7 @@ def sample(config: DictConfig) -> Any:
 
 
 def _written_earlier(folder: Path) -> set[str]:
-    """What an earlier run of this command wrote into a folder, as its report lists."""
+    """Returns what an earlier run of this command wrote into a folder, as its report lists."""
     try:
         files = json.loads((folder / _REPORT).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -94,7 +94,7 @@ def _refuse_values(values: dict[str, Any]) -> None:
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
-    """Further arguments of the pipeline's call, with the pictures among them.
+    """Returns further arguments of the pipeline's call, with the pictures among them.
 
     Raises:
         ConfigurationError: An argument is given twice, or a picture for each prompt cannot be read.
@@ -228,7 +228,7 @@ def _sample(values: dict[str, Any]) -> Any:
 
 
 def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
-    """Pictures and report of the request, without the model, which is gone when this returns."""
+    """Returns pictures and report of the request, without the model, which is gone when this returns."""
     from tqdm import tqdm
 
     from lightning_diffpipe.predictor import Predictor
@@ -247,14 +247,14 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 
 def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Arguments of `Predictor.from_pretrained` besides the sampler's."""
+    """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
     vae = {name: values[name] for name in ("vae_tiling", "vae_slicing")}
     where = {"device": device_of(values, rank), "timeout_s": float(values["timeout_s"])}
     return _opening(values) | vae | where
 
 
 def _opening(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by which a model is opened, here and by the Predictor."""
+    """Returns arguments by which a model is opened, here and by the Predictor."""
     import torch
 
     names = ("variant", "loras", "pipeline_class", "ip_adapters")
@@ -330,7 +330,7 @@ def _write(drawn: Any, path: Path, fps: int) -> None:
 
 
 def _as_pictures(drawn: list[Any]) -> list[Any]:
-    """Pictures as they are; a video as its frames, side by side."""
+    """Returns pictures as they are; a video as its frames, side by side."""
     return [_rows([each], len(each)) if isinstance(each, list) else each for each in drawn]
 
 
@@ -348,7 +348,7 @@ def _rows(rows: list[list[Any]], columns: int) -> Any:
 
 
 def _compared(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What `_compare` finds; nothing, and the reason in a line, if one process cannot draw the request."""
+    """Returns what `_compare` finds; nothing, and the reason in a line, if one process cannot draw the request."""
     import torch
 
     gc.collect()  # the first model, which is in cycles
@@ -401,7 +401,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
 
 
 def _how_far(decibels: list[float]) -> str:
-    """What to say about pictures by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
+    """Returns what to say about pictures by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
 
     Example:
         >>> _how_far([41.0, math.inf, 40.0])

@@ -197,7 +197,7 @@ def _require_checkpoint(config: DictConfig) -> None:
 
 
 def _checkpoint_folders(config: DictConfig) -> list[Path]:
-    """Where callbacks of a config save."""
+    """Returns the folders into which callbacks of a config save."""
     if not config.trainer.enable_checkpointing:
         return []
     nodes = list(_nodes(config, "callbacks"))
@@ -317,7 +317,7 @@ def train(config: DictConfig) -> Any:
 
 
 def _last_checkpoint(trainer: Any) -> Path:
-    """What a run ended with: its final checkpoint, or the one it went on from if nothing was left to train.
+    """Returns what a run ended with: its final checkpoint, or the one it went on from if nothing was left to train.
 
     Raises:
         ConfigurationError: There was nothing to train, and nothing to go on from.

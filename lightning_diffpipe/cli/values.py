@@ -170,7 +170,7 @@ def named(arguments: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_settings(message: str, arguments: Mapping[str, str]) -> str:
-    """The message, with the first argument in it that has a value there under the name of its setting.
+    """Returns a message, with the first argument in it that has a value there under the name of its setting.
 
     Example:
         >>> with_settings("seed must be >= 0; got -1", {"seed": "strategy.seed"})
@@ -184,7 +184,7 @@ def with_settings(message: str, arguments: Mapping[str, str]) -> str:
 
 
 def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
-    """What went wrong when something was built, about the setting that it names.
+    """Returns what went wrong when something was built, about the setting that it names.
 
     That of installed code becomes one of an argument that it names, or whose value; one of the user's code stays.
     """
@@ -218,7 +218,7 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
 
 
 def is_of_library(path: str) -> bool:
-    """Whether code was installed, with Python or as a package."""
+    """Returns whether code was installed, with Python or as a package."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {Path(sysconfig.get_path(kind)) for kind in kinds}
     packaged = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
@@ -226,7 +226,7 @@ def is_of_library(path: str) -> bool:
 
 
 def _origin(config: DictConfig, key: str) -> str:
-    """Where a node is that others point to: `strategy` for `trainer.strategy: ${strategy}`."""
+    """Returns where a node is that others point to: `strategy` for `trainer.strategy: ${strategy}`."""
     place, _, name = key.rpartition(".")
     parent = OmegaConf.select(config, place) if place else config
     if OmegaConf.is_dict(parent) and OmegaConf.is_interpolation(parent, name):
@@ -252,7 +252,7 @@ def _built(config: Any, key: str) -> Iterator[tuple[str, DictConfig]]:
 
 
 def _hints(target: str) -> dict[str, Any]:
-    """The annotations of what a target takes; nothing of a target that cannot be found or read."""
+    """Returns the annotations of what a target takes; nothing of a target that cannot be found or read."""
     # Whoever builds it says what is wrong with it.
     with suppress(ImportError, AttributeError, NameError, TypeError, ValueError):
         function: Callable[..., Any] = pkgutil.resolve_name(target)
@@ -278,7 +278,7 @@ def _refuse(setting: str, value: Any, hint: Any) -> None:
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    """What an annotation offers to choose from."""
+    """Returns what an annotation offers to choose from."""
     is_choice = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return (
         tuple(x for part in typing.get_args(hint) for x in _parts(part)) if is_choice else (hint,)
@@ -290,7 +290,7 @@ def _kind(hint: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value may be what an annotation says; where that is not known, it may."""
+    """Returns whether a plain value may be what an annotation says; where that is not known, it may."""
     parts = _parts(hint)
     known = any(_kind(part) in (*_SINGLE, *_LISTS, dict) for part in parts)
     if value is None or not (known or isinstance(value, list | dict)):
@@ -299,7 +299,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a value may be what one annotation says; a mapping may say what to build."""
+    """Returns whether a value may be what one annotation says; a mapping may say what to build."""
     kind = _kind(hint)
     if kind is Literal:
         return value in typing.get_args(hint)
@@ -316,7 +316,7 @@ def _is(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """What an annotation asks for, in words; of several, those that can be written in a config."""
+    """Returns what an annotation asks for, in words; of several, those that can be written in a config."""
     parts = [part for part in _parts(hint) if part is not int or float not in _parts(hint)]
     words: list[str] = []
     for part in parts:
@@ -334,7 +334,7 @@ def _words(hint: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value as one would write it in a config."""
+    """Returns a value as one would write it in a config."""
     if isinstance(value, float) and "e" in (short := f"{value:g}") and float(short) == value:
         return short.replace("e+", "e")
     return json.dumps(value) if isinstance(value, bool | None) else repr(value)

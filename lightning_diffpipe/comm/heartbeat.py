@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from lightning_diffpipe.comm.waiting import Pending
+from lightning_diffpipe.comm.waiting import Pending, in_words
 from lightning_diffpipe.errors import PipelineTimeoutError
 
 Word = Literal[
@@ -300,8 +300,7 @@ class Heartbeat:
 
     def _called(self, ranks: list[int]) -> str:
         """Returns ranks with what the first of them was doing."""
-        phase = self._board.seen[ranks[0]].value[1].phase
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} while {phase}"
+        return f"{in_words(ranks)} while {self._board.seen[ranks[0]].value[1].phase}"
 
     def _lost_store(self) -> str:
         seen = self._board.seen.get(0)

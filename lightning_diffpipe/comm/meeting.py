@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_diffpipe.comm.mesh import broadcast_object, connected_group, gathered_objects
 from lightning_diffpipe.comm.packing import as_bytes
-from lightning_diffpipe.comm.waiting import Pending
+from lightning_diffpipe.comm.waiting import Pending, in_words
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -145,10 +145,9 @@ class _Arrival:
         if missing is None:
             why = "nobody has opened that place: rank 0, or the launcher, torchrun, starts slowly, has stopped, "
         elif len(missing) == 1:
-            why = f"rank {missing[0]} has not come, and starts slowly, has stopped, "
+            why = f"{in_words(missing)} has not come, and starts slowly, has stopped, "
         else:
-            shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
-            why = f"ranks {shown} have not come, and start slowly, have stopped, "
+            why = f"{in_words(missing)} have not come, and start slowly, have stopped, "
         return (
             f"rank {self.rank} could not meet all of {self.num_ranks} ranks at {host}:{port} within {seconds:g} s: "
             f"{why}or cannot be reached"

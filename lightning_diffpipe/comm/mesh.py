@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_diffpipe.comm.waiting import in_words
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 
 ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
 _PATIENCE_S = 1800.0
-_MOST_NAMED = 8
 _CLOCK_TAG, _CLOCK_ROUNDS = 3_888_888, 6
 
 
@@ -314,10 +314,7 @@ class Mesh:
             yield
         except RuntimeError as error:
             others = [rank for rank in ranks if rank != self.rank]
-            several = len(others) > 1
-            more = ", ..." if len(others) > _MOST_NAMED else ""
-            shown = ", ".join(map(str, others[:_MOST_NAMED])) + more
-            who = f"ranks {shown}" if several else f"rank {shown}"
+            several, who = len(others) > 1, in_words(others)
             if time.monotonic() - started_s < 0.9 * limit_s:
                 lost = "one of them" if several else who
                 reason = f"lost {lost}, which stopped; its own error says why"

@@ -15,13 +15,21 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import PipelineTimeoutError
+
+_MOST_NAMED = 8
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Returns ranks as errors name them: "rank 3", or "ranks 1, 2", eight at the most."""
+    more = ", ..." if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def no_message(

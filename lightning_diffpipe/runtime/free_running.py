@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from lightning_diffpipe.comm.transport import P2PTransport, PendingWork, Transpo
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
-from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
 from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_program, unrolled
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
@@ -141,8 +140,14 @@ class FreeRunningEngine(Engine):
         mesh, schedule = layout.mesh, layout.schedule
         self._per_batch = schedule.num_microbatches
         # More than can be under way anywhere, and twice that, until the last message has confirmed another.
-        self._ring = self._per_batch * (2 * schedule.num_ranks + 2)
-        confirmed = _confirmed_in_loop(schedule, mesh.local_rank, self._ring)
+        self._ring = ring = self._per_batch * (2 * schedule.num_ranks + 2)
+        # Which of the messages that this rank sent another one confirms, wherever in the loop.
+        looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
+        confirmed = {
+            message_key(wait, ring): [message_key(send, ring) for send in sends]
+            for wait, sends in delivered(looped)[mesh.local_rank].items()
+            if ring <= wait.microbatch < 2 * ring
+        }
         stages = schedule.placement.num_stages
         super().__init__(
             layout, reducer, check_finite, transport or P2PTransport(mesh, stages, confirmed)
@@ -310,17 +315,6 @@ class FreeRunningEngine(Engine):
             parameter.grad = None
         for index in [index for index, w in self._works.items() if w.batch == work.batch]:
             del self._works[index]
-
-
-def _confirmed_in_loop(schedule: Schedule, rank: int, ring: int) -> Mapping[Any, Sequence[Any]]:
-    """Returns which of the messages that this rank sent another one confirms, wherever in the loop."""
-    num_batches = 3 * ring // schedule.num_microbatches
-    confirmed = delivered(lower(unrolled(schedule, num_batches)))[rank]
-    return {
-        message_key(wait, ring): [message_key(send, ring) for send in sends]
-        for wait, sends in confirmed.items()
-        if ring <= wait.microbatch < 2 * ring
-    }
 
 
 def _settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:

@@ -183,9 +183,8 @@ class AlignedLoader:
             self._numbered.begin(
                 partial(self._seed_of, name), partial(self._seed_of_order, name), done
             )
-        elif (
-            self._restored
-        ):  # by its own state, and a sampler that it asks first draws as in a whole pass
+        elif self._restored:
+            # By its own state, and a sampler that it asks first draws as in a whole pass.
             done, self._restored = 0, False
         skip = getattr(getattr(self._source, "dataset", None), "skip_batches", None)
         if skip is not None:
