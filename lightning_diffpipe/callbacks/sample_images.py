@@ -238,8 +238,8 @@ class SampleImages(L.Callback):
             pipeline = getattr(trainer.strategy, "pipeline", None)
             # Estimates of a model's own are on the last rank, and its first layers read them.
             reads_estimates = getattr(module, "self_conditioning", None) is not None
-            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
-            by_layers = by_layers or self.conditions is not None or reads_estimates
+            by_layers = self.draws_by_layers or self.conditions is not None or reads_estimates
+            by_layers = by_layers or not hasattr(module, "drawing")
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(self.prompts, **settings)

@@ -204,12 +204,12 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
     message = " ".join(str(cause).split())
     values = {name: _written(_plain(node, name)) for name in settings}
     words = message.split()
-    tests = (
+    ways = (
         lambda name, value: re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message),
         lambda name, value: value.strip("'") in words,
         lambda name, value: value.startswith("'") and value in message,
     )
-    meant = (n for is_meant in tests for n, value in values.items() if is_meant(n, value))
+    meant = (n for is_meant in ways for n, value in values.items() if is_meant(n, value))
     name = next(meant, None)
     about = f"{settings[name]}={values[name]}" if name else f"{key}: {type(cause).__name__}"
     refusal = ConfigurationError(f"{about}: {message}")

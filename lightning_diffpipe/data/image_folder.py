@@ -66,9 +66,8 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
             f"a picture has values of 32 bits (mode {picture.mode}), of which nobody knows where white is; write "
             "it with 8 or 16 bits"
         )
-    if picture.mode.startswith(
-        "I;16"
-    ):  # as of depth maps, of which a conversion to RGB would make white
+    if picture.mode.startswith("I;16"):
+        # Depth maps and others, of which a conversion to RGB would make white.
         levels = np.asarray(picture).astype(np.float32) / 257
         picture = Image.fromarray(levels.round().astype(np.uint8))
     size, (left, top) = _scaled_and_cropped(picture.size, resolution)
@@ -422,9 +421,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition = None if h.condition in MADE else h.condition
         lines = _Lines(Path(h.folder), h.caption_key, condition, h.num_frames is not None)
         entries = lines.read(h.on_error == "skip")
-        file = next((entry.path for entry in entries if entry.path.is_file()), None)
-        if h.num_frames is not None and file and importlib.util.find_spec("av") is None:
-            raise ConfigurationError(  # else each of them would be called broken
+        files = (entry.path for entry in entries if entry.path.is_file())
+        decodes = h.num_frames is None or importlib.util.find_spec("av") is not None
+        if not decodes and (file := next(files, None)):  # else each of them would be called broken
+            raise ConfigurationError(
                 f"{file} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
                 "give folders of frames"
             )
