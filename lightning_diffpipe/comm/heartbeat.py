@@ -346,7 +346,7 @@ class Heartbeat:
                 board.due.wait_for(lambda: board.num_rounds >= until, _LONGEST_LOOK_S)
 
     def _answering(self, limit_s: float | None = None) -> Callable[[str], None]:
-        """Yields a check, to be called repeatedly, that raises if the store does not answer."""
+        """Returns a check, to be called repeatedly, that raises if the store does not answer."""
         limit_s = self._timeout_s if limit_s is None else limit_s
         looked_s, unanswered_s, num_rounds = time.monotonic(), 0.0, self._board.num_rounds
 

@@ -143,6 +143,11 @@ class Links(Protocol):
             shapes: Shapes of what comes, by sender.
             kind: What it is.
         """
+        # One by one, as receives that have begun are in nobody's way.
+        incoming = {peer: self.receive(shape, peer, kind) for peer, shape in shapes.items()}
+        for peer, tensor in outgoing.items():
+            self.send(tensor, peer, kind)
+        return incoming
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Returns what `make` returns on position 0, on all positions; not counted.
@@ -194,21 +199,8 @@ def exchange(
     return {peer: posted.wait() for peer, posted in incoming.items()}
 
 
-def start_one_by_one(
-    links: Links,
-    outgoing: Mapping[int, Tensor],
-    shapes: Mapping[int, TensorShape],
-    kind: MessageKind,
-) -> dict[int, Incoming]:
-    """Does what `Links.start_exchange` does, where receives that have begun are in nobody's way."""
-    incoming = {peer: links.receive(shape, peer, kind) for peer, shape in shapes.items()}
-    for peer, tensor in outgoing.items():
-        links.send(tensor, peer, kind)
-    return incoming
-
-
 @dataclass
-class Alone:
+class Alone(Links):
     """The links of a sampler that has one rank."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -225,12 +217,6 @@ class Alone:
         """Raises, as there is no other rank to receive from."""
         raise AssertionError(f"one rank alone waits for {kind} of {source}")
 
-    def start_exchange(
-        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
-    ) -> dict[int, Incoming]:
-        """Starts nothing, as there is no other rank."""
-        return start_one_by_one(self, outgoing, shapes, kind)
-
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Returns what `make` returns."""
         return make()
@@ -246,7 +232,7 @@ class Alone:
 # ------------------------------------------------------------------------------------------ processes
 
 
-class ProcessLinks:
+class ProcessLinks(Links):
     """Links between processes; `connect` makes them.
 
     Args:
@@ -388,7 +374,7 @@ class ProcessLinks:
         after a receive that needs it at the other end.
         """
         if not self.occupies_device:
-            return start_one_by_one(self, outgoing, shapes, kind)
+            return super().start_exchange(outgoing, shapes, kind)
         if not outgoing and not shapes:
             return {}
         self.is_under_way = True

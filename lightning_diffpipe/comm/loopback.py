@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.links import (
     Incoming,
+    Links,
     MessageKind,
     Traffic,
     outcome_of,
-    start_one_by_one,
     value_of,
 )
 from lightning_diffpipe.comm.packing import TensorShape
@@ -124,7 +124,7 @@ class LoopbackNetwork:
         return value
 
 
-class LoopbackLinks:
+class LoopbackLinks(Links):
     """One position of a `LoopbackNetwork`."""
 
     def __init__(self, network: LoopbackNetwork, rank: int) -> None:
@@ -149,12 +149,6 @@ class LoopbackLinks:
         turn = self._turns[False, source, kind]
         self._turns[False, source, kind] += 1
         return _FromThread(self, (source, self.rank, kind, turn), shape, kind)
-
-    def start_exchange(
-        self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, TensorShape], kind: MessageKind
-    ) -> dict[int, Incoming]:
-        """Messages one by one."""
-        return start_one_by_one(self, outgoing, shapes, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Makes an object on position 0 and returns it on all."""
