@@ -11,5 +11,4 @@ Here in the order in which to read:
     loader.py           equal batches and random numbers on all ranks of a pipeline
     metric_sync.py      over which ranks a metric is synchronized
     before_training.py  one batch to plan with, and what a probed step may ask its trainer for
-    drawing.py          samples drawn on the stages
 """
