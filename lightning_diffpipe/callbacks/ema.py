@@ -62,7 +62,7 @@ class EMA(L.Callback):
         return "EMA"
 
     def bytes_factor(self, module: nn.Module) -> float:
-        """Bytes of averages for each byte of a trained weight: 1 in float32, 2 in half precision.
+        """Returns bytes of averages for each byte of a trained weight: 1 in float32, 2 in half precision.
 
         Example:
             >>> EMA().bytes_factor(nn.Linear(2, 2).bfloat16())
@@ -143,7 +143,7 @@ class EMA(L.Callback):
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
-        """A context in which the module has the averaged weights.
+        """Inside, the module has the averaged weights.
 
         After a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
 

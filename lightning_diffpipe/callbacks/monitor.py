@@ -207,7 +207,7 @@ class PipelineMonitor(L.Callback):
         self._clock.ended_s = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As `on_validation_start`."""
+        """Does the same, as nothing in between is a part of a step."""
         self._clock.ended_s = None
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -516,5 +516,5 @@ class Throughput(L.Callback):
         self._stop_clock()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As `on_validation_start`."""
+        """Stops the clock until the next batch."""
         self._stop_clock()

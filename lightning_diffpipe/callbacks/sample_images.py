@@ -419,7 +419,7 @@ class StageDrawer:
 
     @contextlib.contextmanager
     def _everything_needed(self, setting: PipeFusionSetting) -> Iterator[None]:
-        """A context in which this rank has all that it runs, its own blocks and what lies between blocks."""
+        """Inside, this rank has all that it runs: its own blocks, and what lies between blocks."""
         needed, own = list[set[str]](), dict(self._denoiser.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
             names = resident_parameters(self._denoiser, setting.layout, setting.stages, rank)

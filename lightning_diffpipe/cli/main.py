@@ -327,7 +327,7 @@ def _is_of_all_ranks(error: Exception) -> bool:
 
 
 def main() -> None:
-    """Entry point of the `diffpipe` command; exits with 2 if it was called wrongly."""
+    """Runs the `diffpipe` command; exits with 2 if it was called wrongly."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
         width = max(map(len, VERBS))

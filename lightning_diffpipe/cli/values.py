@@ -366,7 +366,7 @@ def require_writable(path: str) -> None:
 
 
 def require_writable_folder(setting: str, path: str | None) -> None:
-    """The same for a folder, which need not be there; rank 0 is who writes.
+    """Does the same for a folder, which need not be there; rank 0 is who writes.
 
     Args:
         setting: What it was given as.

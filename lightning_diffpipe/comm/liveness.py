@@ -173,7 +173,7 @@ class Liveness:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """A phase; turns what a lost rank raises in it into an error that names the rank.
+        """Enters a phase, and turns what a lost rank raises in it into an error that names the rank.
 
         Raises:
             LostRankError: A rank was lost, or a collective waited in vain.
@@ -183,7 +183,7 @@ class Liveness:
 
     @contextlib.contextmanager
     def run(self, rank: int) -> Iterator[None]:
-        """A run of several ranks: this process is ended if it would go on without the others.
+        """Watches a run of several ranks: this process is ended if it would go on without the others.
 
         Raises:
             LostRankError: As for `inside`.

@@ -235,7 +235,7 @@ class CaptionedDataModule(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:
-        """Shuffled batches of `batch_size`, without the incomplete last one."""
+        """Returns shuffled batches of `batch_size`, without the incomplete last one."""
         return self._loader(self.train_set, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Sample]:
@@ -243,7 +243,7 @@ class CaptionedDataModule(L.LightningDataModule):
         return self._loader(self.validation_set, shuffle=False)
 
     def held_back_captions(self, count: int) -> list[str]:
-        """Up to `count` captions of the samples held back, spread over them, to be drawn while training."""
+        """Returns up to `count` captions of the samples held back, spread over them, to be drawn while training."""
         return [sample["caption"] for sample in self._held_back(count)]
 
     def held_back_conditions(self, count: int) -> Tensor | None:

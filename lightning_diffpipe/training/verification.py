@@ -201,7 +201,7 @@ class MeanCheck:
 
     @property
     def _tolerance(self) -> float:
-        """Relative; low precision rounds losses, too."""
+        """The relative tolerance; low precision rounds losses, too."""
         kinds = {p.dtype for p in self.probed.module.parameters() if p.dtype.is_floating_point}
         return max(_LOSS_TOLERANCE, *(4 * torch.finfo(kind).eps for kind in kinds))
 
