@@ -37,7 +37,7 @@ from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.memo import Entry, LayerMemo, repeatable, why_not_remembered
 from lightning_diffpipe.graph.versions import bytes_of
-from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
+from lightning_diffpipe.runtime.batch_layout import microbatches
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.text import percent, size
 
@@ -112,8 +112,7 @@ class EncodingCache(L.Callback):
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Returns names of modules to remember; notes why the other frozen ones are not."""
         steps = pipeline.engine.layout.steps
-        sizes = microbatch_sizes(num_samples(batch, steps.form), pipeline.plan.num_microbatches)
-        microbatch = split(batch, sizes, steps.form)[0]
+        microbatch = microbatches(batch, pipeline.plan.num_microbatches, steps.form)[0]
         partitioned = steps.of(microbatch, pipeline.seed)
         graph = partitioned.graph
         reasons = {

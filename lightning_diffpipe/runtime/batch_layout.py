@@ -127,6 +127,11 @@ def split(
     return change_samples(batch, sum(sizes), [itemgetter(piece) for piece in slices], form)
 
 
+def microbatches(batch: Any, number: int, form: BatchForm | ModuleSplit | None = None) -> list[Any]:
+    """Cuts a batch into so many microbatches, as even as possible; fewer are made of fewer samples."""
+    return split(batch, microbatch_sizes(num_samples(batch, form), number), form)
+
+
 def _holds_tensors(leaf: Any) -> bool:
     """Returns whether an object that pytree does not look into has tensors or arrays inside."""
     if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):

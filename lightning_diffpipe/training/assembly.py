@@ -36,12 +36,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.state import placed
-from lightning_diffpipe.runtime.batch_layout import (
-    BatchLayout,
-    microbatch_sizes,
-    num_samples,
-    split,
-)
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.ownership import (
@@ -197,12 +192,12 @@ def _planned_graphs(
     if not graph.needs_values:
         return []
     here = _on_device(probed.batch, device)
-    sizes = microbatch_sizes(num_samples(here, graph.form), plan.num_microbatches)
     exemplars = probed.forms.exemplars if probed.forms.widest else ()
     steps = [form.of_step(probed.step) for form in exemplars] or [probed.step]
     try:
         with placed(probed.module, device):
-            unlike = {batch_signature(part): part for part in split(here, sizes, graph.form)}
+            parts = microbatches(here, plan.num_microbatches, graph.form)
+            unlike = {batch_signature(part): part for part in parts}
             return [
                 reprobe(probed.module, step, part, graph, any_form=len(steps) > 1)
                 for part in unlike.values()

@@ -25,12 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError, GraphError
-from lightning_diffpipe.runtime.batch_layout import (
-    BatchLayout,
-    microbatch_sizes,
-    num_samples,
-    split,
-)
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.upcoming import begin_copy_to_host
 
@@ -269,10 +264,8 @@ class StepWatch:
             module.training = mode
 
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
-        layout = self._layout
-        form = layout.steps.form
-        sizes = microbatch_sizes(num_samples(batch, form), layout.schedule.num_microbatches)
-        layout.steps.require_unchanged(split(batch, sizes, form)[0], arguments)
+        number, steps = self._layout.schedule.num_microbatches, self._layout.steps
+        steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
 
     def _current_modes(self) -> list[bool]:
         return list(map(_TRAINING, self._modules))
