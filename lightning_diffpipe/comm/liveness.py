@@ -31,7 +31,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -148,6 +148,8 @@ class Liveness:
         self._unknown: list[_Line] = []  # that have not said who they are
         self._losses: dict[int, Loss] = {}
         self._left: set[int] = set()
+        self._begun = -1
+        self._changed, self._unchanged = set[tuple[int, int]](), set[tuple[int, int]]()
         self._stopped_s: dict[int, float] = {}  # since when processes are stopped that start
         self._siblings: dict[int, int] = {}  # of this run, before all have met, by rank
         self._signalled_s, self._end_s = 0.0, math.inf
@@ -192,6 +194,9 @@ class Liveness:
         self._losses.clear()
         self._siblings.clear()
         self.signals.clear()
+        self._begun = -1
+        self._changed.clear()
+        self._unchanged.clear()
         self._signalled_s, self._end_s = 0.0, math.inf
         self._start()
         in_main = threading.current_thread() is threading.main_thread()
@@ -301,6 +306,40 @@ class Liveness:
             self._look_for_processes(time.monotonic())  # of which one's end may be the reason
             self.signals[self.rank] = self.phase
             self._broadcast(**{"signalled": self.rank, "in": self.phase})
+
+    def begin_batch(self, number: int) -> None:
+        """Notes which batch this rank has begun, and found nothing changed before it."""
+        self._begun = number
+        if self._changed:
+            with self._lock:
+                self._deny()
+
+    def find_unchanged(self, number: int, ranks: Iterable[int], within_s: float) -> list[int]:
+        """Returns which of some ranks begin a batch without the change that this one has found before it.
+
+        Args:
+            number: The batch.
+            ranks: To wait for until they begin it.
+            within_s: After so long those that did not come are not waited for any more.
+        """
+        with self._lock:
+            self._changed.add((self.rank, number))
+            self._broadcast(changed=self.rank, before=number)
+        asked = {(rank, number) for rank in ranks}
+        deadline_s = time.monotonic() + within_s
+        while not (asked <= self._changed | self._unchanged or self._losses):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.01)
+        return sorted(rank for rank, _ in asked & self._unchanged)
+
+    def _deny(self) -> None:
+        """Answers ranks that have found a change before a batch that this one has begun without."""
+        for number in {before for _, before in self._changed if before <= self._begun}:
+            own = self.rank, number
+            if own not in self._changed | self._unchanged:
+                self._unchanged.add(own)
+                self._broadcast(unchanged=self.rank, before=number)
 
     def loss(self) -> Loss | None:
         """Returns the rank that was lost first, of those that were not lost because of another."""
@@ -421,6 +460,13 @@ class Liveness:
                 line.phase = phase
             case {"signalled": rank, "in": phase}:
                 self.signals[rank] = phase
+                self._pass_on(message)
+            case {"changed": rank, "before": number}:
+                self._changed.add((rank, number))
+                self._pass_on(message)
+                self._deny()
+            case {"unchanged": rank, "before": number}:
+                self._unchanged.add((rank, number))
                 self._pass_on(message)
             case {"lost": loss}:
                 self._lose(Loss(**loss))

@@ -408,14 +408,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
         if pipeline.stop_ahead_if_changed() and pipeline.fills:
             self.upcoming = []
-            # Errors of ranks that wait in vain, as theirs were not changed, name this phase.
-            liveness.enter("training, with frozen layers changed")
+            self._refuse_change_alone(number)
             rank_zero_warn(
                 "weights of frozen layers, or buffers that feed them, were changed during training, so what "
                 "they gave for coming batches was thrown away, and they run when a batch is due from now on"
             )
+        else:
+            liveness.begin_batch(number)
         if isinstance(pipeline.engine, FreeRunningEngine):
             return self._step_without_flush(pipeline.engine, batch, arguments)
         accumulate = trainer.accumulate_grad_batches
@@ -423,7 +425,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             pipeline.gradients.clear()
         self._arguments = arguments
         pipeline.watch.before_step(batch, arguments)
-        number = trainer.fit_loop.epoch_loop.total_batch_idx
         upcoming, self.upcoming = self.upcoming, []
         later = lambda n: (arguments[0] + n, *arguments[1:]) if arguments else ()
         result = pipeline.engine.run_step(
@@ -445,6 +446,21 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.gradients.take()
         self._log(result)
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
+
+    def _refuse_change_alone(self, number: int) -> None:
+        """Refuses a change of what frozen layers read if other ranks of the pipeline have none.
+
+        They are asked outside of all groups: ranks vote before the hooks in which weights may change, and another
+        vote after them would cost every step a round trip.
+        """
+        liveness.enter("training, with frozen layers changed")
+        ranks = set(self._running.mesh.pipeline_ranks) - {self.global_rank}
+        if others := liveness.find_unchanged(number, ranks, self.timeout_s):
+            raise ConfigurationError(
+                f"weights of frozen layers, or buffers that feed them, were changed before batch {number} on rank "
+                f"{self.global_rank}, but not on rank {', '.join(map(str, others))} of the same pipeline, which "
+                "would train on what the old ones gave. Change them on all ranks alike, from what all have"
+            )
 
     def _step_without_flush(
         self, engine: FreeRunningEngine, batch: Any, arguments: tuple[Any, ...]

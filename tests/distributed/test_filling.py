@@ -10,6 +10,7 @@ import contextlib
 import copy
 import random
 import re
+import time
 from unittest import mock
 
 import lightning as L
@@ -500,33 +501,49 @@ def test_a_changed_batch_is_noticed():
 
 
 class ChangesOnOneRank(L.Callback):
-    """Changes a frozen weight in the third batch, on rank 1 only."""
+    """Changes a frozen weight in the third batch, on one rank only."""
+
+    def __init__(self, rank):
+        self.rank, self.at_s = rank, 0.0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 2 and trainer.global_rank == 1:
-            next(p for p in module.parameters() if not p.requires_grad).data.mul_(2)
+        if batch_idx == 2:
+            self.at_s = time.monotonic()
+            if trainer.global_rank == self.rank:
+                next(p for p in module.parameters() if not p.requires_grad).data.mul_(2)
 
 
-def changing_weights(rank, settings, world_size):
-    """What each rank raises."""
-    with pytest.raises(PipelineTimeoutError) as error:
-        train(rank, settings, world_size, [ChangesOnOneRank()])
-    return str(error.value)
+def changing_weights(rank, settings, world_size, changed):
+    """What each rank raises, and after how many seconds."""
+    callback = ChangesOnOneRank(changed)
+    with pytest.raises((ConfigurationError, PipelineTimeoutError)) as error:
+        train(rank, settings, world_size, [callback])
+    return str(error.value), time.monotonic() - callback.at_s
 
 
-def test_a_rank_that_alone_changes_frozen_weights_is_named():
-    """History: ranks waited in vain for frozen results, and no error said why.
-
-    They wait for `timeout_s`: ranks vote before the hooks in which weights may change, and another vote after them
-    would cost every step a round trip.
-    """
+@pytest.mark.parametrize(("num_ranks", "changed"), [(2, 0), (3, 1)])
+def test_a_rank_that_alone_changes_frozen_weights_is_named(num_ranks, changed):
+    """History: ranks waited in vain for frozen results, for `timeout_s`, and no error said why."""
     settings = Settings(
         trainer={"max_steps": 6, "max_epochs": -1},
-        strategy={"num_stages": 2, "num_microbatches": 2, "timeout_s": 10},
+        strategy={
+            "num_stages": num_ranks,
+            "num_microbatches": 2,
+            "filling": "shares",
+            "timeout_s": 100,
+        },
     )
-    first, second = run_ranks(changing_weights, 2, settings, 2)
-    assert re.search(r"rank 1(: | \()training, with frozen layers changed\)", first)
-    assert "rank 1 (training, with frozen layers changed) lost " in second
+    found = run_ranks(changing_weights, num_ranks, settings, num_ranks, changed)
+    for rank, (message, seconds) in enumerate(found):
+        assert seconds < 40
+        named = f"changed before batch 2 on rank {changed}, but not on rank "
+        if rank == changed:
+            assert named in message
+        else:
+            assert re.search(
+                rf"rank {changed} \(training, with frozen layers changed\): it failed with .*{named}",
+                message,
+            )
 
 
 class Fails(TinyDiffusion):
