@@ -1062,6 +1062,27 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path, capfd, monkeypatch)
         assert len(runs) == 1, "a run of its own"
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        ["strategy.num_microbatches=9"],
+        [
+            "+callbacks.average._target_=lightning.pytorch.callbacks.StochasticWeightAveraging",
+            "+callbacks.average.swa_lrs=0.1",
+            "+callbacks.average.swa_epoch_start=1",
+        ],
+    ],
+)
+def test_what_is_refused_begins_no_run_of_wandb(tmp_path, capfd, monkeypatch, refused):
+    """History: each attempt left an empty run, whether the command refused it or the strategy did."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=2", "save_to=null"]
+    settings += ["strategy=diffpipe", "strategy.profile=flops", "logger=wandb", *refused]
+    code, _, err = call(capfd, monkeypatch, "train", *settings)
+    assert code == 2, err[-3000:]
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_jobs_of_a_sweep_are_pipelines_of_their_own(tmp_path, capfd, monkeypatch):

@@ -278,6 +278,8 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
     from lightning_diffpipe.checkpoint_files import chosen
     from lightning_diffpipe.training.before_training import why_empty
     from lightning_diffpipe.training.strategy import DiffPipeStrategy
@@ -297,12 +299,16 @@ def train(config: DictConfig) -> Any:
         )
     _require_checkpoint(config)
     prepare(config)
-    trainer = _build_trainer(config)  # before weights are read, which may take minutes
+    # Once nothing is refused any more: the first that is logged begins a run.
+    logs_config = LambdaCallback(
+        on_fit_start=lambda trainer, module: [
+            logger.log_hyperparams(plain(config)) for logger in trainer.loggers
+        ]
+    )
+    trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
     module = module_of(config)
     data = _data_for(module, config)
     with _runs_ended(trainer):
-        for logger in trainer.loggers:
-            logger.log_hyperparams(plain(config))
         path = config.ckpt_path
         if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
             path = chosen(trainer, path, fits=True)  # which ours does by itself

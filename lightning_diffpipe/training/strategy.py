@@ -60,6 +60,7 @@ from lightning_diffpipe.training.loader import (
     take_over,
     unaligned,
 )
+from lightning_diffpipe.training.loggers import allow_runs, put_off_runs
 from lightning_diffpipe.training.metric_sync import MetricSync, forget_elsewhere
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pipelines
@@ -233,6 +234,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Brings processes together, which shall go on from the same checkpoint."""
         super().setup_environment()
         self.require_same_checkpoint()
+        put_off_runs(self._trainer)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if name == "pre_setup":  # Lightning has asked its loggers for their runs just before
+            allow_runs(self._trainer)
+        super().barrier(name)
 
     def setup(self, trainer: Any) -> None:
         """Plans the pipeline and puts this rank's part of the module on its device."""
