@@ -3,8 +3,8 @@
     random() < 0.5      a b c   or   a b c a b c        (self-conditioning: estimate first, or do not)
 
 Which form a microbatch takes is known before any of its layers runs: the step's own code is run from the
-microbatch's seed with a stub for every layer. It is left as soon as no other known form is possible any more,
-before the code after the last layer. Every rank does so from the same seed, and finds the same.
+microbatch's seed with a stub for every layer, to its end, as a layer may be called after all those of a known form.
+Every rank does so from the same seed, and finds the same.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph
+from lightning_diffpipe.graph.placement import has_own_tensors
 from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, is_users
 from lightning_diffpipe.graph.step import StepCall, untouched
 from lightning_diffpipe.graph.view import DummyMemory, RunPlan, Stop, StubbedRun
@@ -89,6 +90,8 @@ class FormView:
         interception: Installed on the root.
         memory: What dummies are made of.
         lenient: Layers that were not called when the step was probed are run, instead of refused.
+        bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a form
+            that begins with all calls of a known one is taken for that.
 
     Attributes:
         counted: What counters of the step (`LayerGraph.counters`) show after the batch whose form was found last.
@@ -101,16 +104,19 @@ class FormView:
         interception: Interception,
         memory: DummyMemory | None = None,
         lenient: bool = False,
+        bears_nan: bool = False,
     ) -> None:
         self._root, self._graph = root, graph
         self._interception, self._lenient = interception, lenient
+        self._goes_on = bears_nan and not graph.needs_values
         interception.watch(graph.site_names)
         self._plan = RunPlan(graph, replace(tail(graph), needed=frozenset()), memory)
         self._attributes = Attributes(root, graph.toggled | graph.left)
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
-        owners = sorted({name.rpartition(".")[0] for name in graph.glue_writes})
-        self._owners = [root.get_submodule(name) for name in owners]
+        owners = {name.rpartition(".")[0] for name in graph.glue_writes}
+        metrics = {name for name, module in root.named_modules() if has_own_tensors(module)}
+        self._owners = [root.get_submodule(name) for name in sorted(owners | metrics)]
 
     def form_of(
         self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
@@ -120,8 +126,8 @@ class FormView:
         Args:
             call: Runs the user's step on it.
             seed: Seeds what the step draws between layers.
-            known: The run ends where only one of these is possible, and complete; the graph's, if there are none.
-                If it is none of them, the step runs to its end. What it changes is put back.
+            known: Where a run ends before the code after the last layer, it does so where only one of these is
+                possible, and complete; the graph's, if there are none. What the step changes is put back.
 
         Returns:
             The form; the only one that is known, if the step reads values, which dummies have not: a branch on one
@@ -132,7 +138,9 @@ class FormView:
         """
         if self._graph.needs_values and len(known) < 2:
             return next(iter(known), tuple((name, True) for name in self._graph.layer_names))
-        patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
+        patterns: Collection[_Pattern] | None = None
+        if not self._goes_on:
+            patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
         with untouched(self._root, self._owners):
             with self._attributes.preserved():
                 form = self._walked(self._run(patterns), call, seed)

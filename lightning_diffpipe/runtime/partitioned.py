@@ -69,6 +69,7 @@ class PartitionedStepCache:
         exemplar: Makes the step take the form that was planned with; None where it throws no coins.
         forms: Those that are known, if there are several.
         throws_coins: Microbatches of one batch may take several; otherwise the first stands for all.
+        bears_nan: The code after the last layer is known to run on NaN; see `FormView`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class PartitionedStepCache:
         exemplar: Exemplar | None = None,
         forms: Sequence[StepForm] = (),
         throws_coins: bool = True,
+        bears_nan: bool = False,
     ) -> None:
         self._root = root
         self._step = step
@@ -96,6 +98,7 @@ class PartitionedStepCache:
         self._local_rank = local_rank
         self._interception = interception
         self._forms, self._throws_coins = list(forms), throws_coins
+        self._bears_nan = bears_nan
         self._first: tuple[str, StepForm] | None = None
         self._graphs: dict[str, dict[tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, FormView] = {}
@@ -141,7 +144,9 @@ class PartitionedStepCache:
             self._add(self._probed(key, microbatch, self._planned_step))
         graph = next(iter(self._graphs[key].values()))
         if key not in self._views:
-            self._views[key] = FormView(self._root, graph, self._interception, self._dummies)
+            self._views[key] = FormView(
+                self._root, graph, self._interception, self._dummies, bears_nan=self._bears_nan
+            )
         call = StepCall(self._step, self._root, microbatch, arguments, graph.batch_writes)
         if is_first or self._throws_coins or self._first is None or self._first[0] != key:
             self._first = key, self._views[key].form_of(call, seed, self._forms)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torchmetrics import SumMetric
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.planning.instruction import Backward, ForwardNoGrad
 from tests.distributed.scenarios import (
+    Recorder,
     Settings,
     assert_equal_runs,
     assert_weights_are_shared_out,
@@ -395,15 +397,78 @@ def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
     assert outcomes[0].plan.num_passes == 1
 
 
-def test_a_late_form_that_begins_with_all_calls_of_a_known_one_is_named_with_its_line():
-    """Gradients are on in both passes; only the code after the last layer tells that others follow."""
+class SecondLoss(TinyDiffusion):
+    """Adds a second term from the third step on, of another call of all layers; may keep values of the first."""
+
+    def __init__(self, reads=False):
+        super().__init__()
+        self.reads, self.terms = reads, []
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        self.terms.append(loss.item() if self.reads else 1)
+        if self.trainer.global_step >= 2:
+            loss = loss + 0.5 * super().loss(batch)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "module_class", "module", "strategy"),
+    [
+        (2, Later, {"form": "both"}, {"filling": "shares"}),
+        (3, Later, {"form": "both", "later_p": 1.0, "tied": True}, {"schedule": "zero_bubble"}),
+        (2, SecondLoss, {}, {}),
+    ],
+)
+def test_a_late_form_that_begins_with_all_calls_of_a_known_one(
+    num_ranks, module_class, module, strategy
+):
+    """History: it ended the run, as the code after the last layer, which alone tells, was not run before.
+
+    Gradients are on in both passes.
+    """
+    settings = Settings(module_class=module_class, module=module)
+    settings.trainer = {"max_steps": 5, "max_epochs": -1}
+    settings.data = {"batch_size": 4, "size": 56}
+    expected = reference(settings, 4)
+    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 4, **strategy}
+    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
+    assert_equal_runs(outcomes, expected, 1e-9)
+    assert outcomes[0].plan.num_passes == 1
+
+
+def test_a_late_form_of_a_step_that_reads_its_loss_is_named_with_its_line():
+    """Nothing would be read there before its layers have run."""
     strategy = quick_strategy(num_stages=1, num_microbatches=1)
     trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=4, max_epochs=-1)
     complaint = (
-        r"test_passes\.py:\d+ calls join as layer call (\d+), where its form has \1 .*first batches"
+        r"tiny\.py:\d+ calls encoder as layer call (\d+), where its form has \1 .*first batches"
     )
     with pytest.raises(GraphError, match=complaint):
-        trainer.fit(Later(1.0, form="both").double(), datamodule=Data())
+        trainer.fit(SecondLoss(reads=True).double(), datamodule=Data())
+
+
+class Scored(TinyDiffusion):
+    """Updates a metric after its last layer, and counts there."""
+
+    def __init__(self):
+        super().__init__()
+        self.score, self.seen = SumMetric(nan_strategy="disable"), []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.score.update(loss.detach())
+        self.seen.append(len(batch["image"]))
+        return loss
+
+
+def test_what_follows_the_last_layer_is_left_alone_where_forms_are_recognised():
+    module, recorder = Scored().double(), Recorder()
+    strategy = quick_strategy(num_stages=1, num_microbatches=1)
+    options = {"strategy": strategy, "callbacks": [recorder], "max_epochs": 1}
+    quiet_trainer(devices=1, **options).fit(module, datamodule=Data(batch_size=4))
+    assert module.seen == [4] * len(recorder.losses)
+    assert float(module.score.compute()) == pytest.approx(sum(recorder.losses))
 
 
 class ManyForms(TinyDiffusion):
