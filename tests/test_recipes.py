@@ -107,6 +107,10 @@ def opens_in_diffusers(name, tmp_path):
     weights = safetensors.torch.load_file(
         next((tmp_path / "saved").glob("*.safetensors")), device="cpu"
     )
+    if name == "wan_lora":  # as ComfyUI maps them, too
+        layer = r"(self_attn|cross_attn)\.[qkvo]|ffn\.[02]"
+        known = rf"diffusion_model\.blocks\.\d+\.({layer})\.lora_[AB]\.weight"
+        assert all(re.fullmatch(known, key) for key in weights)
     raising = [value for key, value in weights.items() if re.search(r"lora(_B|\.up)\.", key)]
     assert any(value.abs().max() > 0 for value in raising)
     return pipeline

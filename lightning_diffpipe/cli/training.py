@@ -281,6 +281,7 @@ def train(config: DictConfig) -> Any:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_diffpipe.checkpoint_files import chosen
+    from lightning_diffpipe.modules.adapters import renamed
     from lightning_diffpipe.training.before_training import why_empty
     from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
@@ -292,6 +293,7 @@ def train(config: DictConfig) -> Any:
         raise ConfigurationError(
             "save_lora writes adapters, and none are trained: add adapter=lora"
         )
+    renamed("", config.save_lora_names)
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
         raise ConfigurationError(
             f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
@@ -352,7 +354,7 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
         module.save_pretrained(config.save_to, dtype=getattr(torch, config.save_dtype))
         print(f"wrote {config.save_to}")
     if config.save_lora is not None:
-        module.save_lora(config.save_lora)
+        module.save_lora(config.save_lora, config.save_lora_names)
         print(f"wrote the adapters to {config.save_lora}")
 
 

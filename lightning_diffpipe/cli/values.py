@@ -65,6 +65,8 @@ SETTINGS: dict[str, Any] = {
     "output_dir": str,
     "ckpt_path": str | None,
     "save_to": str | None,
+    "save_lora": str | None,
+    "save_lora_names": dict,
     "save_dtype": str,
     # sample, demo
     "path": str,

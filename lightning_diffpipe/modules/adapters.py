@@ -99,7 +99,9 @@ class Lora:
             parameter.requires_grad_(".lora_" in name)
 
 
-def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
+def write_lora(
+    folder: Path, parts: Mapping[str, nn.Module], names: Mapping[str, str] | None = None
+) -> Path:
     """Writes the adapters of parts as one file that `load_lora_weights` of diffusers takes, and ComfyUI.
 
     ComfyUI knows nothing of peft's settings, so the factor `alpha / rank` is in the file's `B` matrices.
@@ -107,9 +109,10 @@ def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
     Args:
         folder: Where to; the file is whole or not there.
         parts: Parts with adapters, by their names in the pipeline.
+        names: Regular expressions, and what replaces them in names, one after the other.
 
     Raises:
-        ConfigurationError: None of them has adapters.
+        ConfigurationError: None of the parts has adapters, or names cannot be replaced so.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -123,7 +126,12 @@ def write_lora(folder: Path, parts: Mapping[str, nn.Module]) -> Path:
         for key, value in get_peft_model_state_dict(part).items():
             layer, _, kind = key.rpartition(".lora_")
             factor = part.get_submodule(layer).scaling["default"] if kind.startswith("B.") else 1
-            weights[stored_name(name, key)] = (value.detach().cpu() * factor).contiguous()
+            stored = renamed(stored_name(name, key), names or {})
+            if stored in weights:
+                raise ConfigurationError(
+                    f"save_lora_names give two tensors of the LoRA the name {stored}"
+                )
+            weights[stored] = (value.detach().cpu() * factor).contiguous()
         config = part.peft_config["default"].to_dict()
         own = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
         config |= own | {"use_rslora": False}
@@ -161,6 +169,26 @@ def stored_name(part: str, key: str) -> str:
         key = key.replace(".lora_A.", ".lora.down.").replace(".lora_B.", ".lora.up.")
         key = re.sub(r"\.to_(q|k|v|out)(\.0)?\.lora\.", r".processor.to_\1_lora.", key)
     return f"{part}.{key}"
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    r"""Replaces regular expressions in a name, one after the other.
+
+    Raises:
+        ConfigurationError: One is none, or refers to a group that it does not have.
+
+    Example:
+        >>> renamed("transformer.attn1.to_q.lora_A.weight", {r"attn(\d)": r"a\1", "^transformer": "model"})
+        'model.a1.to_q.lora_A.weight'
+    """
+    for pattern, text in names.items():
+        try:
+            name = re.sub(pattern, text, name)
+        except (re.error, TypeError) as error:
+            raise ConfigurationError(
+                f"save_lora_names has {pattern!r}: {text!r}, no regular expression with what replaces it: {error}"
+            ) from error
+    return name
 
 
 def names_of_adapted(names: Collection[str]) -> list[str]:

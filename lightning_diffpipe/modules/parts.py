@@ -358,20 +358,22 @@ class PartsModule(L.LightningModule):
             _write_part(part, folder / name)
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    def save_lora(self, path: str | Path) -> None:
+    def save_lora(self, path: str | Path, names: Mapping[str, str] | None = None) -> None:
         """Writes the adapters of all parts as one file that `pipe.load_lora_weights(path)` of diffusers takes.
 
         Of several processes the first one writes and the others return at once.
 
         Args:
             path: Folder to write `pytorch_lora_weights.safetensors` into.
+            names: Regular expressions, and what replaces them in names of tensors, one after the other: for
+                programs that know a model by the names of its first code, which diffusers reads, too.
 
         Raises:
-            ConfigurationError: No part has adapters.
+            ConfigurationError: No part has adapters, or names cannot be replaced so.
         """
         if is_first_process():
             parts = {n: p for n, p in self.parts.items() if isinstance(p, nn.Module)}
-            write_lora(Path(path), parts)
+            write_lora(Path(path), parts, names)
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         """For subclasses that are whole models: what an index of another model may not say any more."""

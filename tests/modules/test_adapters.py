@@ -1,18 +1,23 @@
 """What is trained as an adapter (LoRA) is what is saved, loaded and drawn with."""
 
 import json
+import re
 import sys
+from importlib.resources import files
 
+import diffusers
 import pytest
 import safetensors.torch
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
-from lightning_diffpipe.modules import LatentDiffusion, adapters
+from lightning_diffpipe.modules import LatentDiffusion, Lora, PipelineDiffusion, adapters
 from lightning_diffpipe.sampling.skeleton import load_weights
 from tests.modules.tiny_parts import fit
+from tests.predictor import tiny_pipelines as tiny
 
 
 @pytest.fixture
@@ -103,3 +108,65 @@ def test_a_missing_peft_is_named(monkeypatch):
     settings = {"configs": {"default": json.dumps({})}, "active": ["default"]}
     with pytest.raises(CheckpointError, match=r"pip install 'lightning-diffpipe\[lora\]'"):
         adapters.add_adapters(nn.Linear(1, 1), settings)
+
+
+def lora_of(name, folder, text=True, **options):
+    """A module with adapters of large numbers, its text encoders', too."""
+    lora = Lora(rank=2, alpha=6, **options)
+    module = PipelineDiffusion(tiny.build(name, folder / "a"), lora=lora, train_text_encoder=text)
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if ".lora_" in key:
+                parameter.normal_(std=0.3)
+    return module
+
+
+ATTENTION = r"\.encoder\.layers\.\d\.self_attn\.(q|k|v|out)_proj\.lora_[AB]\.weight"
+UNET = r"unet\..*\.attn[12]\.processor\.to_(q|k|v|out)_lora\.(down|up)\.weight"
+MMDIT = r"transformer\.(single_)?transformer_blocks\.\d\.attn\.to_(q|k|v|out\.0)\.lora_[AB]\.weight"
+CLIP = rf"text_encoder(_2)?\.text_model{ATTENTION}"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "unknown"),
+    [
+        ("stable_diffusion", f"{UNET}|{CLIP}", "none"),
+        ("sdxl", f"{UNET}|{CLIP}", "none"),
+        ("sd3", f"{MMDIT}|{CLIP}", r"text_encoder_3\.encoder\.block\..*"),
+        ("flux", f"{MMDIT}|{CLIP}", r"text_encoder_2\.encoder\.block\..*"),
+    ],
+)
+def test_tensors_have_the_names_that_comfyui_took(name, known, unknown, tmp_path):
+    """Its own loader was run on such files, and took all but those of T5."""
+    lora_of(name, tmp_path).save_lora(tmp_path)
+    assert not [n for n in stored(tmp_path) if not re.fullmatch(f"{known}|{unknown}", n)]
+
+
+def test_names_of_a_models_first_code_are_read_by_diffusers_as_its_own(tmp_path):
+    """Those of the recipe for Wan, which ComfyUI knows by these only."""
+    layers = r"blocks\.\d\.(attn[12]\.to_(q|k|v|out\.0)|ffn\.net\.(0\.proj|2))"
+    module = lora_of("wan", tmp_path, text=False, targets=layers)
+    recipe = files("lightning_diffpipe.conf") / "experiment" / "wan_lora.yaml"
+    names = OmegaConf.load(str(recipe)).save_lora_names
+    module.save_lora(tmp_path / "own")
+    module.save_lora(tmp_path / "first", names)
+    assert not set(stored(tmp_path / "own")) & set(stored(tmp_path / "first"))
+    assert len(stored(tmp_path / "own")) == 4 * (2 * 4 + 2) * 2  # blocks, layers, matrices
+    own, first = (diffusers.WanPipeline.lora_state_dict(tmp_path / n) for n in ("own", "first"))
+    assert own.keys() == first.keys()
+    assert all(torch.equal(value, first[name]) for name, value in own.items())
+
+
+def stored(folder):
+    return safetensors.torch.load_file(folder / adapters.LORA_FILE)
+
+
+def test_names_that_cannot_be_given_are_refused(tmp_path):
+    module = lora_of("stable_diffusion", tmp_path)
+    for names, message in (
+        ({"(": "x"}, r"save_lora_names has '\(': 'x', no regular expression"),
+        ({"unet": r"\1"}, "invalid group reference"),
+        ({".*": "x"}, "give two tensors of the LoRA the name xx"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            module.save_lora(tmp_path, names)
