@@ -126,6 +126,10 @@ class Bounds:
             ranks = [self._placement.stages_of(rank) for rank in range(self.shape.num_ranks)]
             busiest = max(sum(work[cuts[s][1]] - work[cuts[s][0]] for s in its) for its in ranks)
             return max(bound_s, self.frozen_s + busiest)
+        cluster, size = self.model.cluster, self.shape.sizes[-1]
+        links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
+        # Where ranks hold several stages, skips may stay where they are.
+        stays_on_rank = bool(self._placement and self.model.profile.backbones[0].skips)
         for stage, (first, stop, replicas) in enumerate(cuts):
             more_s = 0.0
             if self._placement:
@@ -136,19 +140,10 @@ class Bounds:
                 # Until that is reached a rank has nothing to do, nor after that stage's last backward.
                 more_s = sum(work[cuts[s][1]] - work[cuts[s][0]] for s in later)
             bound_s = max(bound_s, link_s + more_s + self.stage_s(first, stop, replicas, link_s))
-            link_s += self._link_s(first, stop)
+            if stop < self.model.num_layers() and not stays_on_rank:
+                num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), size)
+                link_s += min(link.seconds(num_bytes) for link in links)
         return bound_s
-
-    def _link_s(self, first: int, stop: int) -> float:
-        """Time, at least, of a message over the cut after these layers; nothing after the last."""
-        if stop == self.model.num_layers() or (
-            self._placement and self.model.profile.backbones[0].skips
-        ):
-            return 0.0  # skips may stay where they are
-        cluster = self.model.cluster
-        num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), self.shape.sizes[-1])
-        links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
-        return min(link.seconds(num_bytes) for link in links)
 
     @cached_property
     def _placement(self) -> Placement | None:
@@ -220,11 +215,13 @@ class StageNeeds:
         model: The cost model.
         replicas: Ranks of every stage.
         held: By stage: what its ranks hold, each kind once.
+        boundary_bytes: Bytes of a sample that cross a cut before every layer, and after the last.
     """
 
     model: CostModel
     replicas: tuple[int, ...]
     held: tuple[frozenset[tuple[Waiting, StageLoad]], ...]
+    boundary_bytes: tuple[float, ...]
 
     @classmethod
     def of(cls, model: CostModel, frame: Frame) -> StageNeeds:
@@ -236,37 +233,32 @@ class StageNeeds:
 
         ranks = frame.pipeline.placement.stage_ranks
         held = (frozenset(held_by(stage, r) for r in own) for stage, own in enumerate(ranks))
-        return cls(model, tuple(map(len, ranks)), tuple(held))
-
-    @cached_property
-    def _boundary_bytes(self) -> tuple[float, ...]:
-        """Bytes of a sample that cross a cut before every layer, and after the last."""
-        layers = range(1, self.model.num_layers() + 1)
-        return 0.0, *(self.model.boundary_bytes(LayerRun(0, 0, stop), 1) for stop in layers)
+        stops = range(1, model.num_layers() + 1)
+        boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, 0, stop), 1) for stop in stops)
+        return cls(model, tuple(map(len, ranks)), tuple(held), boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
         """What a stage from `first` to each of `stops` needs on its fullest rank.
 
         Of an exchange counts what is read here, not what is packed for others, which depends on all cuts.
         """
-        rows = [self._need_bytes(*held, first, stops) for held in self.held[stage]]
+        model, boundary, rows = self.model, self.boundary_bytes, []
+        resident = model.need_bytes(0, 0, 0)
+        for waiting, load in self.held[stage]:
+            kept, (before, after) = model.need_bytes(0, *waiting), boundary_samples(waiting)
+            fixed = model.frozen_bytes + load.beside + before * boundary[first] - kept[first]
+            needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
+            if load.read or load.made:
+                alone = model.frozen_bytes + load.made - resident[first]
+                read = [
+                    load.read * model.read_bytes_per_sample(LayerRun(0, first, s)) for s in stops
+                ]
+                needs = [
+                    max(need + reads, alone + resident[stop] + max(load.working, 2 * reads))
+                    for stop, need, reads in zip(stops, needs, read, strict=True)
+                ]
+            rows.append(needs)
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
-
-    def _need_bytes(
-        self, waiting: Waiting, load: StageLoad, first: int, stops: range
-    ) -> list[float]:
-        kept, resident = self.model.need_bytes(0, *waiting), self.model.need_bytes(0, 0, 0)
-        (before, after), boundary = boundary_samples(waiting), self._boundary_bytes
-        fixed = self.model.frozen_bytes + load.beside + before * boundary[first] - kept[first]
-        needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
-        if not load.read and not load.made:
-            return needs
-        alone = self.model.frozen_bytes + load.made - resident[first]
-        read = [load.read * self.model.read_bytes_per_sample(LayerRun(0, first, s)) for s in stops]
-        return [
-            max(need + reads, alone + resident[stop] + max(load.working, 2 * reads))
-            for stop, need, reads in zip(stops, needs, read, strict=True)
-        ]
 
     def fastest(self, bounds: Bounds, limit_s: float) -> tuple[Cut, ...] | None:
         """Of the cuts that fit into memory the one with the smallest bound; None if none is below `limit_s`.

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_diffpipe.errors import DiffPipeError
+
+_T = TypeVar("_T")
 
 LARGEST = (1 << 63) - 1
 """No count or size is larger; what is larger was mistyped, and would overflow in arithmetic."""
@@ -163,6 +165,15 @@ class Node:
             raise self.expected(f"a whole number of at most {LARGEST}")
         return value
 
+    def made(self, make: Callable[..., _T], *values: Any, **fields: Any) -> _T:
+        """What is made of this value; complaints of its maker name the address."""
+        try:
+            return make(*values, **fields)
+        except DiffPipeError as cause:
+            if isinstance(cause, self.error):
+                raise
+            raise self.error(f"{self.source}: {self.where}: {cause}") from cause
+
     def _address(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
 
@@ -184,9 +195,6 @@ def stored(default: Any = MISSING, **how: object) -> Any:
             written at its default as well; `never=True`, if it is neither read nor written.
     """
     return field(default=default, metadata=how)
-
-
-_T = TypeVar("_T")
 
 
 def read(cls: type[_T], node: Node) -> _T:
@@ -214,12 +222,7 @@ def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
         # An infinite number that is the default need not be in range.
         if key in required or (key in node and not node[key].value == math.inf == own.default)
     }
-    try:
-        return cls(**values)
-    except DiffPipeError as cause:
-        if isinstance(cause, node.error):
-            raise
-        raise node.error(f"{node.source}: {node.where}: {cause}") from cause
+    return node.made(cls, **values)
 
 
 def write(value: object) -> Any:

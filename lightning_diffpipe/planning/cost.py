@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.codec import Node, read_value
+from lightning_diffpipe.planning.codec import Node, read_value, stored, write
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     cheapest_group_size,
@@ -306,9 +306,9 @@ class PipelineCosts:
     weight_gradient_s: Table
     activation_s: Table
     gradient_s: Table
-    encode_s: tuple[float, ...] = ()
-    all_reduce_s: tuple[float, ...] = ()
-    all_gather_s: float = 0.0
+    encode_s: tuple[float, ...] = stored((), always=True)
+    all_reduce_s: tuple[float, ...] = stored((), always=True)
+    all_gather_s: float = stored(0.0, always=True)
     holds_sender: bool = False
     split_s: Table = ()
     first_layers: tuple[int, ...] = ()
@@ -338,16 +338,8 @@ class PipelineCosts:
         def longer(table: Table) -> Table:
             return tuple(row * num_batches for row in table)
 
-        return replace(
-            self,
-            sizes=self.sizes * num_batches,
-            forward_s=longer(self.forward_s),
-            backward_s=longer(self.backward_s),
-            weight_gradient_s=longer(self.weight_gradient_s),
-            activation_s=longer(self.activation_s),
-            gradient_s=longer(self.gradient_s),
-            split_s=longer(self.split_s),
-        )
+        tables: dict[str, Any] = {n: longer(getattr(self, n)) for n in (*TABLES, "split_s")}
+        return replace(self, sizes=self.sizes * num_batches, **tables)
 
     def _weight_s(self, stage: int, microbatch: int) -> float:
         """The part of a backward that makes weight gradients; rounding, or a plan by hand, may exceed the whole."""
@@ -393,7 +385,6 @@ class PipelineLinks:
     num_pipelines: int = 1
 
     def _first_ranks(self) -> range:
-        """The first rank of every pipeline."""
         num_ranks = self.placement.num_ranks
         return range(0, self.num_pipelines * num_ranks, num_ranks)
 
@@ -491,23 +482,12 @@ TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradi
 def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
     """The JSON form: tables as `{samples: [seconds of each stage]}`."""
     first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
-    tables: dict[str, object] = {
-        name: _table_to_json(getattr(costs, name), first) for name in TABLES
-    }
-    return {
-        "sizes": list(costs.sizes),
-        **tables,
-        "encode_s": list(costs.encode_s),
-        "all_reduce_s": list(costs.all_reduce_s),
-        "all_gather_s": costs.all_gather_s,
-        **({"holds_sender": True} if costs.holds_sender else {}),
-        **({"split_s": _table_to_json(costs.split_s, first)} if costs.split_s else {}),
-        **({"first_layers": list(costs.first_layers)} if costs.first_layers else {}),
-    }
-
-
-def _table_to_json(table: Table, first: Mapping[int, int]) -> dict[str, list[float]]:
-    return {str(size): [row[at] for row in table] for size, at in first.items()}
+    document: dict[str, object] = write(costs)
+    for name in (*TABLES, "split_s"):
+        if name in document:
+            table = getattr(costs, name)
+            document[name] = {str(n): [row[at] for row in table] for n, at in first.items()}
+    return document
 
 
 def costs_from_node(node: Node) -> PipelineCosts:
@@ -519,7 +499,14 @@ def costs_from_node(node: Node) -> PipelineCosts:
     keys = ("sizes", *TABLES, "encode_s", "all_reduce_s", "all_gather_s")
     node.check_keys(keys, ("holds_sender", "split_s", "first_layers"))
     sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
-    tables = {name: _read_table(node[name], sizes) for name in (*TABLES, "split_s") if name in node}
+    tables: dict[str, Table] = {}
+    for name in (*TABLES, *(["split_s"] if "split_s" in node else [])):
+        table = node[name].check_keys(sorted({str(size) for size in sizes}))
+        columns = [read_value(tuple[float, ...], table[str(size)]) for size in sizes]
+        for size, column in zip(sizes, columns, strict=True):
+            if len(column) != len(columns[0]):
+                raise table[str(size)].expected(f"{len(columns[0])} numbers, one for each stage")
+        tables[name] = tuple(zip(*columns, strict=True))
     first_layers = node["first_layers"].elements() if "first_layers" in node else ()
     return PipelineCosts(
         sizes=sizes,
@@ -530,12 +517,3 @@ def costs_from_node(node: Node) -> PipelineCosts:
         holds_sender="holds_sender" in node and node["holds_sender"].flag(),
         first_layers=tuple(layer.integer() for layer in first_layers),
     )
-
-
-def _read_table(node: Node, sizes: tuple[int, ...]) -> Table:
-    node.check_keys(sorted({str(size) for size in sizes}))
-    columns = [read_value(tuple[float, ...], node[str(size)]) for size in sizes]
-    for size, column in zip(sizes, columns, strict=True):
-        if len(column) != len(columns[0]):
-            raise node[str(size)].expected(f"{len(columns[0])} numbers, one for each stage")
-    return tuple(zip(*columns, strict=True))

@@ -19,7 +19,6 @@ from lightning_diffpipe.planning.cost import (
 from lightning_diffpipe.planning.filling import (
     SHARES_PERIOD,
     EncodePart,
-    Filled,
     all_done_s,
     even_shares,
     fill_by_shares,
@@ -235,7 +234,12 @@ class Evaluator:
         backbone = self.calls.profile.backbones[0]
         if backbone.passes and shape.num_ranks > 1:
             placement = unrolled(base, backbone, self.runs(proposal))
-        ticks = self._ticks(proposal) if shape.spec.timed else ()
+        ticks: Ticks = ()
+        if shape.spec.timed:  # in parts of the average: cuts that differ little have one order
+            model, size = self.model, shape.sizes[0]
+            times = [(model.forward_s(r, size), model.backward_s(r, size)) for r in proposal.runs]
+            unit = sum(map(sum, times)) / (TICKS * len(times)) or 1.0
+            ticks = tuple((round(f / unit, 0), round(b / unit, 0)) for f, b in times)
         key = (shape, placement.stage_ranks, placement.no_grad, ticks)
         if key not in self._frames:
             if key not in self._pipelines:
@@ -246,13 +250,6 @@ class Evaluator:
             loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
             self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
         return self._frames[key]
-
-    def _ticks(self, proposal: Proposal) -> Ticks:
-        """What the stages take, in parts of the average one: cuts that differ little have one order of work."""
-        model, size = self.model, proposal.shape.sizes[0]
-        times = [(model.forward_s(r, size), model.backward_s(r, size)) for r in proposal.runs]
-        unit = sum(map(sum, times)) / (TICKS * len(times)) or 1.0
-        return tuple((round(f / unit, 0), round(b / unit, 0)) for f, b in times)
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
         """What the simulator needs."""
@@ -269,22 +266,30 @@ class Evaluator:
         the safest: costs are never known exactly. So a little of the unfilled step is added.
         """
         if proposal not in self._steps:
-            costs, frame = self.costs(proposal), self.frame(proposal)
-            start_s = exchanged_s(frame.parts, costs) if frame.parts else 0.0
+            costs, frame, shape = self.costs(proposal), self.frame(proposal), proposal.shape
             if frame.pipeline.runs_free:
                 step_s = period_s(prefix_frozen(frame.pipeline.schedule(), frame.parts), costs)
             else:
-                step_s = self._expected_s(proposal, costs, start_s)
+                step_s = self._expected_s(proposal, costs)
             if self.model.profile.backbones[0].skips:
-                step_s += LINK_SHARE * costs.link_s() / proposal.shape.num_ranks
+                step_s += LINK_SHARE * costs.link_s() / shape.num_ranks
             if self.fills:
-                step_s = preference_s(max(step_s, self._all_done_s(proposal, costs)), step_s)
+                busy_s = [0.0] * shape.num_ranks
+                for stage, times in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
+                    in_turn = cycle(frame.pipeline.placement.stage_ranks[stage])
+                    for rank, forward_s, backward_s in zip(in_turn, *times, strict=False):
+                        busy_s[rank] += forward_s + backward_s
+                num_shares = len(self.share_steps(shape))
+                share_s = shape.num_ranks * self.encode_share_s(shape) / num_shares
+                done_s = all_done_s(busy_s, even_shares(busy_s, share_s, num_shares), share_s)
+                step_s = preference_s(max(step_s, done_s), step_s)
             self._steps[proposal] = step_s
         return self._steps[proposal]
 
-    def _expected_s(self, proposal: Proposal, costs: PipelineCosts, start_s: float) -> float:
+    def _expected_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
         """The simulated time of the pipeline, over the forms that its microbatches take."""
-        pipeline, seen = self.frame(proposal).pipeline, self.calls.profile.backbones[0].seen
+        frame, seen = self.frame(proposal), self.calls.profile.backbones[0].seen
+        pipeline, start_s = frame.pipeline, exchanged_s(frame.parts, costs) if frame.parts else 0.0
         if len(seen.forms) == 1:
             return makespan(pipeline.outline(()), costs, start_s)
         if proposal.shape.num_ranks == 1:  # stages leave calls out only as a whole
@@ -306,18 +311,6 @@ class Evaluator:
         stops = [run.stop for run in self.runs(proposal)]
         forms = self.calls.profile.backbones[0].seen.forms
         return tuple(bisect_right(stops, first) for _, first in forms)
-
-    def _all_done_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
-        """When all ranks are done if none ever waits, each with its own work and its share of samples."""
-        placement, num_ranks = self.frame(proposal).pipeline.placement, proposal.shape.num_ranks
-        busy_s = [0.0] * num_ranks
-        for stage, times in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
-            in_turn = cycle(placement.stage_ranks[stage])
-            for rank, forward_s, backward_s in zip(in_turn, *times, strict=False):
-                busy_s[rank] += forward_s + backward_s
-        num_steps = len(self.share_steps(proposal.shape))
-        step_s = num_ranks * self.encode_share_s(proposal.shape) / num_steps
-        return all_done_s(busy_s, even_shares(busy_s, step_s, num_steps), step_s)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Memory of every rank."""
@@ -388,17 +381,27 @@ class Evaluator:
         forms: tuple[tuple[float, int], ...] = ()
         seen = self.calls.profile.backbones[0].seen
         if len(seen.forms) > 1:
-            start_s = exchanged_s(frame.parts, costs) if frame.parts else 0.0
-            planned = replace(planned, expected_s=self._expected_s(proposal, costs, start_s))
+            planned = replace(planned, expected_s=self._expected_s(proposal, costs))
             shares = (share for share, _ in seen.forms)
             forms = tuple(zip(shares, self._first_stages(proposal), strict=True))
+        shape = proposal.shape
+        decided = replace(
+            self.options,
+            num_stages=shape.num_stages,
+            num_microbatches=len(shape.sizes),
+            num_replicas=proposal.replicas,
+            data_parallel=shape.num_pipelines,
+            schedule=shape.schedule,
+            filling="none",
+            frozen_group_size=self.group_size(shape) or max(shape.sizes),
+        )
         return PipelinePlan(
-            self._resolved(proposal, "none"),
+            decided,
             self._stages(proposal),
             schedule.programs,
             planned,
             costs,
-            layers=self._layers,
+            layers=tuple(layer.name for layer in self.calls.profile.backbones[0].layers),
             forms=forms,
         )
 
@@ -423,37 +426,15 @@ class Evaluator:
 
     def filled_plan(self, proposal: Proposal, unfilled: PipelinePlan) -> PipelinePlan:
         """Frozen work of the next batch in the bubbles of this one."""
-        schedule, costs = self.frame(proposal).pipeline.schedule(), self.costs(proposal)
-        timeline = simulate(schedule, costs, costs.sizes)
-        layers = frozen_layers(self.model.profile.encoders, self.group_size(proposal.shape))
+        pipeline, sizes = self.frame(proposal).pipeline, proposal.shape.sizes
+        group, schedule = self.group_size(proposal.shape), pipeline.schedule()
+        costs = self.costs(proposal)
+        timeline = simulate(schedule, costs, sizes)
+        layers = frozen_layers(self.model.profile.encoders, group)
         placed = fill_by_shares(timeline, layers, self.share_steps(proposal.shape))
         filled = weave(schedule, timeline, placed)
         costs = replace(costs, encode_s=filled.piece_s)
-        timeline = simulate(filled.schedule, costs, costs.sizes)
-        planned = replace(
-            unfilled.planned,
-            iteration_s=timeline.iteration_s,
-            bubble_ratio=timeline.bubble_ratio,
-            no_bubble_limit_s=_no_bubble_limit_s(timeline),
-            frozen_s=math.fsum(filled.piece_s),
-            leftover_s=filled.leftover_s,
-            peak_memory_bytes=self._peak_bytes_filled(proposal, filled),
-            samples_per_s=self.options.global_batch_size / (timeline.iteration_s or math.inf),
-        )
-        return PipelinePlan(
-            self._resolved(proposal, "shares"),
-            self._stages(proposal),
-            filled.schedule.programs,
-            planned,
-            costs,
-            filled.pieces,
-            self._layers,
-            unfilled.forms,
-        )
-
-    def _peak_bytes_filled(self, proposal: Proposal, filled: Filled) -> tuple[int, ...]:
-        """Memory of every rank with the shares of the frozen work that filling gave it."""
-        pipeline, sizes = self.frame(proposal).pipeline, proposal.shape.sizes
+        timeline = simulate(filled.schedule, costs, sizes)
         starts = (0, *accumulate(sizes))
         parts = {
             EncodePart(0, piece.rank, m, 0, size)
@@ -461,28 +442,26 @@ class Evaluator:
             for m, size in enumerate(sizes)
             if piece.start < starts[m] + size and starts[m] < piece.stop
         }
-        group = self.group_size(proposal.shape)
         loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True)
-        return peak_memory_bytes(self.calls, pipeline.peaks, self.runs(proposal), loads)
-
-    def _resolved(self, proposal: Proposal, filling: str) -> PlanOptions:
-        """The options with everything decided."""
-        shape = proposal.shape
-        return replace(
-            self.options,
-            num_stages=shape.num_stages,
-            num_microbatches=len(shape.sizes),
-            num_replicas=proposal.replicas,
-            data_parallel=shape.num_pipelines,
-            schedule=shape.schedule,
-            filling=filling,
-            frozen_group_size=self.group_size(shape) or max(shape.sizes),
+        peaks = peak_memory_bytes(self.calls, pipeline.peaks, self.runs(proposal), loads)
+        planned = replace(
+            unfilled.planned,
+            iteration_s=timeline.iteration_s,
+            bubble_ratio=timeline.bubble_ratio,
+            no_bubble_limit_s=_no_bubble_limit_s(timeline),
+            frozen_s=math.fsum(filled.piece_s),
+            leftover_s=filled.leftover_s,
+            peak_memory_bytes=peaks,
+            samples_per_s=self.options.global_batch_size / (timeline.iteration_s or math.inf),
         )
-
-    @property
-    def _layers(self) -> tuple[str, ...]:
-        """Names of the layers that are cut."""
-        return tuple(layer.name for layer in self.calls.profile.backbones[0].layers)
+        return replace(
+            unfilled,
+            options=replace(unfilled.options, filling="shares"),
+            programs=filled.schedule.programs,
+            planned=planned,
+            costs=costs,
+            pieces=filled.pieces,
+        )
 
     def _stages(self, proposal: Proposal) -> tuple[Stage, ...]:
         placement, size = self.frame(proposal).pipeline.placement, proposal.shape.num_stages

@@ -28,6 +28,7 @@ at the end, which needs each sample once.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -460,25 +461,22 @@ def _fill_rank(
     index: int,
 ) -> list[Placed]:
     """One rank's samples through all layers, gap after gap; what is left comes after the pipeline."""
-    todo = [(layer, first_sample, first_sample + samples) for layer in layers] if samples else []
-    placed: list[Placed] = []
-    for gap_start, gap_stop in gaps:
-        left = (gap_stop - gap_start) * (1 - MARGIN)
+    todo = deque((layer, first_sample) for layer in layers if samples)
+    stop, placed = first_sample + samples, list[Placed]()
+    after_all: tuple[float | None, float] = None, math.inf
+    for gap_s, left_s in (*((a, (b - a) * (1 - MARGIN)) for a, b in gaps), after_all):
         while todo:
-            layer, start, stop = todo[0]
+            layer, start = todo[0]
             fitting = stop - start
-            if layer.seconds(fitting) > left:
-                fitting = bisect_right(range(1, fitting), left, key=layer.seconds)
+            if layer.seconds(fitting) > left_s:
+                fitting = bisect_right(range(1, fitting), left_s, key=layer.seconds)
             if not fitting:
                 break
-            duration = layer.seconds(fitting)
-            piece = FrozenPiece(
-                index + len(placed), rank, layer.encoder, layer.layer, start, start + fitting
-            )
-            placed.append(Placed(piece, duration, gap_start))
-            left -= duration
-            todo[:1] = [] if start + fitting == stop else [(layer, start + fitting, stop)]
-    for layer, start, stop in todo:
-        piece = FrozenPiece(index + len(placed), rank, layer.encoder, layer.layer, start, stop)
-        placed.append(Placed(piece, layer.seconds(stop - start), None))
+            address = rank, layer.encoder, layer.layer, start, start + fitting
+            piece = FrozenPiece(index + len(placed), *address)
+            placed.append(Placed(piece, layer.seconds(fitting), gap_s))
+            left_s -= placed[-1].duration_s
+            todo.popleft()
+            if start + fitting < stop:
+                todo.appendleft((layer, start + fitting))
     return placed

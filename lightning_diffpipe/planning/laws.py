@@ -134,10 +134,8 @@ def _check_messages_of(schedule: Schedule, rank: int, program: Program) -> None:
     for instruction, message in zip(program, schedule.inputs_of(program), strict=True):
         if instruction in seen and isinstance(instruction, (Send, Receive, Wait)):
             raise ScheduleError(f"rank {rank} has {instruction} twice")
-        if isinstance(instruction, Wait):
-            i = instruction
-            if Receive(i.kind, i.stage, i.microbatch, i.from_rank) not in seen:
-                raise ScheduleError(f"rank {rank} waits with {instruction}, but posted no receive")
+        if isinstance(instruction, Wait) and Message.of(instruction, rank).receive() not in seen:
+            raise ScheduleError(f"rank {rank} waits with {instruction}, but posted no receive")
         if message is not None and not message.is_local and message.wait() not in seen:
             raise ScheduleError(
                 f"rank {rank} runs {instruction} without {message.wait()} before it"
@@ -156,28 +154,21 @@ def _check_messages_of(schedule: Schedule, rank: int, program: Program) -> None:
 
 def _check_edges(schedule: Schedule) -> None:
     """Law 3 between ranks: both ends of a directed edge see the same messages in the same order."""
-    sent: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
-    received: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
         for i in program:
-            if isinstance(i, Send):
-                sent[rank, i.to_rank].append((i.kind, i.stage, i.microbatch))
-            elif isinstance(i, Receive):
-                received[i.from_rank, rank].append((i.kind, i.stage, i.microbatch))
+            if isinstance(i, Send | Receive):
+                message = Message.of(i, rank)
+                ends = sent if isinstance(i, Send) else received
+                ends[message.from_rank, message.to_rank].append(message)
     for edge in sorted(sent.keys() | received.keys()):
-        for position, pair in enumerate(zip_longest(sent[edge], received[edge])):
-            if pair[0] != pair[1]:
+        for position, (out, into) in enumerate(zip_longest(sent[edge], received[edge])):
+            if out != into:
                 raise ScheduleError(
                     f"message {position} from rank {edge[0]} to rank {edge[1]}: "
-                    f"{_text(pair[0])} is sent, but {_text(pair[1])} is received"
+                    f"{out or 'nothing'} is sent, but {into or 'nothing'} is received"
                 )
-
-
-def _text(message: tuple[str, int, int] | None) -> str:
-    if message is None:
-        return "nothing"
-    kind, stage, microbatch = message
-    return f"the {kind.replace('_', ' ')} of microbatch {microbatch} for stage {stage}"
 
 
 def messages_of_edge(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:

@@ -42,7 +42,6 @@ from lightning_diffpipe.planning.instruction import (
     ExchangeFrozen,
     Forward,
     Instruction,
-    Kind,
     Program,
     Receive,
     ReduceGradients,
@@ -227,25 +226,18 @@ def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, .
         >>> {str(at): [str(receive) for receive in receives] for at, receives in of_rank[0].items()}
         {'0g0?1': ['0g0<1'], '0g1?1': ['0g1<1']}
     """
-    sent, begun = set[_MessageId](), set[_MessageId]()
-    hosts = [_Host(program, sent, begun) for program in schedule.programs]
+    sent, begun = set[Message](), set[Message]()
+    hosts = [_Host(rank, program, sent, begun) for rank, program in enumerate(schedule.programs)]
     while any(host.goes_on() for host in hosts) or any(host.begins_early() for host in hosts):
         pass
     return tuple({at: tuple(receives) for at, receives in host.due.items()} for host in hosts)
-
-
-_MessageId = tuple[Kind, int, int]
-"""What both ends of a message know of it: kind, stage and microbatch."""
-
-
-def _id_of(instruction: Send | Receive | Wait) -> _MessageId:
-    return instruction.kind, instruction.stage, instruction.microbatch
 
 
 class _Host:
     """A rank that waits for its device before every instruction.
 
     Args:
+        rank: Its number.
         program: Its instructions.
         sent: Messages that any rank has sent.
         begun: Messages whose receives have begun on any rank.
@@ -254,12 +246,14 @@ class _Host:
         due: What begins before which instruction.
     """
 
-    def __init__(self, program: Program, sent: set[_MessageId], begun: set[_MessageId]) -> None:
+    def __init__(
+        self, rank: int, program: Program, sent: set[Message], begun: set[Message]
+    ) -> None:
         self.due: dict[Instruction, list[Receive]] = {}
-        self._program, self._sent, self._begun = program, sent, begun
+        self._rank, self._program, self._sent, self._begun = rank, program, sent, begun
         self._position = 0
-        self._posted: dict[int, deque[Receive]] = defaultdict(deque)  # by sender, not begun
-        self._under_way: list[_MessageId] = []
+        self._posted: dict[int, deque[Message]] = defaultdict(deque)  # by sender, not begun
+        self._under_way: list[Message] = []
 
     def goes_on(self) -> bool:
         """Runs until something that it has begun needs another rank; says whether it did anything."""
@@ -268,8 +262,9 @@ class _Host:
             instruction = self._program[self._position]
             if isinstance(instruction, Wait):
                 # The receive that is waited for begins after those of messages that were sent before.
-                posted, message = self._posted[instruction.from_rank], _id_of(instruction)
-                if any(_id_of(receive) == message for receive in posted):
+                message = Message.of(instruction, self._rank)
+                posted = self._posted[instruction.from_rank]
+                if message in posted:
                     did = True
                     while message not in self._begun:
                         self._begin(posted.popleft())
@@ -279,10 +274,12 @@ class _Host:
             if self._under_way:
                 break
             if isinstance(instruction, Send):
-                self._sent.add(_id_of(instruction))
-                self._under_way.append(_id_of(instruction))
+                message = Message.of(instruction, self._rank)
+                self._sent.add(message)
+                self._under_way.append(message)
             elif isinstance(instruction, Receive):
-                self._posted[instruction.from_rank].append(instruction)
+                message = Message.of(instruction, self._rank)
+                self._posted[instruction.from_rank].append(message)
             self._position += 1
             did = True
         return did
@@ -290,12 +287,12 @@ class _Host:
     def begins_early(self) -> bool:
         """Begins the receive of a message that waits to be taken, if there is one."""
         for posted in self._posted.values():
-            if posted and _id_of(posted[0]) in self._sent:
+            if posted and posted[0] in self._sent:
                 self._begin(posted.popleft())
                 return True
         return False
 
-    def _begin(self, receive: Receive) -> None:
-        self.due.setdefault(self._program[self._position], []).append(receive)
-        self._under_way.append(_id_of(receive))
-        self._begun.add(_id_of(receive))
+    def _begin(self, message: Message) -> None:
+        self.due.setdefault(self._program[self._position], []).append(message.receive())
+        self._under_way.append(message)
+        self._begun.add(message)

@@ -108,7 +108,6 @@ class PlanOptions:
             self._check_without_flush(spec)
 
     def _check_without_flush(self, spec: ScheduleSpec) -> None:
-        """Refuses what a schedule without a flush cannot do."""
         stages, microbatches = self.num_stages, self.num_microbatches
         replicas = (
             self.num_replicas if isinstance(self.num_replicas, tuple) else (self.num_replicas,)
@@ -151,11 +150,14 @@ class PlanOptions:
         Raises:
             ConfigurationError: An unknown or missing key, or a bad value.
         """
-        names = tuple(f.name for f in fields(cls))
-        node = Node(dict(values), "", ConfigurationError, "options")
-        node.check_keys(("global_batch_size",), names)
-        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**plain)  # type: ignore[arg-type]
+        return cls.from_node(Node(dict(values), "", ConfigurationError, "options"))
+
+    @classmethod
+    def from_node(cls, node: Node) -> PlanOptions:
+        """Reads the JSON form."""
+        node.check_keys(("global_batch_size",), tuple(f.name for f in fields(cls)))
+        values = ((key, member.value) for key, member in node.members())
+        return node.made(cls, **{k: tuple(v) if isinstance(v, list) else v for k, v in values})
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, ready for JSON."""

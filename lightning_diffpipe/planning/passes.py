@@ -18,7 +18,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_diffpipe.planning.cost import LayerRun
@@ -33,6 +33,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.profile import (
+    ADDED_UP,
     BackboneProfile,
     LayerProfile,
     ModelProfile,
@@ -103,13 +104,28 @@ def schedule_of_passes(
         num_microbatches: Microbatches of the batch.
     """
     one_pass = spec(base, num_microbatches)
-    size, no_grad = base.num_stages, placement.no_grad
-    firsts = range(0, placement.num_stages - size, size)
-    if all(no_grad & {*range(first, first + size)} for first in firsts):
-        programs = tuple(_after_waves(program, placement, size) for program in one_pass.programs)
-    else:
-        programs = _greedy(placement, one_pass)
-    return Schedule(placement, num_microbatches, programs)
+    size, no_grad, last = base.num_stages, placement.no_grad, placement.num_stages - base.num_stages
+    firsts = range(0, last, size)
+    if not all(no_grad & {*range(first, first + size)} for first in firsts):
+        return Schedule(placement, num_microbatches, _greedy(placement, one_pass))
+    programs: list[Program] = []
+    for of_last in one_pass.programs:
+        program: list[Staged] = [  # forwards of all earlier passes come first, in waves
+            (ForwardNoGrad if first + i.stage in no_grad else Forward)(
+                first + i.stage, i.microbatch
+            )
+            for first in firsts
+            for i in of_last
+            if isinstance(i, Forward)
+        ]
+        for i in of_last:
+            assert isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight))
+            program.append(replace(i, stage=last + i.stage))
+            if not isinstance(i, Forward):  # layers before the first pass may get gradients, too
+                others = (first + i.stage for first in reversed(firsts))
+                program += [replace(i, stage=stage) for stage in others if stage not in no_grad]
+        programs.append(tuple(program))
+    return Schedule(placement, num_microbatches, tuple(programs))
 
 
 def widened(schedule: Schedule, placement: Placement) -> Schedule:
@@ -148,25 +164,6 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
     return Schedule(placement, size, programs)
 
 
-def _after_waves(program: Program, placement: Placement, size: int) -> Program:
-    """The program of a rank for the last pass, after forwards of all others."""
-    last, no_grad = placement.num_stages - size, placement.no_grad
-    forwards = [i for i in program if isinstance(i, Forward)]
-    wave = [
-        (ForwardNoGrad if first + i.stage in no_grad else Forward)(first + i.stage, i.microbatch)
-        for first in range(0, last, size)
-        for i in forwards
-    ]
-    trained: list[Staged] = []
-    for i in program:
-        assert isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight))
-        trained.append(replace(i, stage=last + i.stage))
-        if not isinstance(i, Forward):  # layers before the first pass may get gradients, too
-            others = (first + i.stage for first in reversed(range(0, last, size)))
-            trained += [replace(i, stage=stage) for stage in others if stage not in no_grad]
-    return (*wave, *trained)
-
-
 def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
     """List scheduling of all passes; backwards run in two parts where they do in a schedule of one."""
     num_microbatches = one_pass.num_microbatches
@@ -203,18 +200,13 @@ def _unit(backbone: BackboneProfile, runs: Sequence[LayerRun]) -> LayerProfile:
     calls = [backbone.layers[run.first : run.stop] for run in runs]
     first, later = calls[0], [layer for layers in calls[1:] for layer in layers]
     every = [*first, *later]
-    total: Callable[[str], int] = lambda name: sum(getattr(layer, name) for layer in every)
     weight = [layer.weight_gradient_s for layer in every if layer.weight_gradient_s is not None]
     return replace(
         calls[0][-1],
         forward_s=Seconds.sum([layer.forward_s for layer in first]),
         backward_s=Seconds.sum([*(x.backward_s for x in every), *(x.forward_s for x in later)]),
         weight_gradient_s=Seconds.sum(weight) if weight else None,
-        parameter_bytes=total("parameter_bytes"),
-        gradient_bytes=total("gradient_bytes"),
         boundary_bytes_per_sample=min(layers[-1].boundary_bytes_per_sample for layers in calls),
-        activation_bytes_per_sample=total("activation_bytes_per_sample"),
-        activation_bytes_per_microbatch=total("activation_bytes_per_microbatch"),
-        flops_per_sample=total("flops_per_sample"),
         gradient=True,
+        **{name: sum(getattr(layer, name) for layer in every) for name in ADDED_UP},
     )

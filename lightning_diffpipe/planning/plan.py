@@ -23,7 +23,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -308,10 +309,17 @@ class PipelinePlan:
         )
         stages = tuple(read(Stage, stage) for stage in node["stages"].elements())
         _check_stages(stages)
+        options = read(PlanOptions, node["options"])
+        placement, texts = node["stages"].made(placement_of, stages), node["programs"]
+        texts.check_keys(map(str, range(placement.num_ranks)))
+        programs = [  # of a rank with one stage that is left out
+            text.made(parse_program, text.text(), placement.only_stage_of(rank))
+            for rank, text in ((rank, texts[str(rank)]) for rank in range(placement.num_ranks))
+        ]
         plan = cls(
-            _read_options(node["options"]),
+            options,
             stages,
-            _read_programs(node["programs"], stages),
+            tuple(programs),
             read(Planned, node["planned"]),
             costs_from_node(node["costs"]) if "costs" in node else None,
             _tuple_of(FrozenPiece, node, "pieces"),
@@ -351,12 +359,6 @@ def _check_stages(stages: tuple[Stage, ...]) -> None:
                 f"plan: stages[{index}].first_layer: stage {index} starts at layer "
                 f"{stage.first_layer}, but {why}; stages must be contiguous"
             )
-    if any(stage.pass_index for stage in stages):
-        _check_passes(stages)
-
-
-def _check_passes(stages: tuple[Stage, ...]) -> None:
-    """Stages of all passes lie alike."""
     size = sum(stage.pass_index == 0 for stage in stages)
     for stage in stages:
         number, position = divmod(stage.index, size or 1)
@@ -366,7 +368,7 @@ def _check_passes(stages: tuple[Stage, ...]) -> None:
                 f"each other, with equally many stages, and stage {position} of each lies on the same ranks "
                 f"({list(stages[position].ranks)}), which hold its layers once"
             )
-    if len(stages) % (size or 1) or not stages[-1].gradient:
+    if size < len(stages) and (len(stages) % (size or 1) or not stages[-1].gradient):
         raise PlanError(
             f"plan: stages: the first pass has {size} of {len(stages)} stages, and the last one computes the loss; "
             "all passes need equally many stages, and the last one a gradient"
@@ -407,31 +409,6 @@ def _tuple_of(kind: Any, node: Node, key: str) -> tuple[Any, ...]:
     return read_value(tuple[kind, ...], node[key]) if key in node else ()
 
 
-def _read_options(node: Node) -> PlanOptions:
-    node.check_keys(("global_batch_size",), tuple(f.name for f in fields(PlanOptions)))
-    try:
-        return PlanOptions.from_dict(dict(node.value))  # type: ignore[call-overload]
-    except DiffPipeError as cause:
-        raise PlanError(f"{node.source}: options: {cause}") from cause
-
-
-def _read_programs(node: Node, stages: tuple[Stage, ...]) -> tuple[Program, ...]:
-    try:
-        placement = placement_of(stages)
-    except DiffPipeError as cause:
-        raise PlanError(f"{node.source}: stages: {cause}") from cause
-    node.check_keys(tuple(str(rank) for rank in range(placement.num_ranks)))
-    programs = []
-    for rank in range(placement.num_ranks):
-        text = node[str(rank)]
-        try:
-            program = parse_program(text.text(), placement.only_stage_of(rank))
-        except DiffPipeError as cause:
-            raise PlanError(f"{node.source}: {text.where}: {cause}") from cause
-        programs.append(program)
-    return tuple(programs)
-
-
 SAME_STEP = 1e-6
 """Steps that differ by a smaller share are the same; sums of seconds depend on their order."""
 
@@ -441,6 +418,30 @@ _DEFAULTS = {"schedule": DEFAULT_SCHEDULE}
 _NAMES = (
     "num_stages", "num_microbatches", "num_replicas", "data_parallel", "schedule", "filling", "frozen_group_size",
 )  # fmt: skip
+
+
+def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: str) -> None:
+    """The layers that a plan cuts are those of a model.
+
+    Args:
+        plan: The plan.
+        names: Of the model's layers, in order.
+        what: The model, for the message.
+        remedy: What to do if they are not.
+
+    Raises:
+        PlanError: The plan cuts others; names the first that differs.
+    """
+    if plan.num_layers != len(names):
+        raise PlanError(
+            f"the plan cuts {plan.num_layers} layers, but {what} has {len(names)}; {remedy}"
+        )
+    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
+        if planned != name:
+            raise PlanError(
+                f"the plan was made for another model: layer {position} of its {len(names)} is {planned}, "
+                f"but that of {what} is {name}; {remedy}"
+            )
 
 
 def check_options(plan: PipelinePlan) -> None:

@@ -180,6 +180,13 @@ class LayerProfile:
         )
 
 
+ADDED_UP = (
+    "parameter_bytes", "gradient_bytes", "activation_bytes_per_sample", "activation_bytes_per_microbatch",
+    "flops_per_sample",
+)  # fmt: skip
+"""Numbers of layers that add up to those of a run of layers, and are shared by the parts of a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Skip:
     """A tensor that is read far after where it is made, as in a U-Net.

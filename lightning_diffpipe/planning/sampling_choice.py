@@ -506,21 +506,31 @@ def choose_sampling(
     wish = wish or SamplingWish()
     every = list(candidates(profile, link, num_ranks, num_steps, wish))
     if not every:
-        there_is = candidates(profile, link, num_ranks, num_steps)
-        raise ConfigurationError(_refusal(wish, list(there_is), num_ranks))
+        meshes: dict[str, dict[str, None]] = {}
+        for choice in candidates(profile, link, num_ranks, num_steps):
+            meshes.setdefault(choice.method, {})[choice.mesh] = None
+        named = "; ".join(f"{method} on {', '.join(names)}" for method, names in meshes.items())
+        raise ConfigurationError(
+            f"method=auto cannot use {num_ranks} ranks as {wish}; these fit this request: {named}"
+        )
     needs = {choice: memory_of_rank(profile, choice) for choice in every}
     limit = math.inf if memory_bytes is None else max(memory_bytes, min(needs.values()))
     found = [choice for choice in every if needs[choice] <= limit]
     best = min(found, key=lambda choice: choice.seconds)
     exact = [c for c in found if c.is_exact and c.seconds <= _TOLERANCE * best.seconds]
     chosen = min(exact, key=lambda choice: choice.seconds, default=best)
-    reason = _reason(chosen, found, profile, num_ranks, num_steps)
-    if memory_bytes is not None:
-        reason += _ruled_out(needs, memory_bytes)
+    reasons = _reasons(chosen, found, profile, num_ranks, num_steps)
+    least = _best_by(needs, lambda choice: choice.method, needs.__getitem__)
+    left = math.inf if memory_bytes is None else memory_bytes
+    if too_large := {method: need for method, need in least.items() if need > left}:
+        named = ", ".join(f"{name} {need / 1e9:.3g} GB" for name, need in sorted(too_large.items()))
+        taken = ": what needs least is taken" if len(too_large) == len(least) else ""
+        reasons.append(f"a rank has {left / 1e9:.3g} GB left, too little for {named}{taken}")
     if profile.num_blocks and (wish.num_patches or 0) > profile.num_units:
-        reason += f"; no pipefusion: num_patches={wish.num_patches}, but there are {profile.num_units} rows"
-    reason += "".join(f"; {refusal}" for refusal in wish.refused)
-    return replace(chosen, reason=reason)
+        reasons.append(
+            f"no pipefusion: num_patches={wish.num_patches}, but there are {profile.num_units} rows"
+        )
+    return replace(chosen, reason="; ".join((*reasons, *map(str, wish.refused))))
 
 
 def memory_of_rank(profile: DenoiserProfile, choice: SamplingChoice) -> int:
@@ -554,52 +564,35 @@ def memory_of_rank(profile: DenoiserProfile, choice: SamplingChoice) -> int:
     return math.ceil(weights + share * (activations + kept))
 
 
-def _refusal(wish: SamplingWish, there_is: Sequence[SamplingChoice], num_ranks: int) -> str:
-    meshes: dict[str, list[str]] = {}
-    for choice in there_is:
-        named = meshes.setdefault(choice.method, [])
-        named += [choice.mesh] * (choice.mesh not in named)
-    said = "; ".join(f"{method} on {', '.join(names)}" for method, names in meshes.items())
-    return f"method=auto cannot use {num_ranks} ranks as {wish}; these fit this request: {said}"
-
-
-def _ruled_out(needs: Mapping[SamplingChoice, int], memory_bytes: int) -> str:
-    """Says which methods do not fit on any mesh, and what they need."""
-    least = _best_by(needs, lambda choice: choice.method, needs.__getitem__)
-    too_large = {method: need for method, need in least.items() if need > memory_bytes}
-    if not too_large:
-        return ""
-    said = ", ".join(f"{method} {need / 1e9:.3g} GB" for method, need in sorted(too_large.items()))
-    reason = f"; a rank has {memory_bytes / 1e9:.3g} GB left, too little for {said}"
-    return reason + (": what needs least is taken" if len(too_large) == len(least) else "")
-
-
-def _reason(
+def _reasons(
     chosen: SamplingChoice,
     found: Sequence[SamplingChoice],
     profile: DenoiserProfile,
     num_ranks: int,
     num_steps: int,
-) -> str:
+) -> list[str]:
+    """Says in clauses what was compared, and what was left out."""
     if num_ranks == 1:
-        return "there is one rank"
+        return ["there is one rank"]
     others = _best_by([c for c in found if c.method != chosen.method], lambda c: c.method)
-    reason = f"{chosen.method} is expected to take {chosen.seconds:.3g} s"
-    reason += f" against {_listed(others)}" if others else ""
+    against = f" against {_listed(others)}" if others else ""
+    reasons = [f"{chosen.method} is expected to take {chosen.seconds:.3g} s{against}"]
     meshes = _best_by([c for c in found if c.method == chosen.method], lambda c: c.mesh)
     meshes.pop(chosen.mesh)
     if meshes:
-        reason += f"; on {chosen.mesh}, since other meshes take longer: {_listed(meshes, 2)}"
+        reasons.append(f"on {chosen.mesh}, since other meshes take longer: {_listed(meshes, 2)}")
     if chosen.sequence_mode == "ring":
         ranks = chosen.axes["sequence"]
-        reason += f"; in a ring, since heads cannot be spread over {ranks} ranks"
+        reasons.append(f"in a ring, since heads cannot be spread over {ranks} ranks")
     if num_steps < MIN_STEPS:
-        reason += f"; {num_steps} steps are too few for stale activations, which need {MIN_STEPS}"
+        reasons.append(
+            f"{num_steps} steps are too few for stale activations, which need {MIN_STEPS}"
+        )
     elif chosen.is_exact and any(not c.is_exact and c.seconds < chosen.seconds for c in found):
-        reason += "; it is exact and at most a tenth slower than the fastest"
+        reasons.append("it is exact and at most a tenth slower than the fastest")
     if profile.refusal and not profile.num_blocks:
-        reason += f"; no pipefusion: {profile.refusal}"
-    return reason
+        reasons.append(f"no pipefusion: {profile.refusal}")
+    return reasons
 
 
 def _best_by(

@@ -61,6 +61,17 @@ class Message:
     from_rank: int
     to_rank: int
 
+    @classmethod
+    def of(cls, instruction: Send | Receive | Wait, rank: int) -> Message:
+        """The message that a rank sends, expects or waits for."""
+        i = instruction
+        ends = (rank, i.to_rank) if isinstance(i, Send) else (i.from_rank, rank)
+        return cls(i.kind, i.stage, i.microbatch, *ends)
+
+    def __str__(self) -> str:
+        kind = self.kind.replace("_", " ")
+        return f"the {kind} of microbatch {self.microbatch} for stage {self.stage}"
+
     @property
     def is_local(self) -> bool:
         """Whether writer and reader are the same rank."""

@@ -122,10 +122,19 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
             f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
         )
     profile = joined(profile, apart=opposite)
-    options = _without_flush(options, profile)
+    passes, spec = profile.backbones[0].passes, SCHEDULES.get(options.schedule)
+    if spec is not None and not spec.flushes:
+        if passes:
+            raise ConfigurationError(
+                f"schedule={spec.name} steps the optimizer of a stage as soon as a batch has come back through it, "
+                "but this step passes through its layers several times, so that their gradients are of different "
+                "batches; choose a schedule that flushes, such as 1f1b"
+            )
+        # One rank for each stage, and no bubbles.
+        replicas = 1 if options.num_replicas == "auto" else options.num_replicas
+        options = replace(options, num_replicas=replicas, filling="none")
     if profile.whole_encoders:
         options = replace(options, frozen_splittable=False)
-    passes = profile.backbones[0].passes
     if passes and options.num_stages != "auto" and options.num_stages > passes[0][1] - passes[0][0]:
         # More stages than a pass has layers: cut the calls of all of them, as if layers were others each time.
         chain = replace(profile.backbones[0], passes=())
@@ -150,25 +159,6 @@ def _of_either_kind(
     if not found:
         raise failed[0]
     return min(found, key=_with_effort)
-
-
-def _without_flush(options: PlanOptions, profile: ModelProfile) -> PlanOptions:
-    """Options of a schedule that does not flush: one rank for each stage, and nothing in its bubbles.
-
-    Raises:
-        ConfigurationError: Layers are called several times, whose gradients come from several batches.
-    """
-    spec = SCHEDULES.get(options.schedule)
-    if spec is None or spec.flushes:
-        return options
-    if profile.backbones[0].passes:
-        raise ConfigurationError(
-            f"schedule={spec.name} steps the optimizer of a stage as soon as a batch has come back through it, but "
-            "this step passes through its layers several times, so that their gradients are of different "
-            "batches; choose a schedule that flushes, such as 1f1b"
-        )
-    replicas = 1 if options.num_replicas == "auto" else options.num_replicas
-    return replace(options, num_replicas=replicas, filling="none")
 
 
 def _with_effort(plan: PipelinePlan) -> float:

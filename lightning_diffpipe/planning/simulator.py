@@ -42,7 +42,7 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.planning.lowering import lower, with_collectives
-from lightning_diffpipe.planning.schedule import Flow, Message, Schedule
+from lightning_diffpipe.planning.schedule import Flow, Message, Placement, Schedule
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer, draw
 
@@ -197,8 +197,7 @@ def _timeline(schedule: Schedule, outline: Outline, costs: Costs) -> Timeline:
             spans.append(Span(rank, instruction, now_s, stop_s))
         if makes >= 0:
             if isinstance(instruction, Send):
-                i = instruction
-                made = Message(i.kind, i.stage, i.microbatch, rank, i.to_rank)
+                made = Message.of(instruction, rank)
             assert made is not None
             start_s = max(stop_s, link_free_s[edge])
             link_free_s[edge] = start_s + costs.message_s(outline.messages[like])
@@ -211,39 +210,36 @@ def meeting_s(meeting: Instruction, rank: int, costs: Costs) -> float:
     return costs.reduce_s(rank) if isinstance(meeting, ReduceGradients) else costs.exchange_s()
 
 
-def group_of(schedule: Schedule, rank: int, instruction: Instruction) -> tuple[int, ...]:
+def group_of(placement: Placement, rank: int, instruction: Instruction) -> tuple[int, ...]:
     """Who meets at a collective: all ranks, or those that hold a copy of one of this rank's stages."""
     if isinstance(instruction, ExchangeFrozen):
-        return tuple(range(schedule.num_ranks))
-    place = schedule.placement
-    return tuple(sorted({r for s in place.stages_of(rank) for r in place.stage_ranks[s]}))
+        return tuple(range(placement.num_ranks))
+    stages = placement.stages_of(rank)
+    return tuple(sorted({r for stage in stages for r in placement.stage_ranks[stage]}))
 
 
 def _deadlock(lowered: Schedule, stuck: dict[int, Instruction], timeline: Timeline) -> str:
     """Names the most telling of the ranks that wait: one whose message is never sent, if any."""
     all_sent = {
-        (i.kind, i.stage, i.microbatch, i.to_rank)
-        for program in lowered.programs
+        Message.of(i, rank)
+        for rank, program in enumerate(lowered.programs)
         for i in program
         if isinstance(i, Send)
     }
-    reasons = {}
+    reasons = []
     for rank, i in stuck.items():
+        is_sent, text = True, f"rank {rank} waits at {i} for ranks that never come"
         if isinstance(i, Wait):
-            what = (
-                f"the {i.kind.replace('_', ' ')} of microbatch {i.microbatch} for stage {i.stage}"
-            )
-            never = (i.kind, i.stage, i.microbatch, rank) not in all_sent
-            why = "never sends" if never else "cannot send before: each waits for the other"
-            text = f"rank {rank} waits for {what}, which rank {i.from_rank} {why}"
-            reasons[rank] = (not never, text)
-        else:
-            reasons[rank] = (True, f"rank {rank} waits at {i} for ranks that never come")
-    rank = min(reasons, key=lambda r: (reasons[r][0], r))
+            message = Message.of(i, rank)
+            is_sent = message in all_sent
+            why = "cannot send before: each waits for the other" if is_sent else "never sends"
+            text = f"rank {rank} waits for {message}, which rank {i.from_rank} {why}"
+        reasons.append((is_sent, rank, text))
+    _, rank, reason = min(reasons)
     notes = dict.fromkeys(stuck, "  ?")
     notes[rank] += "          <-- waits here"
     picture = draw(timeline.spans, lowered.num_ranks, notes=notes)
-    return f"{reasons[rank][1]}\n\n" + "\n".join(f"    {line}" for line in picture.splitlines())
+    return f"{reason}\n\n" + "\n".join(f"    {line}" for line in picture.splitlines())
 
 
 Row = tuple[int, int, int, int, int, int]
@@ -427,7 +423,7 @@ class _Numbers:
             return self.stages[key][instruction.microbatch]
         match instruction:
             case ExchangeFrozen() | ReduceGradients():
-                meeting = instruction, group_of(self.schedule, rank, instruction)
+                meeting = instruction, group_of(self.schedule.placement, rank, instruction)
                 return rank, _MEETS, _number(self.meetings, meeting), *_NOTHING_SENT
             case Wait(kind, stage, microbatch):
                 sent = _number(self.written, (kind, stage, microbatch, rank))

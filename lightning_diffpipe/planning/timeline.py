@@ -108,7 +108,12 @@ def draw(
         max_columns: Widest row, for a chosen tick.
         notes: Text after the row of a rank.
     """
-    labels = _labels(spans)
+    stages: dict[int, set[int]] = {}
+    for span in spans:
+        if isinstance(span.instruction, Staged):
+            stages.setdefault(span.rank, set()).add(span.instruction.stage)
+    only = {rank: min(held) for rank, held in stages.items() if len(held) == 1}
+    labels = [without_stage(span.instruction, only.get(span.rank)) for span in spans]
     width = max((len(label) for label in labels), default=2)
     tick_s = tick_s or _tick(spans, max(max_columns // (width + 1), 8))
     num_cells = max((round(span.stop_s / tick_s) for span in spans), default=0)
@@ -120,23 +125,11 @@ def draw(
             row[start] = label  # Too short for a cell, yet worth showing where there is room.
         elif stop > start:
             row[start:stop] = [label] + ["-" * min(width, 2)] * (stop - start - 1)
-    name_width = len(str(num_ranks - 1))
-    lines = []
-    for rank, row in enumerate(rows):
-        cells = "".join(f" {cell:>{width}}" for cell in row)
-        note = (notes or {}).get(rank, "")
-        lines.append(f"rank {rank:>{name_width}} |{cells}{note}")
-    return "\n".join(lines)
-
-
-def _labels(spans: Sequence[Span]) -> list[str]:
-    """The text of every span, without the stage where its rank has one stage only."""
-    stages: dict[int, set[int]] = {}
-    for span in spans:
-        if isinstance(span.instruction, Staged):
-            stages.setdefault(span.rank, set()).add(span.instruction.stage)
-    only = {rank: next(iter(held)) if len(held) == 1 else None for rank, held in stages.items()}
-    return [without_stage(span.instruction, only.get(span.rank)) for span in spans]
+    name_width, notes = len(str(num_ranks - 1)), notes or {}
+    return "\n".join(
+        f"rank {rank:>{name_width}} |{''.join(f' {cell:>{width}}' for cell in row)}{notes.get(rank, '')}"
+        for rank, row in enumerate(rows)
+    )
 
 
 def _tick(spans: Sequence[Span], max_cells: int) -> float:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.errors import PlanError, raised_by_all
+from lightning_diffpipe.errors import raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.cut import Cut, require_hooks_within_stages
 from lightning_diffpipe.graph.forms import FormView, StepForm
@@ -32,7 +32,7 @@ from lightning_diffpipe.graph.probe import fold, reprobe
 from lightning_diffpipe.graph.step import StepCall, batch_signature, untouched
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
 from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.plan import PipelinePlan, check_layers
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.state import placed
@@ -243,16 +243,6 @@ def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
     Raises:
         PlanError: The plan was made for other layers; names the first difference.
     """
-    names = graph.path_names
     remedy = "make a plan for this module, or leave strategy.plan out"
-    if plan.num_layers != len(names):
-        raise PlanError(
-            f"the plan cuts {plan.num_layers} layers, but this module has {len(names)}; {remedy}"
-        )
-    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
-        if planned != name:
-            raise PlanError(
-                f"the plan was made for another model: layer {position} of its {len(names)} is {planned}, "
-                f"but this module's is {name}; {remedy}"
-            )
+    check_layers(plan, graph.path_names, "this module", remedy)
     return plan.first_layers[1:]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
-from lightning_diffpipe.errors import DiffPipeError, PlanError
+from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.planning.caching import (
     DISK_BYTES_PER_S,
     cacheable_encoders,
@@ -26,8 +26,13 @@ from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.options import PlanOptions
-from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange
-from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, joined
+from lightning_diffpipe.planning.plan import (
+    SAME_STEP,
+    PipelinePlan,
+    PlannedChange,
+    check_layers,
+)
+from lightning_diffpipe.planning.profile import ADDED_UP, LayerProfile, ModelProfile, joined
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
@@ -146,7 +151,12 @@ def explain(
             continue  # No faster, or not possible: too many stages, too few samples, too little memory.
         step_s = found.planned.iteration_s + change.more_s
         if step_s < below_s:
-            details = _in_short(found) if change.description == BEST else _moved(plan, found)
+            details = _moved(plan, found)
+            if change.description == BEST:
+                pipelines = count_of(found.num_pipelines, "pipeline")
+                stages = count_of(found.num_stages, "stage")
+                microbatches = count_of(found.num_microbatches, "microbatch", "es")
+                details = f": {pipelines} of {stages}, {microbatches}, {found.options.schedule}"
             changes.append(PlannedChange(f"{change.description}{details}", step_s))
     return Explanation(plan, parts, tuple(sorted(changes, key=lambda each: each.iteration_s)))
 
@@ -158,17 +168,9 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
         PlanError: The profile is of another model, or divides this one into other layers.
     """
     profile = joined(profile, apart=plan.num_backbones > 1)
-    names = [layer.name for layer in profile.layers]
+    names, what = [layer.name for layer in profile.layers], f"profile {profile.name!r}"
     remedy = "use the profile that the plan was made from, or one of the same layers"
-    if plan.num_layers != len(names):
-        raise PlanError(
-            f"the plan cuts {plan.num_layers} layers and profile {profile.name!r} has {len(names)}; {remedy}"
-        )
-    for position, (planned, name) in enumerate(zip(plan.layers, names, strict=False)):
-        if planned != name:
-            raise PlanError(
-                f"layer {position} of the plan is {planned!r}, and of profile {profile.name!r} {name!r}; {remedy}"
-            )
+    check_layers(plan, names, what, remedy)
     own = replace(cluster, num_ranks=plan.num_ranks)
     model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
     stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
@@ -242,8 +244,8 @@ class _Try:
 
 def _tries(
     plan: PipelinePlan, profile: ModelProfile, cluster: Cluster, disk_bytes_per_s: float
-) -> list[_Try]:
-    """Lists what could be changed; stages are cut again where they must be."""
+) -> Iterator[_Try]:
+    """Yields what could be changed; stages are cut again where they must be."""
     fixed = replace(plan.options, frozen_group_size="auto")
     evaluator = Evaluator(CostModel(joined(profile), cluster), fixed)
     chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
@@ -251,44 +253,32 @@ def _tries(
         fixed = plan.options
     free = replace(fixed, num_replicas="auto", partition="auto")
     any_shape = replace(free, num_stages="auto", num_microbatches="auto", data_parallel="auto")
-    alone = replace(
-        any_shape,
-        num_stages=1,
-        num_replicas=1,
-        data_parallel=cluster.num_ranks,
-        schedule=DEFAULT_SCHEDULE,
-    )
+    one_rank = replace(any_shape, num_stages=1, num_replicas=1, schedule=DEFAULT_SCHEDULE)
     count, stages = plan.num_microbatches, plan.num_stages
-    tries = [
-        *(
-            _Try(count_of(n, "microbatch", "es"), fixed, profile, changes={"num_microbatches": n})
-            for n in (2 * count, count // 2)
-            if n
-        ),
-        _Try("cutting the layers anew", free, profile),
-        *(
-            _Try(count_of(n, "stage"), free, profile, changes={"num_stages": n})
-            for n in (stages - 1, stages + 1)
-            if n
-        ),
-        _Try("no pipeline: plain data parallelism", alone, profile),
-    ]
+    for n in filter(None, (2 * count, count // 2)):
+        what = count_of(n, "microbatch", "es")
+        yield _Try(what, fixed, profile, changes={"num_microbatches": n})
+    yield _Try("cutting the layers anew", free, profile)
+    for n in filter(None, (stages - 1, stages + 1)):
+        yield _Try(count_of(n, "stage"), free, profile, changes={"num_stages": n})
+    parallel = replace(one_rank, data_parallel=cluster.num_ranks)
+    yield _Try("no pipeline: plain data parallelism", parallel, profile)
     if stored := cacheable_encoders(profile):
         read_s = reading_s(profile, stored, cluster, fixed, disk_bytes_per_s)
         what = f"storing encodings ({', '.join(stored)})"
-        tries.append(_Try(what, fixed, with_stored(profile, stored), read_s))
+        yield _Try(what, fixed, with_stored(profile, stored), read_s)
     if profile.encoders and fixed.filling == "none":
         filled = replace(fixed, filling="auto")
-        tries.append(_Try("frozen work in the bubbles (filling=auto)", filled, profile))
+        yield _Try("frozen work in the bubbles (filling=auto)", filled, profile)
     for spec in SCHEDULES.values():
         if spec.advice:
             several = replace(free, num_stages="auto") if spec.place else free
             base = fixed if spec.warmup_depth > 1 else several
             what = f"{spec.advice} (schedule={spec.name})"
-            tries.append(_Try(what, base, profile, changes={"schedule": spec.name}))
+            yield _Try(what, base, profile, changes={"schedule": spec.name})
     finer, name = _with_largest_layer_split(plan, profile)
-    tries.append(_Try(f"splitting layer {name} in two", free, finer))
-    return [*tries, _Try(BEST, replace(any_shape, schedule="auto"), profile)]
+    yield _Try(f"splitting layer {name} in two", free, finer)
+    yield _Try(BEST, replace(any_shape, schedule="auto"), profile)
 
 
 def _with_largest_layer_split(
@@ -309,10 +299,14 @@ def _with_largest_layer_split(
         both = (range(moved(p), moved(p) + 1 + (p in calls)) for p in positions)
         return tuple(chain.from_iterable(both))
 
-    halves = ([_half(x)] * 2 if i in calls else [x] for i, x in enumerate(backbone.layers))
+    def halves(layer: LayerProfile) -> list[LayerProfile]:
+        numbers = {name: getattr(layer, name) // 2 for name in ADDED_UP}
+        return [replace(layer.scaled(0.5), **numbers)] * 2
+
+    layers = (halves(x) if i in calls else [x] for i, x in enumerate(backbone.layers))
     finer = replace(
         backbone,
-        layers=tuple(chain.from_iterable(halves)),
+        layers=tuple(chain.from_iterable(layers)),
         skips=tuple(
             replace(s, made=moved(s.made) + (s.made in calls), readers=readers(s.readers))
             for s in backbone.skips
@@ -326,23 +320,6 @@ def _with_largest_layer_split(
     encoders = tuple(encoder.read_at(readers) for encoder in profile.encoders)
     name = backbone.layers[index].name
     return replace(profile, backbones=(finer, *others), encoders=encoders), name
-
-
-def _half(layer: LayerProfile) -> LayerProfile:
-    return replace(
-        layer.scaled(0.5),
-        parameter_bytes=layer.parameter_bytes // 2,
-        gradient_bytes=layer.gradient_bytes // 2,
-        activation_bytes_per_sample=layer.activation_bytes_per_sample // 2,
-        flops_per_sample=layer.flops_per_sample // 2,
-        activation_bytes_per_microbatch=layer.activation_bytes_per_microbatch // 2,
-    )
-
-
-def _in_short(plan: PipelinePlan) -> str:
-    pipelines, stages = count_of(plan.num_pipelines, "pipeline"), count_of(plan.num_stages, "stage")
-    microbatches = count_of(plan.num_microbatches, "microbatch", "es")
-    return f": {pipelines} of {stages}, {microbatches}, {plan.options.schedule}"
 
 
 def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:

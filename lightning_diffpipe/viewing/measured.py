@@ -28,15 +28,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lightning_diffpipe.planning.cost import PipelineCosts
+from lightning_diffpipe.planning.cost import PipelineCosts, Table
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Compute,
     Encode,
     ExchangeFrozen,
     Forward,
@@ -51,7 +51,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Message, Placement
-from lightning_diffpipe.planning.simulator import simulate
+from lightning_diffpipe.planning.simulator import group_of, simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side
 
@@ -78,6 +78,24 @@ class Occupation:
     filled_s: tuple[float, ...]
     leftover_s: tuple[float, ...]
 
+    def __str__(self) -> str:
+        lines = []
+        for rank, (busy_s, idle_s) in enumerate(zip(self.busy_s, self.idle_s, strict=True)):
+            parts = (
+                (self.before_s, "before the pipeline"),
+                (self.filled_s, "in bubbles"),
+                (self.leftover_s, "left over"),
+            )
+            frozen = [
+                f"{seconds(by_rank[rank])} {where}" for by_rank, where in parts if by_rank[rank]
+            ]
+            text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
+            share = percent(idle_s / self.iteration_s) if self.iteration_s else "0%"
+            lines.append(
+                f"{text} ({share}){', frozen work ' + ', '.join(frozen) if frozen else ''}"
+            )
+        return "\n".join(lines)
+
 
 def measured_timeline(
     noted: Sequence[Sequence[Span]], offsets_s: Sequence[float], placement: Placement
@@ -100,7 +118,16 @@ def measured_timeline(
     spans = sorted((s for own in met for s in _at_work(own)), key=lambda s: (s.rank, s.start_s))
     begin_s = min((span.start_s for span in spans), default=0.0)
     begun = tuple(_earlier(span, begin_s) for span in spans)
-    return Timeline(begun, len(noted), tuple(_transfers(shifted, begin_s)))
+    # Every message travels from when it was sent until its reader went on, at most.
+    waits, transfers = {(s.rank, s.instruction): s for own in shifted for s in own}, []
+    for span in (span for own in shifted for span in own):
+        if isinstance(span.instruction, Send):
+            message = Message.of(span.instruction, span.rank)
+            wait = waits.get((message.to_rank, message.wait()))
+            if wait is not None:
+                stop_s = max(wait.stop_s, span.start_s) - begin_s
+                transfers.append(Transfer(message, span.start_s - begin_s, stop_s))
+    return Timeline(begun, len(noted), tuple(transfers))
 
 
 def _earlier(span: Span, by_s: float) -> Span:
@@ -144,15 +171,10 @@ def _shortened(span: Span, noted: list[list[Span]], placement: Placement) -> Spa
     kind = span.instruction
     if not isinstance(kind, ExchangeFrozen | ReduceGradients):
         return span
-    if isinstance(kind, ExchangeFrozen):
-        group = set(range(len(noted)))
-    else:
-        stages = placement.stages_of(span.rank)
-        group = {rank for stage in stages for rank in placement.stage_ranks[stage]}
     number = [s.instruction for s in noted[span.rank] if s.start_s <= span.start_s].count(kind)
     arrivals = [
         [s.start_s for s in noted[rank] if s.instruction == kind][number - 1 : number]
-        for rank in group
+        for rank in group_of(placement, span.rank, kind)
     ]
     last_s = max((start for own in arrivals for start in own), default=span.start_s)
     return replace(span, start_s=min(max(span.start_s, last_s), span.stop_s))
@@ -180,23 +202,9 @@ def _at_work(own: list[Span]) -> list[Span]:
     return found
 
 
-def _transfers(noted: list[list[Span]], begin_s: float) -> Iterable[Transfer]:
-    """Every message from when it was sent until its reader went on, at most."""
-    waits = {(s.rank, s.instruction): s for own in noted for s in own}
-    for own in noted:
-        for span in own:
-            if isinstance(span.instruction, Send):
-                send = span.instruction
-                message = Message(send.kind, send.stage, send.microbatch, span.rank, send.to_rank)
-                wait = waits.get((send.to_rank, message.wait()))
-                if wait is not None:
-                    stop_s = max(wait.stop_s, span.start_s) - begin_s
-                    yield Transfer(message, span.start_s - begin_s, stop_s)
-
-
 _FORWARD = (Forward, ForwardNoGrad)
 _BACKWARD = (Backward, BackwardInput, BackwardWeight)
-_MEETING = (ReduceGradients, ExchangeFrozen)
+_OfKinds = tuple[str, tuple[type[Instruction], ...], dict[str, Any]]
 
 MESSAGES = "messages, and waiting that the plan does not know"
 PIPELINE = "the pipeline; a plan without costs does not tell which part of it"
@@ -287,26 +295,20 @@ class Gap:
             signed = f"{'+' if part.added_s >= 0 else '-'}{seconds(abs(part.added_s))}"
             lines.append(f"  {signed:>10}  {part.name}{ratio}")
         if self.unfilled_s is not None:
-            lines.append(self._gain())
+            saved_s, without = self.unfilled_s - self.pipeline_s, seconds(self.unfilled_s)
+            lines.append(
+                f"Filling the bubbles saved {seconds(saved_s)} of each step: without it the pipeline "
+                f"would take {without}, {self.unfilled_s / self.pipeline_s:.2f} x as long."
+                if saved_s > 0
+                else f"Filling the bubbles gained nothing: {seconds(self.pipeline_s)} with it, "
+                f"{without} without, simulated with the measured times."
+            )
         largest = self.largest
         if not 0.2 * self.planned_s < self.step_s < 5 * self.planned_s:
             lines.append(OTHER_MACHINE)
         else:
             lines.append(REMEDIES[largest.name] if largest else "It runs as planned.")
         return "\n".join(lines)
-
-    def _gain(self) -> str:
-        assert self.unfilled_s is not None
-        saved_s = self.unfilled_s - self.pipeline_s
-        if saved_s <= 0:
-            return (
-                f"Filling the bubbles gained nothing: {seconds(self.pipeline_s)} with it, "
-                f"{seconds(self.unfilled_s)} without, simulated with the measured times."
-            )
-        return (
-            f"Filling the bubbles saved {seconds(saved_s)} of each step: without it the pipeline "
-            f"would take {seconds(self.unfilled_s)}, {self.unfilled_s / self.pipeline_s:.2f} x as long."
-        )
 
 
 def explain_gap(
@@ -325,11 +327,16 @@ def explain_gap(
     rest = PACE if plan.runs_free else PIPELINE
     if plan.costs is not None and not plan.runs_free:
         rest = MESSAGES
-        substituted = _Measured(plan.costs, *_sums(measured))
-        for name, kinds in _KINDS.items():
-            substituted = replace(substituted, kinds=(*substituted.kinds, *kinds))
+        substituted = plan.costs
+        for name, kinds, fields in _as_measured(plan.costs, measured):
+            substituted = replace(substituted, **fields)
             now_s = simulate(plan.lowered, substituted).iteration_s
-            parts.append(GapPart(name, now_s - before_s, _ratio(plan, measured, kinds)))
+            should_s, took_s = (
+                sum(s.duration_s for s in timeline.spans if isinstance(s.instruction, kinds))
+                for timeline in (plan.timeline, measured)
+            )
+            ratio = took_s / should_s if should_s > 0 and took_s > 0 else None
+            parts.append(GapPart(name, now_s - before_s, ratio))
             before_s = now_s
         if plan.pieces:
             unfilled_s = _unfilled_s(plan, substituted)
@@ -342,93 +349,47 @@ def explain_gap(
     return Gap(planned_s, pipeline_s, step_s, *ratios, tuple(parts), unfilled_s)
 
 
-_KINDS: Mapping[str, tuple[type[Instruction], ...]] = {
-    "forward": _FORWARD,
-    "backward": _BACKWARD,
-    "frozen work": (Encode,),
-    "sums and exchanges": _MEETING,
-}
+def _as_measured(costs: PipelineCosts, measured: Timeline) -> Iterator[_OfKinds]:
+    """Yields kinds of work, by name, with the fields of the costs in which measured seconds replace planned ones.
 
-
-@dataclass(frozen=True)
-class _Measured:
-    """Planned costs, measured ones for some kinds of instructions; see `simulator.Costs`.
-
-    Attributes:
-        planned: What was planned.
-        by_instruction: Measured seconds of every instruction.
-        by_kind: For every kind of instruction, measured seconds of each rank.
-        kinds: Of these the measured times count.
+    Frozen pieces are cut anew at run time, so that only their sum is known.
     """
-
-    planned: PipelineCosts
-    by_instruction: Mapping[Instruction, float]
-    by_kind: Mapping[type[Instruction], Mapping[int, float]]
-    kinds: tuple[type[Instruction], ...] = ()
-
-    def compute_s(self, instruction: Compute) -> float:
-        """See `Costs`; frozen pieces are cut anew at run time, so that only their sum is known."""
-        planned_s = self.planned.compute_s(instruction)
-        if not isinstance(instruction, self.kinds):
-            return planned_s
-        if isinstance(instruction, Encode):
-            total_s = sum(self.planned.encode_s)
-            return (
-                planned_s * sum(self._ranks_s(Encode).values()) / total_s if total_s else planned_s
-            )
-        return self.by_instruction.get(instruction, planned_s)
-
-    @property
-    def holds_sender(self) -> bool:
-        """See `Costs`."""
-        return self.planned.holds_sender
-
-    def message_s(self, message: Message) -> float:
-        """See `Costs`."""
-        return self.planned.message_s(message)
-
-    def reduce_s(self, rank: int) -> float:
-        """See `Costs`."""
-        if ReduceGradients not in self.kinds:
-            return self.planned.reduce_s(rank)
-        return self._ranks_s(ReduceGradients).get(rank, 0.0)
-
-    def exchange_s(self) -> float:
-        """See `Costs`."""
-        if ExchangeFrozen not in self.kinds:
-            return self.planned.exchange_s()
-        return max(self._ranks_s(ExchangeFrozen).values(), default=0.0)
-
-    def _ranks_s(self, kind: type[Instruction]) -> Mapping[int, float]:
-        return self.by_kind.get(kind, {})
-
-
-def _sums(
-    measured: Timeline,
-) -> tuple[Mapping[Instruction, float], Mapping[type[Instruction], Mapping[int, float]]]:
-    """Measured seconds by instruction, and by kind and rank: a simulation asks for each of them."""
-    by_instruction: defaultdict[Instruction, float] = defaultdict(float)
-    by_kind: defaultdict[type[Instruction], defaultdict[int, float]] = defaultdict(
+    took_s: defaultdict[Instruction, float] = defaultdict(float)
+    ranks_s: defaultdict[type[Instruction], defaultdict[int, float]] = defaultdict(
         lambda: defaultdict(float)
     )
     for span in measured.spans:
-        by_instruction[span.instruction] += span.duration_s
-        by_kind[type(span.instruction)][span.rank] += span.duration_s
-    return by_instruction, by_kind
+        took_s[span.instruction] += span.duration_s
+        ranks_s[type(span.instruction)][span.rank] += span.duration_s
+
+    def table(planned: Table, *kinds: type[Staged]) -> Table:
+        def cell(planned_s: float, stage: int, microbatch: int) -> float:
+            found = [took_s[i] for kind in kinds if (i := kind(stage, microbatch)) in took_s]
+            return sum(found) if found else planned_s
+
+        return tuple(
+            tuple(cell(planned_s, stage, m) for m, planned_s in enumerate(row))
+            for stage, row in enumerate(planned)
+        )
+
+    yield "forward", _FORWARD, {"forward_s": table(costs.forward_s, *_FORWARD)}
+    halves = {
+        "backward_s": table(costs.backward_s, *_BACKWARD),
+        "weight_gradient_s": table(costs.weight_gradient_s, BackwardWeight),
+        "split_s": (),  # was measured with them
+    }
+    yield "backward", _BACKWARD, halves
+    share = sum(ranks_s[Encode].values()) / (sum(costs.encode_s) or 1.0)
+    yield "frozen work", (Encode,), {"encode_s": tuple(share * s for s in costs.encode_s)}
+    sums_s, exchanges_s = ranks_s[ReduceGradients], ranks_s[ExchangeFrozen]
+    meetings = {
+        "all_reduce_s": tuple(sums_s[rank] for rank in range(measured.num_ranks)),
+        "all_gather_s": max(exchanges_s.values(), default=0.0),
+    }
+    yield "sums and exchanges", (ReduceGradients, ExchangeFrozen), meetings
 
 
-def _ratio(
-    plan: PipelinePlan, measured: Timeline, kinds: tuple[type[Instruction], ...]
-) -> float | None:
-    """Measured over planned time of all instructions of some kinds."""
-    planned_s, took_s = (
-        sum(s.duration_s for s in timeline.spans if isinstance(s.instruction, kinds))
-        for timeline in (plan.timeline, measured)
-    )
-    return took_s / planned_s if planned_s > 0 and took_s > 0 else None
-
-
-def _unfilled_s(plan: PipelinePlan, costs: _Measured) -> float:
+def _unfilled_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
     """Returns the same pipeline with all frozen work before it, shared by all ranks."""
     programs = tuple(
         tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
@@ -474,7 +435,7 @@ def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
         statistics.median(sample.after_s for sample in samples),
         statistics.median(sample.loading_s for sample in samples),
     )
-    lines = [str(gap), "", _table_of_ranks(occupation(measured))]
+    lines = [str(gap), "", str(occupation(measured))]
     if plan.costs is None:
         return "\n".join(lines)
     planned, drawn = plan.timeline, without_posts(measured)
@@ -482,23 +443,4 @@ def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
         lines += ["", side_by_side(planned, drawn)]
     else:  # on one scale one of them would be a dot
         lines += ["", "planned", render(planned), "measured, on another scale", render(drawn)]
-    return "\n".join(lines)
-
-
-def _table_of_ranks(spent: Occupation) -> str:
-    rows = zip(
-        spent.busy_s, spent.idle_s, spent.before_s, spent.filled_s, spent.leftover_s, strict=True
-    )
-    lines = []
-    for rank, (busy_s, idle_s, before_s, filled_s, leftover_s) in enumerate(rows):
-        frozen = [
-            f"{seconds(value)} {where}"
-            for value, where in (
-                (before_s, "before the pipeline"), (filled_s, "in bubbles"), (leftover_s, "left over")
-            )
-            if value
-        ]  # fmt: skip
-        text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
-        share = percent(idle_s / spent.iteration_s) if spent.iteration_s else "0%"
-        lines.append(f"{text} ({share}){', frozen work ' + ', '.join(frozen) if frozen else ''}")
     return "\n".join(lines)

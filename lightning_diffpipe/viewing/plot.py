@@ -119,7 +119,17 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
         events.append(_named("process_name", name, process))
         for rank in range(timeline.num_ranks):
             events.append(_named("thread_name", f"rank {rank}", process, rank))
-        events += [_slice(span, process) for span in timeline.spans]
+        for span in timeline.spans:
+            kind, instruction = type(span.instruction), span.instruction
+            event: Event = {
+                "ph": "X", "name": str(instruction), "cat": kind.__name__, "pid": process,
+                "tid": span.rank, "ts": 1e6 * span.start_s, "dur": 1e6 * span.duration_s,
+            }  # fmt: skip
+            if kind in _COLORS:
+                event["cname"] = _COLORS[kind]
+            if isinstance(instruction, Staged):
+                event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+            events.append(event)
         events += _arrows(timeline, process, numbers)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -128,31 +138,13 @@ def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(span: Span, process: int) -> Event:
-    instruction = span.instruction
-    event: Event = {
-        "ph": "X",
-        "name": str(instruction),
-        "cat": type(instruction).__name__,
-        "pid": process,
-        "tid": span.rank,
-        "ts": 1e6 * span.start_s,
-        "dur": 1e6 * span.duration_s,
-    }
-    if type(instruction) in _COLORS:
-        event["cname"] = _COLORS[type(instruction)]
-    if isinstance(instruction, Staged):
-        event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
-    return event
-
-
 def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterator[Event]:
     spans = {(span.rank, span.instruction): span for span in timeline.spans}
     for transfer in timeline.transfers:
         message = transfer.message
         before = message.stage + (1 if message.kind == "gradient" else -1)
-        maker = _first_known(spans, message.from_rank, _ends(message, before))
-        reader = _first_known(spans, message.to_rank, _ends(message, message.stage))
+        maker = _end(spans, message, message.from_rank, before)
+        reader = _end(spans, message, message.to_rank, message.stage)
         if maker is None or reader is None:
             continue
         common: Event = {
@@ -162,25 +154,18 @@ def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterato
             "pid": process,
         }
         # An arrow must begin and end within a slice to be drawn.
-        yield {
-            **common,
-            "ph": "s",
-            "tid": maker.rank,
-            "ts": 1e6 * (maker.start_s + maker.stop_s) / 2,
-        }
+        middle_s = (maker.start_s + maker.stop_s) / 2
+        yield {**common, "ph": "s", "tid": maker.rank, "ts": 1e6 * middle_s}
         yield {**common, "ph": "f", "bp": "e", "tid": reader.rank, "ts": 1e6 * reader.start_s}
 
 
-def _first_known(
-    spans: Mapping[tuple[int, Instruction], Span], rank: int, instructions: list[Instruction]
+def _end(
+    spans: Mapping[tuple[int, Instruction], Span], message: Message, rank: int, stage: int
 ) -> Span | None:
-    return next((spans[rank, i] for i in instructions if (rank, i) in spans), None)
-
-
-def _ends(message: Message, stage: int) -> list[Instruction]:
-    """Lists what may make or read a message at one of its ends; of feedback the last stage is not known here."""
+    """Returns the span that made or read a message; of feedback the last stage is not known here."""
     if message.kind == "feedback":
-        return []
+        return None
     back = message.kind == "gradient"
     kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
-    return [kind(stage, message.microbatch) for kind in kinds]
+    found = (spans.get((rank, kind(stage, message.microbatch))) for kind in kinds)
+    return next(filter(None, found), None)

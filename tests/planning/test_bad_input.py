@@ -410,6 +410,8 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
         (("options", "color"), 1, "unknown key 'options.color'"),
         (("planned", "iteration_s"), -1, "planned.iteration_s: expected a number >= 0; got -1"),
         (("planned", "bubble_ratio"), ..., "missing key 'planned.bubble_ratio'"),
+        # History: a TypeError that named an argument of a constructor.
+        (("costs", "backward_s"), None, "costs.backward_s: expected an object; got nothing"),
         (("costs", "forward_s", "3"), ..., "missing key 'costs.forward_s.3'"),
         (("costs", "forward_s", "3"), [1, 2], "costs.forward_s: 2 numbers, but there are 3 stages"),
         (("costs", "sizes"), [3, 3], "costs.sizes: [3, 3], but microbatches have [3, 3, 3, 3]"),
@@ -443,6 +445,13 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
 def test_bad_plans(path, value, complaint):
     with pytest.raises(PlanError, match=re.escape(complaint)):
         PipelinePlan.from_json(edited(json.loads(PLAN.to_json()), path, value))
+
+
+def test_a_complaint_names_its_place_once():
+    """History: `plan: programs.1: plan: programs.1: expected a string`."""
+    with pytest.raises(PlanError) as refusal:
+        PipelinePlan.from_json(edited(json.loads(PLAN.to_json()), ("programs", "1"), 7))
+    assert str(refusal.value) == "plan: programs.1: expected a string; got 7"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def test_a_plan_for_another_model_of_as_many_layers_is_refused():
     names = ("0", "1", "inner", "3")
     other = graph_of(nn.Sequential(OrderedDict(zip(names, MODULE, strict=True))))
     with pytest.raises(
-        PlanError, match=r"layer 2 of its 4 is 2, but this module's is inner; make a plan for this"
+        PlanError,
+        match=r"layer 2 of its 4 is 2, but that of this module is inner; make a plan for this",
     ):
         cut_positions(PLAN, other)
     assert cut_positions(replace(PLAN, layers=()), other) == cut_positions(PLAN, GRAPH)

@@ -218,7 +218,7 @@ def test_another_measurement_is_compared_with_the_same_stages():
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "complaint"), [(5, "8 layers and profile 'equal' has 5"), (8, "layer 0")]
+    ("num_layers", "complaint"), [(5, "8 layers, but profile 'equal' has 5"), (8, "layer 0")]
 )
 def test_the_profile_of_another_model_gives_no_advice(num_layers, complaint):
     """History: what would help another model was told, such as "12 ms instead of 1.92 s"."""

@@ -16,7 +16,6 @@ from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
-    """The program of one rank."""
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
     return (*(Forward(stage, m) for m in own), *(Backward(stage, m) for m in own))

@@ -21,7 +21,6 @@ from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
-    """The program of one rank."""
     stages, num_ranks = placement.stages_of(rank), placement.num_ranks
     # Two more for each rank below: one on the way down, one on the way back; and all other stages.
     num_warmup = 2 * (num_ranks - rank - 1) + (len(stages) - 1) * num_ranks

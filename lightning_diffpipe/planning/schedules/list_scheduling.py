@@ -83,6 +83,10 @@ class ListScheduling:
             _SPLIT if self.splits_backward and place.sends_gradient(stage) else _WHOLE
             for stage in stages
         ]
+        self.kinds: list[tuple[type[Work], ...]] = [
+            (ForwardNoGrad,) if stage in place.no_grad else (Forward, *self.backward[stage])
+            for stage in stages
+        ]
         self.before = [place.previous_stage(stage) for stage in stages]
         trained = [s for s in stages if s not in place.no_grad]
         self.after = [  # the next stage that sends a gradient back
@@ -117,7 +121,12 @@ class ListScheduling:
             for rank in ranks:
                 if free_at[rank] > self.now:
                     continue
-                ready = [work for stage in stages[rank] for work in self._ready(stage)]
+                ready = [
+                    work
+                    for stage in stages[rank]
+                    for kind in self.kinds[stage]
+                    if self._is_ready(work := kind(stage, self.done[kind][stage]))
+                ]
                 if ready:
                     work = min(ready, key=urgency)
                     programs[rank].append(work)
@@ -127,15 +136,11 @@ class ListScheduling:
                     heapq.heappush(events, free_at[rank])
         return max(free_at), tuple(map(tuple, programs))
 
-    def _ready(self, stage: int) -> list[Work]:
-        """The oldest work of each kind that could begin."""
-        no_grad = stage in self.placement.no_grad
-        kinds = (ForwardNoGrad,) if no_grad else (Forward, *self.backward[stage])
-        oldest = (kind(stage, self.done[kind][stage]) for kind in kinds)
-        return [w for w in oldest if w.microbatch < self.num_microbatches and self._is_ready(w)]
-
     def _is_ready(self, work: Work) -> bool:
+        """Whether there is such work, and it could begin."""
         stage, microbatch = work.stage, work.microbatch
+        if microbatch >= self.num_microbatches:
+            return False
         needs: Work | None
         if isinstance(work, (Forward, ForwardNoGrad)):
             before = self.before[stage]
@@ -153,10 +158,12 @@ class ListScheduling:
         return needs is None or self.ended.get(needs, math.inf) <= self.now
 
 
-def _place_v(num_stages: int, num_ranks: int) -> Placement:
-    down = tuple((rank,) for rank in range(num_ranks))
-    assert num_stages == 2 * num_ranks, "see `ScheduleSpec.can_place`"
-    return Placement(down + down[::-1])
+def _down_and_up(num_stages: int, num_ranks: int, *, apart: bool = False) -> Placement:
+    """Stages down the ranks and up again; `apart`, each way is a chain of its own."""
+    starts, down = range(0, num_stages, num_ranks), range(num_ranks)
+    ways = [(down, down[::-1])[number % 2] for number in range(len(starts))]
+    stage_ranks = tuple((rank,) for way in ways for rank in way)
+    return Placement(stage_ranks, first_stages=tuple(starts) if apart else (0,))
 
 
 def _found_once(programs: Callable[..., tuple[Program, ...]]) -> Callable[..., Program]:
@@ -201,7 +208,7 @@ def _v_program(
 v = ScheduleSpec(
     "v",
     partial(_v_program, splits_backward=False),
-    place=_place_v,
+    place=_down_and_up,
     stages_per_rank=(2,),
     most_per_rank=2,
     nested=True,
@@ -216,13 +223,6 @@ zero_bubble_v = replace(
     auto=False,
     advice="backwards in two parts, both ends of skips on one rank",
 )
-
-
-def _place_opposite(num_stages: int, num_ranks: int) -> Placement:
-    down = tuple((rank,) for rank in range(num_ranks))
-    starts = tuple(range(0, num_stages, num_ranks))
-    both = [(down, down[::-1])[chain % 2] for chain in range(len(starts))]
-    return Placement(tuple(ranks for one in both for ranks in one), first_stages=starts)
 
 
 @_found_once
@@ -263,7 +263,7 @@ def _bidirectional_program(
 bidirectional = ScheduleSpec(
     "bidirectional",
     _bidirectional_program,
-    place=_place_opposite,
+    place=partial(_down_and_up, apart=True),
     stages_per_rank=(2,),
     opposite=True,
     timed=True,
