@@ -37,7 +37,8 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
+from lightning_diffpipe.profiling.bench import default_counts
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.profiling.profiler import CACHE_VARIABLE, cache_folder
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.training.pipeline import Pipeline, Process

@@ -4,7 +4,7 @@ The door is `probe`: a step and a batch to a `LayerGraph`. Behind it, in this or
 (what a step takes, returns and leaves), `calltree` (which calls become layers), `provenance` (what each of them
 reads), `discovery` (layers that hold), `side_effects` (what else a step does); `cut` (from a graph to stages),
 `chains`, `forms` (several backbones, several ways through a step); `interception`, `rng`, `view`, `backward`
-(running one stage); `frozen`, `sample_groups` (running encoders, in pieces), `memo` (not running them again),
+(running one stage); `frozen` (running encoders, in pieces), `memo` (not running them again),
 `versions` (whether they changed); `placement` (modules without memory: parameters of other ranks, and copies to
 probe).
 """

@@ -20,7 +20,8 @@ import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,35 +71,47 @@ def operator_cost(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return sum(t.numel() for t in tensors_in(out))
 
 
-@contextlib.contextmanager
-def forward_replaced(
-    root: nn.Module, names: Collection[str], make: Callable[[str, Forward], Forward]
-) -> Iterator[None]:
-    """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` are bypassed."""
-    wanted = set(names)
-    undo: list[tuple[nn.Module, str, Any]] = []
-
-    def put(module: nn.Module, attribute: str, value: Any) -> None:
-        undo.append((module, attribute, module.__dict__.get(attribute)))
+def put_back(module: nn.Module, attribute: str, value: Any) -> None:
+    """Restores an attribute of an instance; one that was None is of the class again."""
+    if value is None:
+        module.__dict__.pop(attribute, None)
+    else:
         module.__dict__[attribute] = value
 
+
+@contextlib.contextmanager
+def attributes_replaced(values: Iterable[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Gives instances other attributes inside: the module, the name and the value of each."""
+    saved: list[tuple[nn.Module, str, Any]] = []
     try:
+        for module, attribute, value in values:
+            saved.append((module, attribute, module.__dict__.get(attribute)))
+            module.__dict__[attribute] = value
+        yield
+    finally:
+        for before in reversed(saved):
+            put_back(*before)
+
+
+def forward_replaced(
+    root: nn.Module, names: Collection[str], make: Callable[[str, Forward], Forward]
+) -> AbstractContextManager[None]:
+    """Wraps `forward` of some instances for the time of a probe; wrappers of an `Interception` are bypassed."""
+    wanted = set(names)
+
+    def wrappers() -> Iterator[tuple[nn.Module, str, Any]]:
         for name, module in root.named_modules():
             if module.__dict__.get("_compiled_call_impl") is not None:
-                put(module, "_compiled_call_impl", None)  # compilers must not trace wrappers
+                yield module, "_compiled_call_impl", None  # compilers must not trace wrappers
             original = getattr(module.__dict__.get("forward"), "diffpipe_original", None)
             if name in wanted:
                 original = original or module.forward
-                put(module, "forward", functools.update_wrapper(make(name, original), original))
+                wrapper = functools.update_wrapper(make(name, original), original)
+                yield module, "forward", wrapper
             elif original is not None:
-                put(module, "forward", original)
-        yield
-    finally:
-        for module, attribute, value in reversed(undo):
-            if value is None:
-                del module.__dict__[attribute]
-            else:
-                module.__dict__[attribute] = value
+                yield module, "forward", original
+
+    return attributes_replaced(wrappers())
 
 
 def _refuse_collective(func: Any) -> None:

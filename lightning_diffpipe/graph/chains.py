@@ -144,17 +144,16 @@ def _mixed_loss(
     starts: tuple[int, ...],
 ) -> str:
     """Says which chain's gradients depend on what another one gives."""
-    interception = Interception(root).install()
-    try:
-        end = tail(graph)
-        keys = tuple(key for key in end.needed if graph.needs_gradient(key))
+    end = tail(graph)
+    keys = tuple(key for key in end.needed if graph.needs_gradient(key))
+    call = StepCall(step, root, batch, written=graph.batch_writes)
+    chain_of = {
+        layer: chain
+        for chain, (first, stop) in enumerate(pairwise((*starts, len(graph.path))))
+        for layer in graph.path[first:stop]
+    }
+    with Interception(root).installed() as interception:
         view = StageView(root, graph, replace(end, received_gradients=keys), interception)
-        call = StepCall(step, root, batch, written=graph.batch_writes)
-        chain_of = {
-            layer: chain
-            for chain, (first, stop) in enumerate(pairwise((*starts, len(graph.path))))
-            for layer in graph.path[first:stop]
-        }
         for chain, start in enumerate(starts):
             own = {key for key in end.needed if chain_of.get(key[0], chain) == chain}
             found = []
@@ -167,13 +166,10 @@ def _mixed_loss(
                     f"the gradients of {_owner(graph.path_names[start])} depend on what other backbones give: the "
                     "loss is no sum of one for each. Add the losses, with constant weights, or use schedule=1f1b"
                 )
-    finally:
-        interception.uninstall()
     return ""
 
 
 def _metrics(root: nn.Module) -> dict[int, list[Tensor]]:
-    """Returns copies of the states of metric objects."""
     return {
         id(module): [leaf.detach().clone() for leaf in pytree.tree_leaves(own)]
         for module, own in own_tensors(root.modules())

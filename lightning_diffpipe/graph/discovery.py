@@ -179,6 +179,7 @@ class StepProbe:
         """
         fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
+        provenance, attributes = tracer.provenance, tracer.attributes
         out, returned, tail = self._followed(tracer)
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
@@ -204,7 +205,19 @@ class StepProbe:
             form=self._form,
             hooks=_readers_of_hooked(tracer, found, returned),
             weighted=weight_of(out) is not None,
-            **_between_layers(tracer, tail),
+            # Of the code between layers:
+            streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
+            host_random=tracer.drew_host_random,
+            folded=tuple(provenance.folded),
+            glue_writes=frozenset(provenance.glue_writes),
+            glue_parameter_writes=frozenset(provenance.glue_parameter_writes),
+            autocast=frozenset(tracer.autocast),
+            generators=provenance.generators.found(),
+            toggled=attributes.toggled(),
+            left=attributes.left(),
+            counters=attributes.counters() if fake else {},
+            changes_gradients=provenance.changes_gradients,
+            batch_writes=frozenset(provenance.batch_writes),
         )
 
     def _followed(self, tracer: Tracer) -> tuple[Any, set[Any], set[Any]]:
@@ -320,7 +333,11 @@ class StepProbe:
         # Another form of the step may give the same calls other samples.
         same_form = known and known.fine_names == tuple(tracer.fine_names)
         found = known.of_more_samples if known and same_form else None
-        more = _known_dims(records, found) if found else None
+        more: list[_Dims] | None = None
+        calls = list(map(_call_of, records))
+        # Of calls without layers inside, several may have the same key.
+        if found and all(call in found and call[1] < call[2] for call in calls):
+            more = [found[call] for call in calls]
         signature = batch_signature(self._batch)
         if known and more and known.signature != signature:
             same_structure = _structure(known.signature) == _structure(signature)
@@ -437,25 +454,6 @@ def _seeded(records: Sequence[LayerRecord]) -> set[str]:
     return names
 
 
-def _between_layers(tracer: Tracer, tail: Collection[Any]) -> dict[str, Any]:
-    """Returns what a `LayerGraph` says of the code between layers."""
-    provenance = tracer.provenance
-    return {
-        "streams": tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
-        "host_random": tracer.drew_host_random,
-        "folded": tuple(provenance.folded),
-        "glue_writes": frozenset(provenance.glue_writes),
-        "glue_parameter_writes": frozenset(provenance.glue_parameter_writes),
-        "autocast": frozenset(tracer.autocast),
-        "generators": provenance.generators.found(),
-        "toggled": tracer.attributes.toggled(),
-        "left": tracer.attributes.left(),
-        "counters": tracer.attributes.counters() if tracer.fake else {},
-        "changes_gradients": provenance.changes_gradients,
-        "batch_writes": frozenset(provenance.batch_writes),
-    }
-
-
 def _readers_of_hooked(
     tracer: Tracer, layers: Sequence[Layer], returned: Collection[Any]
 ) -> tuple[frozenset[int], ...]:
@@ -484,14 +482,6 @@ def _parameters(tags: Collection[Any]) -> frozenset[str]:
 
 def _call_of(record: LayerRecord) -> tuple[str, int, int]:
     return record.name, record.fine_start, record.fine_start + record.num_fine
-
-
-def _known_dims(records: Sequence[LayerRecord], known: _MoreSamples) -> list[LeadingDims] | None:
-    """Returns what an earlier run tells about all layers; calls without layers inside look the same."""
-    calls = list(map(_call_of, records))
-    if any(first == stop or (n, first, stop) not in known for n, first, stop in calls):
-        return None
-    return [known[call] for call in calls]
 
 
 def _structure(signature: str) -> str:

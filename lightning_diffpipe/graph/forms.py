@@ -247,24 +247,20 @@ def survey(
     Raises:
         GraphError: None of the forms calls all layers.
     """
-    interception = Interception(root).install()
     found: list[tuple[StepForm, Exemplar]] = []
-    try:
-        with untouched(root):
-            view = FormView(root, graph, interception, lenient=True)
-            for trial in range(_MANY):
-                number, microbatch = divmod(trial, 2)
-                own = (arguments[0] + number, *arguments[1:]) if arguments else ()
-                call = StepCall(step, root, batch, own, graph.batch_writes)
-                found.append(view.exemplar(call, seed_of(number, microbatch), own))
-                if microbatch:
-                    view.count()
-                tossed = any(exemplar.has_coins for _, exemplar in found)
-                tossed |= bool(graph.counters or graph.generators)
-                if trial + 1 >= _FEW and not tossed and len({form for form, _ in found}) == 1:
-                    break
-    finally:
-        interception.uninstall()
+    with Interception(root).installed() as interception, untouched(root):
+        view = FormView(root, graph, interception, lenient=True)
+        for trial in range(_MANY):
+            number, microbatch = divmod(trial, 2)
+            own = (arguments[0] + number, *arguments[1:]) if arguments else ()
+            call = StepCall(step, root, batch, own, graph.batch_writes)
+            found.append(view.exemplar(call, seed_of(number, microbatch), own))
+            if microbatch:
+                view.count()
+            tossed = any(exemplar.has_coins for _, exemplar in found)
+            tossed |= bool(graph.counters or graph.generators)
+            if trial + 1 >= _FEW and not tossed and len({form for form, _ in found}) == 1:
+                break
     return _of_trials(found)
 
 
@@ -363,7 +359,6 @@ _TAKES_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def _line() -> _Line:
-    """Returns the user's line that runs."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_diffpipe.errors import ForeignLayerError
-from lightning_diffpipe.graph.calltree import callable_modules
+from lightning_diffpipe.graph.calltree import callable_modules, put_back
 from lightning_diffpipe.graph.placement import is_placeholder
 
 _lock = threading.Lock()  # around what several threads put in place and take away
@@ -109,14 +109,6 @@ class Site:
         return getattr, (self.module, "forward")
 
 
-def _put_back(module: nn.Module, attribute: str, value: Any) -> None:
-    """Restores an attribute of an instance; one that was None is of the class again."""
-    if value is None:
-        module.__dict__.pop(attribute, None)
-    else:
-        module.__dict__[attribute] = value
-
-
 class Interception:
     """All sites of one module; see the module docstring.
 
@@ -155,18 +147,17 @@ class Interception:
     def uninstall(self) -> None:
         """Puts everything back as it was."""
         for saved in reversed(self._saved):
-            _put_back(*saved)
+            put_back(*saved)
         self._saved.clear()
         self._sites.clear()
         self._installed = False
         _Checkpointing.detach(self)
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> Iterator[Interception]:
         """A context in which all sites are in place."""
         try:
-            self.install()
-            yield
+            yield self.install()
         finally:
             self.uninstall()
 
@@ -221,7 +212,7 @@ class Interception:
                     if users > 1:
                         self._placed[site.name] = (users - 1, before)
                     else:
-                        _put_back(site.module, site.attribute, before)
+                        put_back(site.module, site.attribute, before)
 
     def refuse(self, owners: Mapping[str, str]) -> None:
         """Lets calls of foreign modules outside a step fail with a message that names their owner.
@@ -354,14 +345,19 @@ class _Checkpointing:
     def _generator(cls, function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         run = cls.current()
         if run is not None and run.checkpoints_layers():
-            return _checkpoint_layers(run)
+            before, run.checkpointing = run.checkpointing, True
+            try:
+                yield
+            finally:
+                run.checkpointing = before
+            return
         if run is not None:  # private streams are seeded again in recomputation
             run.checkpointed = True
             if generator_name() == _SINCE_2_14:
                 kwargs["preserve_rng_state"] = True
             else:
                 args = (True, *args[1:])
-        return cls.original()[0](function, *args, **kwargs)
+        yield from cls.original()[0](function, *args, **kwargs)
 
 
 class _ReentrantCheckpoint:
@@ -374,14 +370,6 @@ class _ReentrantCheckpoint:
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
-
-
-def _checkpoint_layers(run: Run) -> Iterator[None]:
-    before, run.checkpointing = run.checkpointing, True
-    try:
-        yield
-    finally:
-        run.checkpointing = before
 
 
 class _WithoutCheckpoints(ForwardOnlyRun):

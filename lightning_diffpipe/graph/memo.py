@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import tensors_in
-from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.frozen import FrozenView, relative_difference
 from lightning_diffpipe.graph.layer import (
     CONSTANT_TYPES,
     Layer,
@@ -38,7 +38,6 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
-from lightning_diffpipe.graph.sample_groups import relative_difference
 from lightning_diffpipe.graph.versions import (
     bytes_of,
     circumstances,

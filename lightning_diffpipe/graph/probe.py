@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -257,7 +258,8 @@ def _in_some_mode(
     reason = "asked for"
     if mode in ("auto", "fake"):
         with kept_young():
-            found = _without_values(root, step, batch, form, work, allow_failure=mode == "auto")
+            on_fakes = partial(_on_fakes, root, step, batch, form, work)
+            found = _without_values(on_fakes, allow_failure=mode == "auto")
         if isinstance(found, LayerGraph):
             if found.num_samples != 1:
                 return found
@@ -279,17 +281,12 @@ def _in_some_mode(
 
 
 def _without_values(
-    root: nn.Module,
-    step: Step,
-    batch: Any,
-    form: BatchForm | ModuleSplit | None,
-    work: Callable[[StepProbe], LayerGraph],
-    allow_failure: bool,
+    on_fakes: Callable[[TrackedFakeMode], LayerGraph], allow_failure: bool
 ) -> LayerGraph | str:
     """Returns the graph of a run on fake tensors, or why the step cannot be run on them."""
     mode = TrackedFakeMode()
     try:
-        return _on_fakes(root, step, batch, mode, form, work)
+        return on_fakes(mode)
     except (GraphError, ConfigurationError) as error:  # a refusal, with values or without
         clear_variables(error)  # among them are fake tensors
         raise
@@ -314,9 +311,9 @@ def _on_fakes(
     root: nn.Module,
     step: Step,
     batch: Any,
-    mode: TrackedFakeMode,
     form: BatchForm | ModuleSplit | None,
     work: Callable[[StepProbe], LayerGraph],
+    mode: TrackedFakeMode,
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
     reports = logging.getLogger("torch._subclasses.fake_tensor")
@@ -357,13 +354,18 @@ def fold(
     cut(graph, positions)  # refuses impossible positions
     bounds = pairwise([0, *positions, len(graph.path)])
     stage_of = {layer: s for s, (a, b) in enumerate(bounds) for layer in graph.path[a:b]}
-    expanded = _stay_expanded(graph, stage_of)
+    stages_in = lambda call: {stage_of.get(i) for i in range(call.first, call.stop)} - {None}
+    expanded = graph.leaky | {
+        call.name
+        for call in graph.calls
+        if len(stages_in(call)) > 1 or call.draws_random or is_mixed(graph, call)
+    }
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
         try:
             folded = trace_layers(root, step, batch, graph, layers, expanded, seed=seed)
         except LayerLeakError as error:
-            expanded.add(error.layer_name)
+            expanded |= {error.layer_name}
             continue
         if folded.fine_names != graph.fine_names:
             raise GraphError(
@@ -385,12 +387,3 @@ def fold(
         expanded |= wrong
     on_path = [label for label in labels if label is not None]
     return folded, tuple(on_path.index(s) for s in range(1, len(positions) + 1))
-
-
-def _stay_expanded(graph: LayerGraph, stage_of: dict[int, int]) -> set[str]:
-    expanded = set(graph.leaky)
-    for call in graph.calls:
-        owners = {stage_of[i] for i in range(call.first, call.stop) if i in stage_of}
-        if len(owners) > 1 or call.draws_random or is_mixed(graph, call):
-            expanded.add(call.name)
-    return expanded

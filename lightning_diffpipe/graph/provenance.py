@@ -36,6 +36,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.calltree import (
     Forward,
     OwnFunctions,
+    attributes_replaced,
     forward_replaced,
     inside_function,
     operator_cost,
@@ -60,6 +61,7 @@ from lightning_diffpipe.graph.side_effects import (
     refuse_transformed,
 )
 from lightning_diffpipe.graph.step import LoggedMetric, logged_values
+from lightning_diffpipe.graph.versions import autocasts
 
 _VALUE_READS = {
     torch.Tag.data_dependent_output,
@@ -194,12 +196,10 @@ class Provenance(TorchDispatchMode):
             {_key(t) for t in [*original.parameters(), *original.buffers()]} if original else set()
         )
         for name, buffer in module.named_buffers():
-            known = self._tags.get(_key(buffer), (None, frozenset()))[1]
-            self.set_tags(buffer, known | {Buffer(name)})
+            self.set_tags(buffer, self._tags_of(buffer) | {Buffer(name)})
             self._buffer[_key(buffer)] = name
         for name, parameter in module.named_parameters():
-            known = self._tags.get(_key(parameter), (None, frozenset()))[1]
-            self.set_tags(parameter, known | {name})
+            self.set_tags(parameter, self._tags_of(parameter) | {name})
             self._parameter[_key(parameter)] = name
 
     def watch_batch(self, batch: Any) -> None:
@@ -211,6 +211,9 @@ class Provenance(TorchDispatchMode):
     def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
         """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
         self._tags[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), frozenset(tags))
+
+    def _tags_of(self, tensor: Tensor) -> frozenset[Any]:
+        return self._tags.get(_key(tensor), (None, frozenset()))[1]
 
     def own(self, tensor: Tensor, key: tuple[int, int]) -> None:
         """Declares a tensor to be an output of a layer."""
@@ -225,7 +228,7 @@ class Provenance(TorchDispatchMode):
             size = tensor.numel() * tensor.element_size()
             num_bytes[_key(tensor)] = num_bytes.get(_key(tensor), 0) + size
         for tensor in {_key(t): t for t in tensors_in(out)}.values():
-            tags = self._tags.get(_key(tensor), (None, frozenset()))[1]
+            tags = self._tags_of(tensor)
             parts = values(tags)
             if not parts or _key(tensor) in passed or any(isinstance(t, Leak) for t in tags):
                 continue
@@ -355,8 +358,7 @@ class Provenance(TorchDispatchMode):
 
         All else, such as a table for a length, comes out the same wherever it is made.
         """
-        tags = self._tags.get(_key(new), (None, frozenset()))[1]
-        return _key(old) in self._read_buffers or bool(values(tags))
+        return _key(old) in self._read_buffers or bool(values(self._tags_of(new)))
 
 
 def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
@@ -407,7 +409,6 @@ def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the arguments that an operator changes."""
     arguments = func._schema.arguments
     given = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
     names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -423,20 +424,12 @@ def _key(tensor: Tensor) -> int:
 LOG_METHODS = ("log", "log_dict")
 
 
-@contextlib.contextmanager
-def logging_replaced(module: nn.Module, sink: Callable[..., None]) -> Iterator[None]:
+def logging_replaced(
+    module: nn.Module, sink: Callable[..., None]
+) -> contextlib.AbstractContextManager[None]:
     """Sends `self.log` and `self.log_dict` to `sink(args, kwargs)` for the time of a probe."""
-    saved = {name: module.__dict__.get(name) for name in LOG_METHODS if hasattr(module, name)}
-    for name in saved:
-        module.__dict__[name] = lambda *args, **kwargs: sink(args, kwargs)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = value
+    log = lambda *args, **kwargs: sink(args, kwargs)
+    return attributes_replaced((module, m, log) for m in LOG_METHODS if hasattr(module, m))
 
 
 class Tracer:
@@ -571,11 +564,7 @@ class Tracer:
             len(self.records), name, set(mode.control), fine_start=len(self.fine_names)
         )
         record.argument_dims = leading_dims((args, kwargs))
-        self.autocast |= {
-            f"{kind} {torch.get_autocast_dtype(kind)}"
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        }
+        self.autocast.update(map(" ".join, autocasts()))
         self.records.append(record)
         state, host_state = rng.capture(host=False), rng.host_state()
         mode.current = record

@@ -269,7 +269,6 @@ def _is_host(value: Any) -> bool:
 
 
 def _state_of(generator: Any) -> bytes:
-    """Returns a generator's state, to be compared."""
     if isinstance(generator, SobolEngine):
         return pickle.dumps(generator.num_generated)
     if isinstance(generator, random.Random):

@@ -133,12 +133,13 @@ def _plain(value: Any) -> Any:
 
 def circumstances() -> str:
     """Returns settings of the process that change results."""
-    autocast = [
-        (kind, str(torch.get_autocast_dtype(kind)))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-    return repr((autocast, float32_precisions()))
+    return repr((autocasts(), float32_precisions()))
+
+
+def autocasts() -> list[tuple[str, str]]:
+    """Returns kinds of devices under autocast, with its type."""
+    kinds = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+    return [(kind, str(torch.get_autocast_dtype(kind))) for kind in kinds]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

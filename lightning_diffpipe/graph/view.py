@@ -446,7 +446,7 @@ class StageView(View):
         host = self.graph.host_random
         with rng.preserved(host), self._attributes.preserved(), self.interception.running(run):
             rng.seed_all(seed, host)
-            run._finish(run.walk(call))
+            run.walk(call)
         return run
 
 
@@ -500,8 +500,9 @@ class StageRun(StubbedRun):
         self._leaves[key] = tensor
         return tensor.clone() if leaf in layer.mutated else tensor
 
-    def _finish(self, result: Any) -> None:
-        cut = self._plan.cut
+    def walk(self, call: Callable[[], Any]) -> Any:
+        """Runs the step, and takes what the last stage returns and later stages read."""
+        result, cut = super().walk(call), self._plan.cut
         if cut.is_last:
             self.result, self.loss, self.weight = result, loss_of(result), weight_of(result)
             if (self.weight is not None) != self._plan.graph.weighted:
@@ -512,6 +513,7 @@ class StageRun(StubbedRun):
             if key not in self.outputs:
                 self.outputs[key] = self._received[key].detach()
         self._received = {}
+        return result
 
     def backward(
         self,

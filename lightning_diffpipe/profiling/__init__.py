@@ -1,8 +1,8 @@
 """What it costs: every layer timed on this machine, or modelled for another one.
 
-The door is `profiler`: `profile(module, batch)`, and profiles on disk. Behind it, in this order: `step_times`
-(what the time of a layer is), `step_run` (stamps at the borders of layers), `bench` (many runs), `measure`
-(seconds and bytes of every layer), `layer_costs` (into a profile), `state` (leaving the module as it was).
+The door is `profiler`: `profile(module, batch)`, and profiles on disk. Behind it, in this order: `step_run`
+(what the time of a layer is: stamps at the borders of layers), `bench` (many runs), `measure` (seconds and bytes of
+every layer), `layer_costs` (into a profile), `state` (leaving the module as it was).
 `known_models` and `modelled` answer without running anything.
 """
 

@@ -14,8 +14,9 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,15 +29,22 @@ from lightning_diffpipe.errors import GraphError, ProfileError, clear_variables
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.step import Step, StepCall, count_samples
-from lightning_diffpipe.profiling.state import placed, scratch_gradients, take_samples, tree_to
+from lightning_diffpipe.profiling.state import (
+    placeable,
+    placed,
+    scratch_gradients,
+    take_samples,
+    tree_to,
+)
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     OneByOneRun,
+    Rounds,
     StepRun,
+    StepTimes,
     kept_bytes,
     saved_bytes,
 )
-from lightning_diffpipe.profiling.step_times import Rounds, StepTimes
 
 _log = logging.getLogger(__name__)
 
@@ -47,47 +55,85 @@ Splits = Mapping[int, Sequence[float]]
 """By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_MAX_COUNTS = 5
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
 """Of a GPU's free memory that weights and gradients may take, so that activations fit as well."""
 
 
-class Bench:
-    """Times the layers of one module.
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and with how much effort.
 
-    Args:
-        module: The module.
+    Attributes:
+        module: The whole module.
         step: Module and batch to loss.
-        batch: The largest batch there is.
-        graph: The layers, unfolded.
+        batch: A batch at least as large as the largest sample count.
+        graph: Its layers, unfolded, as `probe` found them.
         device: Where to measure.
+        sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
+            microbatches at least), thinned out where `budget_s` does not reach.
+        microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
+        repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs eight times
+            at least.
+        name: Name of the profile; the module's class if not given.
         progress: Is called with how far it is.
+        least_samples: Fewer than these the step cannot be run on.
+        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step: Step,
-        batch: Any,
-        graph: LayerGraph,
-        device: torch.device,
-        progress: Progress | None,
-    ) -> None:
-        self._module, self._step, self._batch, self._graph = module, step, batch, graph
-        self._total, self._clock = count_samples(batch, graph.form), clock_for(device)
-        self._device = device
-        self._progress = progress or (lambda what, share: None)
+    module: nn.Module
+    step: Step
+    batch: Any
+    graph: LayerGraph
+    device: torch.device | str = "cpu"
+    sample_counts: Sequence[int] | None = None
+    microbatch_size: int | None = None
+    repeats: int | None = None
+    budget_s: float = 10.0
+    name: str | None = None
+    progress: Progress | None = None
+    looks_at_results: bool = True
+    least_samples: int = 1
 
-    def run(
-        self, counts: Sequence[int], repeats: int | None, budget_s: float, fixed: bool
-    ) -> tuple[Rounds, list[KeptBytes], Splits]:
-        """Times all layers.
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Sample counts to time at."""
+        total = count_samples(self.batch, self.graph.form)
+        counts = self.sample_counts or default_counts(total, self.microbatch_size)
+        return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
 
-        Args:
-            counts: Sample counts, ascending.
-            repeats: Timed runs at each; as many as fit into `budget_s` if None.
-            budget_s: Seconds to spend, about; up to three times as many where the counts need it.
-            fixed: Run all of the counts, however long it takes.
+    @property
+    def title(self) -> str:
+        """Name of the profile."""
+        return self.name or type(self.module).__name__
+
+    @property
+    def place(self) -> torch.device:
+        """The device, as its tensors name it: `cuda` is the current GPU."""
+        return placeable(self.device)
+
+    @cached_property
+    def bench(self) -> Bench:
+        """What times it; the same whenever it is asked for, as it decides once whether the module fits."""
+        return Bench(self)
+
+
+class Bench:
+    """Times the layers of a subject."""
+
+    def __init__(self, subject: Subject) -> None:
+        # Not the subject itself, which has this bench: only a search for cycles would free the module.
+        self._module, self._step, self._graph = subject.module, subject.step, subject.graph
+        self._batch, self._total = subject.batch, count_samples(subject.batch, subject.graph.form)
+        self._counts, self._thins_out = subject.counts, subject.sample_counts is None
+        self._repeats, self._budget_s = subject.repeats, subject.budget_s
+        self._device, self._clock = subject.place, clock_for(subject.place)
+        self._progress = subject.progress or (lambda what, share: None)
+
+    def run(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        """Times all layers at the subject's sample counts: at all of them, if they were given.
 
         Returns:
             The times of steps; by layer the bytes saved for the backward; times of split backwards.
@@ -96,15 +142,14 @@ class Bench:
             ProfileError: The step runs at none of the counts.
             GraphError: It calls other layers than in its probe.
         """
-        limit_s = None if fixed else _COVERAGE * budget_s
         if self.fits:
             try:
-                return self._in_place(counts, repeats, budget_s, limit_s)
+                return self._in_place()
             except torch.OutOfMemoryError as error:
                 clear_variables(error)
                 _log.info("the step does not fit into %s; timing layer by layer", self._device)
             give_back(self._device)
-        return *self._one_by_one(counts, repeats or _MIN_ROUNDS, limit_s), {}
+        return *self._one_by_one(), {}
 
     @cached_property
     def fits(self) -> bool:
@@ -121,26 +166,25 @@ class Bench:
         )
         return need < _MEMORY_SHARE * free_bytes(self._device)
 
-    def _in_place(
-        self,
-        counts: Sequence[int],
-        repeats: int | None,
-        budget_s: float,
-        limit_s: float | None,
-    ) -> tuple[Rounds, list[KeptBytes], Splits]:
+    def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:
         batch = self._batch
         try:
             with placed(self._module, self._device):
                 self._batch = tree_to(batch, self._device)
-                rounds, splits = self._rounds(counts, repeats, budget_s, limit_s)
-                saved = {count: self._saved_bytes(count) for count in {min(rounds), max(rounds)}}
+                rounds, splits = self._rounds()
+                known, saved = [*self._module.parameters(), *self._module.buffers()], {}
+                for count in {min(rounds), max(rounds)}:
+                    # A slice would count as large as the whole batch.
+                    few = pytree.tree_map_only(torch.Tensor, torch.clone, self._samples(count))
+                    run = StepRun(self._graph, self._clock)
+                    with self._interception() as calls, saved_bytes(run, known) as saved[count]:
+                        run.forward_only(self._call_on(few), calls)
                 return rounds, kept_bytes(saved), splits
         finally:
             self._batch = batch
 
-    def _one_by_one(
-        self, counts: Sequence[int], repeats: int, limit_s: float | None
-    ) -> tuple[Rounds, list[KeptBytes]]:
+    def _one_by_one(self) -> tuple[Rounds, list[KeptBytes]]:
+        repeats = self._repeats or _MIN_ROUNDS
         rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
         saved: dict[int, list[int]] = {}
         with self._interception() as interception:
@@ -152,17 +196,13 @@ class Bench:
                 saved[count] = walk.num_saved_bytes
                 return time.perf_counter() - start_s
 
-            self._runnable(run, counts, limit_s)
+            self._runnable(run)
         return rounds, kept_bytes(saved)
 
     def _rounds(
         self,
-        counts: Sequence[int],
-        repeats: int | None,
-        budget_s: float,
-        limit_s: float | None,
     ) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
-        """Runs all counts in turn."""
+        repeats = self._repeats
         scratch = scratch_gradients(self._module, self._graph.trained)
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
@@ -170,11 +210,13 @@ class Bench:
             runs = 3 * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
-            results = {count: ([], []) for count in self._runnable(warm_up, counts, limit_s)}
+            results = {count: ([], []) for count in self._runnable(warm_up)}
             splits: dict[int, list[float]] = {count: [] for count in results}
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
-                share = max(turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / budget_s)
+                share = max(
+                    turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self._budget_s
+                )
                 if repeats is None and turn >= _MIN_ROUNDS and share >= 1:
                     break
                 for count in tuple(results):
@@ -195,42 +237,24 @@ class Bench:
         self._progress("timed", 1.0)
         return results, splits
 
-    def _saved_bytes(self, count: int) -> list[int]:
-        # A slice would count as large as the whole batch.
-        batch = pytree.tree_map_only(torch.Tensor, torch.clone, self._samples(count))
-        known = [*self._module.parameters(), *self._module.buffers()]
-        run = StepRun(self._graph, self._clock)
-        with self._interception() as interception, saved_bytes(run, known) as saved:
-            run.forward_only(self._call_on(batch), interception)
-        return saved
+    def _interception(self) -> AbstractContextManager[Interception]:
+        return Interception(self._module, self._graph.layer_names).installed()
 
-    @contextmanager
-    def _interception(self) -> Iterator[Interception]:
-        interception = Interception(self._module, self._graph.layer_names).install()
-        try:
-            yield interception
-        finally:
-            interception.uninstall()
-
-    def _runnable(
-        self, run: Callable[[int], float], counts: Sequence[int], limit_s: float | None
-    ) -> tuple[int, ...]:
+    def _runnable(self, run: Callable[[int], float]) -> tuple[int, ...]:
         """Runs all counts once; leaves out those that cannot be run, or would take too long.
 
         Args:
             run: Runs a count, and says how many seconds all runs at it will take.
-            counts: Ascending.
-            limit_s: Seconds there are for all of them.
         """
         usable: list[int] = []
         failure: Exception | None = None
-        todo = list(counts)
+        todo, limit_s = list(self._counts), _COVERAGE * self._budget_s
         while todo:
             count = todo.pop(0)
             self._progress(f"{count} samples, warm-up", 0.0)
             try:
                 needed_s = run(count)
-                if not usable and limit_s is not None:
+                if not usable and self._thins_out:
                     if needed_s < limit_s:  # the very first run set things up as well
                         needed_s = min(needed_s, run(count))
                     todo = spread(count, todo, needed_s / count, limit_s)
@@ -242,7 +266,7 @@ class Bench:
         if not usable:
             if isinstance(failure, GraphError | torch.OutOfMemoryError):
                 raise failure
-            message = f"the step runs with none of {list(counts)} samples: {failure}"
+            message = f"the step runs with none of {list(self._counts)} samples: {failure}"
             raise ProfileError(message) from failure
         return tuple(usable)
 
@@ -276,6 +300,18 @@ class Bench:
         if self._total is None or count == self._total:
             return self._batch
         return take_samples(self._batch, self._total, count, self._graph.form)
+
+
+def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
+    """Powers of two up to half of the batch, five at most, and the microbatch if its size is known.
+
+    Example:
+        >>> default_counts(24), default_counts(1), default_counts(256, microbatch_size=64)
+        ((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16, 64))
+    """
+    total = num_samples or 1
+    counts = [2**i for i in range(max(total // 2, 1).bit_length())][:_MAX_COUNTS]
+    return tuple(sorted({*counts, min(microbatch_size or 1, total)}))
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:

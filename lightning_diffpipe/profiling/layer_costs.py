@@ -18,19 +18,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.chains import passes, without_gradient
 from lightning_diffpipe.graph.cut import boundary_bytes, cut, skips
-from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.frozen import FrozenView, why_not_splittable
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
 from lightning_diffpipe.graph.probe import fold
-from lightning_diffpipe.graph.sample_groups import why_not_splittable
 from lightning_diffpipe.graph.step import Step, StepCall
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
@@ -65,8 +65,7 @@ class Seen:
 Look = Callable[[LayerGraph], Seen]
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(NamedTuple):
     """What is known of an encoder's results; see `EncoderProfile`."""
 
     results: tuple[FrozenResult, ...]
@@ -119,14 +118,11 @@ def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = T
     """Looks by running the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
 
     def look(folded: LayerGraph) -> Seen:
-        interception = Interception(module, folded.layer_names).install()
         call = StepCall(step, module, batch, written=folded.batch_writes)
-        try:
+        with Interception(module, folded.layer_names).installed() as interception:
             view = FrozenView(module, folded, cut(folded, ()).frozen, interception)
             steady = repeatable(view, call, seed=0) if stores else frozenset()
             return Seen(steady, view.mixing(call, seed=0))
-        finally:
-            interception.uninstall()
 
     return look
 
@@ -161,7 +157,7 @@ def _encoding(
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs, glue included; see `step_times.py`.
+    """What one layer costs, glue included; see `step_run.py`.
 
     Attributes:
         forward_s: Forward.
@@ -184,7 +180,7 @@ def assemble(
     graph: LayerGraph,
     costs: Mapping[int, LayerCost],
     repeated_s: Seconds | None = None,
-    known: Mapping[str, Encoding] | None = None,
+    known: Mapping[str, Encoding] = MappingProxyType({}),
     split_s: Seconds | None = None,
 ) -> ModelProfile:
     """Puts a profile together.
@@ -231,11 +227,9 @@ def assemble(
     long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))
     backbone = BackboneProfile("backbone", tuple(layers), repeated_s, split_s, long, passes(graph))
     encoders = tuple(
-        replace(encoder, results=e.results, cacheable=e.cacheable,
-                stored_bytes_per_sample=e.stored_bytes_per_sample, splittable=e.splittable)
-        if (e := (known or {}).get(encoder.name)) else encoder
+        replace(encoder, **known[encoder.name]._asdict()) if encoder.name in known else encoder
         for encoder in _encoders(graph, sizes, costs)
-    )  # fmt: skip
+    )
     return ModelProfile(name, (backbone,), encoders)
 
 

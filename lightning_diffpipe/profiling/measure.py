@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.step import Step, count_samples
+from lightning_diffpipe.graph.step import count_samples
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.profiling.bench import Bench, Progress, Splits, give_back
+from lightning_diffpipe.profiling.bench import Splits, Subject, give_back
 from lightning_diffpipe.profiling.layer_costs import (
     Encoding,
     LayerCost,
@@ -41,14 +39,13 @@ from lightning_diffpipe.profiling.layer_costs import (
 )
 from lightning_diffpipe.profiling.state import (
     current,
-    placeable,
     placed,
     take_samples,
     tree_to,
     undisturbed,
 )
-from lightning_diffpipe.profiling.step_run import KeptBytes
-from lightning_diffpipe.profiling.step_times import (
+from lightning_diffpipe.profiling.step_run import (
+    KeptBytes,
     Pool,
     Rounds,
     StepTimes,
@@ -58,67 +55,6 @@ from lightning_diffpipe.profiling.step_times import (
     repeated_s,
     typical,
 )
-
-_MAX_COUNTS = 5
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is measured, and with how much effort.
-
-    Attributes:
-        module: The whole module.
-        step: Module and batch to loss.
-        batch: A batch at least as large as the largest sample count.
-        graph: Its layers, unfolded, as `probe` found them.
-        device: Where to measure.
-        sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
-            microbatches at least), thinned out where `budget_s` does not reach.
-        microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
-        repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
-        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs eight times
-            at least.
-        name: Name of the profile; the module's class if not given.
-        progress: Is called with how far it is.
-        least_samples: Fewer than these the step cannot be run on.
-        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
-    """
-
-    module: nn.Module
-    step: Step
-    batch: Any
-    graph: LayerGraph
-    device: torch.device | str = "cpu"
-    sample_counts: Sequence[int] | None = None
-    microbatch_size: int | None = None
-    repeats: int | None = None
-    budget_s: float = 10.0
-    name: str | None = None
-    progress: Progress | None = None
-    looks_at_results: bool = True
-    least_samples: int = 1
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Sample counts to time at."""
-        total = count_samples(self.batch, self.graph.form)
-        counts = self.sample_counts or default_counts(total, self.microbatch_size)
-        return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
-
-    @property
-    def title(self) -> str:
-        """Name of the profile."""
-        return self.name or type(self.module).__name__
-
-    @property
-    def place(self) -> torch.device:
-        """The device, as its tensors name it: `cuda` is the current GPU."""
-        return placeable(self.device)
-
-    @cached_property
-    def bench(self) -> Bench:
-        """What times it; the same whenever it is asked for, as it decides once whether the module fits."""
-        return Bench(self.module, self.step, self.batch, self.graph, self.place, self.progress)
 
 
 def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
@@ -142,7 +78,7 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
         )
     try:
         with current(subject.place):
-            rounds, saved, split, known = _measured(subject, counts)
+            rounds, saved, split, known = _measured(subject)
             graph = graph_of_device(subject)
     except Exception:
         pool({})  # the other ranks wait for this one
@@ -155,30 +91,24 @@ def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
 
 
 def _measured(
-    subject: Subject, counts: Sequence[int]
+    subject: Subject,
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
-    fixed = subject.sample_counts is not None
-    with undisturbed(subject.module):
-        rounds, saved, splits = subject.bench.run(
-            counts, subject.repeats, subject.budget_s, fixed=fixed
-        )
-        known = _encodings(subject) if subject.looks_at_results else {}
+    module, step, graph, known = subject.module, subject.step, subject.graph, {}
+    with undisturbed(module):
+        rounds, saved, splits = subject.bench.run()
+        if subject.looks_at_results and not subject.bench.fits:
+            known = encodings(module, step, _probed(subject), graph)
+        elif subject.looks_at_results:  # and whether they can be stored, and split
+            with placed(module, subject.place):
+                small = tree_to(_probed(subject), subject.place)
+                look = found_by_running(module, step, small)
+                known = encodings(module, step, small, graph, look)
     split, groups = split_seconds(rounds, splits), equal_layers(subject.graph, subject.module)
     even = {
         count: ([averaged(t, groups) for t in whole], [averaged(t, groups) for t in inputs])
         for count, (whole, inputs) in rounds.items()
     }
     return even, saved, split, known
-
-
-def _encodings(subject: Subject) -> dict[str, Encoding]:
-    """Measures what frozen layers hand over; and if the whole module fits, whether it can be stored and split."""
-    module, step, graph, small = subject.module, subject.step, subject.graph, _probed(subject)
-    if not subject.bench.fits:
-        return encodings(module, step, small, graph)
-    with placed(module, subject.place):
-        small = tree_to(small, subject.place)
-        return encodings(module, step, small, graph, found_by_running(module, step, small))
 
 
 def graph_of_device(subject: Subject) -> LayerGraph:
@@ -212,18 +142,6 @@ def _probed(subject: Subject) -> Any:
     if total is None or count is None:
         return subject.batch
     return take_samples(subject.batch, total, count, form)
-
-
-def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
-    """Powers of two up to half of the batch, five at most, and the microbatch if its size is known.
-
-    Example:
-        >>> default_counts(24), default_counts(1), default_counts(256, microbatch_size=64)
-        ((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16, 64))
-    """
-    total = num_samples or 1
-    counts = [2**i for i in range(max(total // 2, 1).bit_length())][:_MAX_COUNTS]
-    return tuple(sorted({*counts, min(microbatch_size or 1, total)}))
 
 
 def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:

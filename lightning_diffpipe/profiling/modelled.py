@@ -55,8 +55,13 @@ from lightning_diffpipe.profiling.layer_costs import Seen, assemble, encodings
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
 from lightning_diffpipe.profiling.profiler import cache_folder, store_profile
 from lightning_diffpipe.profiling.state import scratch_gradients
-from lightning_diffpipe.profiling.step_run import Backward, StepRun, kept_bytes, saved_bytes
-from lightning_diffpipe.profiling.step_times import StepTimes
+from lightning_diffpipe.profiling.step_run import (
+    Backward,
+    StepRun,
+    StepTimes,
+    kept_bytes,
+    saved_bytes,
+)
 
 TERA = 1e12
 EFFICIENCY = {"matmul": 0.6, "convolution": 0.4, "attention": 0.4, "memory": 0.7}

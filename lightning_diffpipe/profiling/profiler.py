@@ -39,9 +39,10 @@ from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_sa
 from lightning_diffpipe.graph.versions import float32_precisions
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import FORMAT, ModelProfile, separated
-from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
+from lightning_diffpipe.profiling.bench import Progress
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to
-from lightning_diffpipe.profiling.step_times import Pool, alone
+from lightning_diffpipe.profiling.step_run import Pool, alone
 
 CACHE_VARIABLE = "DIFFPIPE_CACHE"
 """Environment variable that names the folder of the cache."""

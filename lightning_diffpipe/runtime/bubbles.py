@@ -47,9 +47,8 @@ from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.frozen import FrozenView, PausedRun
+from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
 from lightning_diffpipe.graph.layer import TensorKey, dense_stride
-from lightning_diffpipe.graph.sample_groups import join_samples
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import Encode, Instruction
 from lightning_diffpipe.planning.schedule import Placement

@@ -40,7 +40,7 @@ from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
 from lightning_diffpipe.profiling.profiler import cached_profile
-from lightning_diffpipe.profiling.step_times import Rounds, pooled, summed_up
+from lightning_diffpipe.profiling.step_run import Rounds, pooled, summed_up
 from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
 

@@ -12,9 +12,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
-from lightning_diffpipe.graph.frozen import FrozenView
+from lightning_diffpipe.graph.frozen import FrozenView, join_samples
 from lightning_diffpipe.graph.probe import fold, probe
-from lightning_diffpipe.graph.sample_groups import join_samples
 from lightning_diffpipe.graph.view import StageView
 from tests.graph.emulate import foreign_parameters_nan, intercepted, take_gradients
 from tests.graph.steps import Block, Tower, build, image_batch, rows, step

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling.measure import Subject, averaged, equal_layers, measure_profile
-from lightning_diffpipe.profiling.step_times import StepTimes
+from lightning_diffpipe.profiling.step_run import StepTimes
 
 
 def chain(*blocks):

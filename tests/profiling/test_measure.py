@@ -19,7 +19,8 @@ from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling import bench, measure, profiler, step_run
-from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
+from lightning_diffpipe.profiling.bench import default_counts
+from lightning_diffpipe.profiling.measure import Subject, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy

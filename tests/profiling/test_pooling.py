@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
-from lightning_diffpipe.profiling.step_times import StepTimes, pooled, summed_up, typical
+from lightning_diffpipe.profiling.step_run import StepTimes, pooled, summed_up, typical
 
 
 def steps(*seconds):

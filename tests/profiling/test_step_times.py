@@ -13,7 +13,7 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.profiling.step_times import StepTimes, backward_s, forward_s, repeated_s
+from lightning_diffpipe.profiling.step_run import StepTimes, backward_s, forward_s, repeated_s
 
 
 @dataclass
