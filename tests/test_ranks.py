@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,3 +44,12 @@ def test_ranks_order_their_sets_differently():
     first, second, third = run_ranks(order, 3)
     assert first == third != second
     assert sorted(first) == sorted(second)
+
+
+def threads_of_server(rank):
+    return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+
+
+def test_servers_have_one_thread():
+    """Forks have none of the others; a lock that one of those holds would stay locked."""
+    assert run_ranks(threads_of_server, 2) == [1, 1]

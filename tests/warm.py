@@ -1,17 +1,25 @@
 """Imported once by the server that test processes are forked from.
 
-Without it every process would import the project, and pay for the first use of fake tensors (dynamo,
-symbolic shapes, decompositions: seconds) again. No thread may be started here: forks would lack it.
+Without it every process would import the project and its test, and pay for the first use of fake tensors (dynamo,
+symbolic shapes, decompositions: seconds), of Lightning's trainer and of autograd. No thread may be left here: forks
+would lack it.
 """
 
 import contextlib
 import gc
+import importlib
+import os
+from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
 
 
-def probe_once() -> None:
-    """Runs the code that a set-up runs; its caches are inherited by every fork."""
+def train_once() -> None:
+    """Runs the code that a set-up and a step run; its caches are inherited by every fork."""
     import lightning_diffpipe.callbacks  # noqa: F401  # a fit looks for files of these
     from lightning_diffpipe.graph.probe import fold, probe
     from tests.distributed import scenarios, tiny
@@ -22,14 +30,16 @@ def probe_once() -> None:
     step = lambda module, batch: module.training_step(batch, 0)
     graph = probe(module, step, batch)
     fold(module, step, batch, graph, [len(graph.path) // 2])
+    settings = scenarios.Settings(trainer={"max_steps": 1}, strategy={"num_microbatches": 2})
+    with mock.patch.dict(os.environ):  # where Lightning leaves ranks
+        scenarios.fit(0, settings, 1)
+        dist.destroy_process_group()
 
 
 def import_what_samples() -> None:
     """Imports what is found in diffusers and transformers at first use: more than a second of a processor."""
     import diffusers
     import transformers
-
-    from tests.predictor import scenarios, tiny_pipelines  # noqa: F401
 
     for cls in (
         "StableDiffusion",
@@ -50,9 +60,17 @@ def import_what_samples() -> None:
         getattr(transformers, cls)
 
 
-# An error here would end the server without a word; the tests themselves will report it.
-with contextlib.suppress(Exception):
-    probe_once()
-    import_what_samples()
+def import_what_ranks_run() -> None:
+    """Imports the tests that start ranks, and so what these import."""
+    for path in sorted(HERE.rglob("test_*.py")):
+        if b"mark.distributed" in path.read_bytes():
+            name = ".".join(path.relative_to(HERE.parent).with_suffix("").parts)
+            importlib.import_module(name)
+
+
+for _prepare in (train_once, import_what_samples, import_what_ranks_run):
+    # An error here would end the server without a word; the tests themselves will report it.
+    with contextlib.suppress(Exception):
+        _prepare()
 gc.collect()
 gc.freeze()  # what is shared by all forks need not be searched by any
