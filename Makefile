@@ -38,7 +38,7 @@ test: setup  ## all tests but the rows of tables
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m "not distributed and not table" $(ARGS)
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
 
-test-tables: setup  ## every row of docs/models.md (each denoiser and pipeline of diffusers) and more ways to lose a rank
+test-tables: setup  ## every row of docs/models.md (each denoiser and pipeline of diffusers), more ways to lose a rank, more combinations
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m table $(ARGS)
 
 test-fast: setup  ## the tests that take about a minute together

@@ -18,7 +18,6 @@ from tests.zoo.write_table import PATH, facts, row
 FAST = ("UNet2DModel",)
 COMMON = (
     "UNet2DConditionModel",
-    "UNet2DConditionModel SDXL",
     "ControlNetModel with locked U-Net",
     "DiTTransformer2DModel",
     "PixArtTransformer2DModel",

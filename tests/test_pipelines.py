@@ -32,9 +32,7 @@ COMMON = (
     "StableDiffusionPipeline",
     "StableDiffusionXLPipeline",
     "StableDiffusion3Pipeline",
-    "PixArtSigmaPipeline",
     "WanPipeline",
-    "LTXPipeline",
 )
 
 NAMES = [

@@ -12,7 +12,8 @@ from lightning_diffpipe.callbacks.encoding_cache import _covers_data
 from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -74,11 +75,10 @@ def test_one_process_reads_in_the_second_pass(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("filling", ["none", "auto"])
+@pytest.mark.parametrize("filling", [row("none"), "auto"])
 def test_two_ranks_share_a_folder(tmp_path, filling):
     options = {"filling": filling}
-    plain = run_ranks(fit_cached, 2, None, 2, 3, options)
-    cached = run_ranks(fit_cached, 2, tmp_path, 2, 3, options)
+    plain, cached = run_in_turn(fit_cached, 2, (None, 2, 3, options), (tmp_path, 2, 3, options))
     again = run_ranks(fit_cached, 2, tmp_path, 2, 1, options)
     for rank in range(2):
         assert cached[rank][0] == plain[rank][0], "bit for bit"

@@ -20,6 +20,7 @@ from tests.distributed.scenarios import (
 from tests.distributed.tiny import Cascade, TinyDiffusion
 from tests.modules.tiny_parts import tiny_cascade
 from tests.ranks import RankError, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +42,7 @@ def check(num_ranks, num_microbatches=3, num_pipelines=1, **settings):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "filling"), [(2, "auto"), (3, "none"), (3, "shares"), (4, "auto")]
+    ("num_ranks", "filling"), [(2, "auto"), row(3, "none"), (3, "shares"), row(4, "auto")]
 )
 def test_two_backbones_in_opposite_directions(num_ranks, filling):
     outcomes = check(num_ranks, strategy={"filling": filling, "verify": True, "check_finite": True})

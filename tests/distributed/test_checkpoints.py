@@ -33,7 +33,8 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import Data, TinyDiffusion
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -201,7 +202,7 @@ def checkpoint_of(world_size):
         return path.read_bytes()
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [row(2, 2), (2, 1), (1, 2), (2, 3)])
 def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, before, after):
     path = tmp_path / "half.ckpt"
     path.write_bytes(checkpoint_of(before))
@@ -213,15 +214,13 @@ def test_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, before, aft
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
 def test_checkpoints_travel_between_strategies(tmp_path, before, after):
-    """Plain Lightning draws other noise, so only what was loaded is compared."""
+    """Plain Lightning draws other noise, so only what was loaded is compared; training goes on, so states fit."""
     path = tmp_path / "other.ckpt"
     saved = run_ranks(save_from, max(before, 1), before, path)[0]
-    for weights in run_ranks(train, max(after, 1), after, 1, None, path):
+    loaded, _ = run_in_turn(train, max(after, 1), (after, 1, None, path), (after, 2, None, path))
+    for weights in loaded:
         for name, value in saved.items():
             assert torch.equal(weights[name], value), name
-    run_ranks(
-        train, max(after, 1), after, 2, None, path
-    )  # optimizer state fits: another epoch runs
 
 
 def watch(rank, world_size, folder):
@@ -472,7 +471,7 @@ def fit_with_other_optimizers(rank, world_size, folder):
     return raised.value.is_of_all_ranks
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [row(1), 2])
 def test_a_module_may_have_no_optimizer(tmp_path, world_size):
     """History: KeyError: 'state'; going on with an optimizer, the lengths of zip()."""
     assert all(run_ranks(fit_with_other_optimizers, world_size, world_size, tmp_path))
@@ -511,7 +510,7 @@ def fit_averaging(rank, world_size, path):
     return True
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [row(1), 2])
 def test_lightnings_averages_work_where_a_rank_holds_the_whole_module(tmp_path, world_size):
     """History: refused, though plain Lightning has it, and there are no stages."""
     assert all(run_ranks(fit_averaging, world_size, world_size, tmp_path / "a.ckpt"))
@@ -586,8 +585,16 @@ def interrupted(rank, world_size, kind, folder, num_workers, path):
     return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["glyphs", "image_folder", "webdataset", "loader"])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"),
+    [
+        *((kind, 0) for kind in ("glyphs", "image_folder", "webdataset", "loader")),
+        row("glyphs", 2),
+        row("image_folder", 2),
+        ("webdataset", 2),
+        ("loader", 2),
+    ],
+)
 def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, num_workers):
     """History: an epoch that was resumed began with its first batches again, and left out its last ones."""
     if kind == "image_folder":

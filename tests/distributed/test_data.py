@@ -1,5 +1,6 @@
 """Data loading under the trainer: who sees which samples, in which order, in which form."""
 
+import itertools
 import multiprocessing
 import sys
 
@@ -203,14 +204,14 @@ def test_one_pipeline_sees_the_batches_of_one_process():
             assert seen[name] == expected, name
 
 
-@pytest.mark.parametrize(
-    "name", ["in order", "a sampler of one's own", "a batch sampler of one's own"]
-)
-def test_pipelines_share_out_the_order_of_one_process(name):
+def test_pipelines_share_out_the_order_of_one_process():
     """History: what was to be in order was shuffled. Samples go round; batches that belong together stay so."""
-    (alone, _), ranks = see_batches(0, 0, [name])[name], run_ranks(see_batches, 2, 2, [name], 1)
-    first, second = (seen[name][0] for seen in ranks)
-    for stage, epoch in (("train", 0), ("train", 1), ("validate", 1)):
+    names = ["in order", "a sampler of one's own", "a batch sampler of one's own"]
+    kinds, ranks = see_batches(0, 0, names), run_ranks(see_batches, 2, 2, names, 1)
+    for name, (stage, epoch) in itertools.product(
+        names, (("train", 0), ("train", 1), ("validate", 1))
+    ):
+        first, second, alone = (seen[name][0] for seen in (*ranks, kinds))
         own, other, order = (
             [wanted for *where, wanted in seen if tuple(where) == (stage, epoch)]
             for seen in (first, second, alone)

@@ -19,6 +19,7 @@ from tests.distributed.scenarios import (
 )
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -73,9 +74,16 @@ TWO_PIPELINES = {"num_stages": 1, "data_parallel": 2, "num_microbatches": 1}
 AFTER_FOUR = {"bad_steps": tuple(range(4, 99)), "heals": True}
 
 
-@pytest.mark.parametrize("strategy", [TWO_STAGES, TWO_PIPELINES])
-@pytest.mark.parametrize("module_class", [Diverging, Steep])
-def test_a_run_ends_after_so_many_steps_that_are_not_finite(strategy, module_class):
+@pytest.mark.parametrize(
+    ("module_class", "strategy"),
+    [
+        (Diverging, TWO_STAGES),
+        row(Diverging, TWO_PIPELINES),
+        row(Steep, TWO_STAGES),
+        (Steep, TWO_PIPELINES),
+    ],
+)
+def test_a_run_ends_after_so_many_steps_that_are_not_finite(module_class, strategy):
     """History: it went on to the end, with exit code 0."""
     options = {**strategy, "max_diverged_steps": 3}
     ends = run_ranks(

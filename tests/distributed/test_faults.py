@@ -34,7 +34,8 @@ from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import refuse_averages, refuse_on_several_ranks
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -163,7 +164,7 @@ def fit_unlike(rank, module_of_rank_1):
             {"num_blocks": 5},
             r"'blocks\.4\.norm\.weight' is \(12,\) of torch.float64 on rank 1, and missing on rank 0",
         ),
-        (
+        row(
             {"num_blocks": 3},
             r"'blocks\.3\.norm\.weight' is missing on rank 1, and \(12,\) of torch.float64 on",
         ),
@@ -253,25 +254,21 @@ def refusal_of(rank, module_class, strategy, callbacks):
         return str(error), error.is_of_all_ranks
 
 
-@pytest.mark.parametrize(
-    ("module_class", "strategy", "callbacks", "message"),
-    [
-        (TinyDiffusion, {"num_stages": 2}, [WeightAveraging()], "copies the module before"),
-        (Frozen, {"num_stages": 2}, [], "no trainable parameters"),
-        (TinyDiffusion, {"num_stages": 3}, [], "3"),
-        (TinyDiffusion, {"plan": "nowhere.json"}, [], "there is no plan at nowhere.json"),
-        # History: the other rank waited for the next message, and said that it had lost a peer.
-        (RefusesOnRank1, {"num_stages": 2}, [], "rank 1 has no vocabulary"),
-    ],
-)
-def test_what_is_refused_in_set_up_is_an_error_of_all_ranks(
-    module_class, strategy, callbacks, message
-):
+def test_what_is_refused_in_set_up_is_an_error_of_all_ranks():
     """One rank may tell it for all; the command line does."""
-    first, other = run_ranks(refusal_of, 2, module_class, strategy, callbacks)
-    assert message in first[0]
-    assert first == other
-    assert first[1], "each rank would tell it"
+    cases = {
+        "copies the module before": (TinyDiffusion, {"num_stages": 2}, [WeightAveraging()]),
+        "no trainable parameters": (Frozen, {"num_stages": 2}, []),
+        "3": (TinyDiffusion, {"num_stages": 3}, []),
+        "there is no plan at nowhere.json": (TinyDiffusion, {"plan": "nowhere.json"}, []),
+        # History: the other rank waited for the next message, and said that it had lost a peer.
+        "rank 1 has no vocabulary": (RefusesOnRank1, {"num_stages": 2}, []),
+    }
+    told = run_in_turn(refusal_of, 2, *cases.values())
+    for message, (first, other) in zip(cases, told, strict=True):
+        assert message in first[0]
+        assert first == other
+        assert first[1], "each rank would tell it"
 
 
 class Normalizes(TinyDiffusion):

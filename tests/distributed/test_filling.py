@@ -37,6 +37,7 @@ from tests.distributed.scenarios import (
 )
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -305,7 +306,7 @@ def test_teachers_follow_weights_of_all_stages(module_class):
     assert_equal_runs(run_ranks(fit, 2, settings, 2), reference(settings, 2))
 
 
-@pytest.mark.parametrize("filling", ["none", "shares"])
+@pytest.mark.parametrize("filling", [row("none"), "shares"])
 def test_teachers_that_would_follow_placeholders_end_the_run(filling):
     """History: the loss became NaN, and the message was to lower the learning rate."""
     strategy = {"num_stages": 2, "num_microbatches": 2, "filling": filling}
@@ -464,7 +465,7 @@ def assert_same(run, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data_class", [DropoutData, ResumableData])
+@pytest.mark.parametrize("data_class", [row(DropoutData), ResumableData])
 def test_a_run_resumed_in_mid_epoch(tmp_path, data_class):
     """Filled and unfilled runs go on alike; with a loader that knows its place, as if never stopped."""
     runs = [(filling, data_class, tmp_path / f"{filling}.ckpt") for filling in ("none", "shares")]

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
 from tests.ranks import RankError, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -130,7 +131,7 @@ def fit_until_signalled(rank, world_size, signalled, batch, folder, max_epochs=2
     return ended_by, callback.num_batches
 
 
-@pytest.mark.parametrize(("world_size", "signalled"), [(2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "signalled"), [row(2, 0), (2, 1), (4, 3)])
 def test_a_signal_to_one_rank_ends_all_behind_the_same_batch(tmp_path, world_size, signalled):
     """History: a rank that was not rank 0 stopped by itself, and the others missed its messages.
 
@@ -144,7 +145,7 @@ def test_a_signal_to_one_rank_ends_all_behind_the_same_batch(tmp_path, world_siz
     assert (tmp_path / "stopped.ckpt").exists()
 
 
-@pytest.mark.parametrize(("world_size", "last"), [(2, 7), (4, 3)])
+@pytest.mark.parametrize(("world_size", "last"), [row(2, 7), (4, 3)])
 def test_a_signal_in_the_last_step_is_not_lost(tmp_path, world_size, last):
     """It reaches rank 0 at once, also by way of the first rank of another pipeline."""
     results = run_ranks(

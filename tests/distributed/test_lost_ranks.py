@@ -25,6 +25,7 @@ from lightning_diffpipe.errors import ConfigurationError, LostRankError, Pipelin
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
 from tests.ranks import RankError, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -86,17 +87,22 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+PHASES = (
+    "aligning weights",
+    "probing the step",
+    "placing stages",
+    "training with the whole model",
+    "saving a checkpoint",
+    "validating",
+    "ending",
+)
+
+
 @pytest.mark.parametrize(
-    "phase",
+    ("phase", "victim"),
     [
-        "aligning weights",
-        "probing the step",
-        "placing stages",
-        "training with the whole model",
-        "saving a checkpoint",
-        "validating",
-        "ending",
+        *((phase, number % 2) for number, phase in enumerate(PHASES)),
+        *(row(phase, 1 - number % 2) for number, phase in enumerate(PHASES)),
     ],
 )
 def test_whoever_loses_a_rank_names_it_and_its_phase(tmp_path, phase, victim):
@@ -146,8 +152,8 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
         ("torchrun", "KILL", 1, "training"),
         ("Lightning", "STOP", 0, "saving a checkpoint"),
         *(
-            pytest.param(*row, marks=pytest.mark.table)
-            for row in [
+            row(*case)
+            for case in [
                 ("Lightning", "KILL", 1, "starting processes"),
                 ("torchrun", "KILL", 0, "starting processes"),
                 ("torchrun", "STOP", 1, "starting processes"),

@@ -7,6 +7,7 @@ from torch import nn
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -62,7 +63,7 @@ def fit_while_waiting_for_devices(rank, settings, world_size):
     [
         (2, {"num_stages": 2, "num_microbatches": 4}),
         (2, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 4}),
-        pytest.param(3, {"num_stages": 3, "num_microbatches": 4}, marks=pytest.mark.slow),
+        row(3, {"num_stages": 3, "num_microbatches": 4}),
     ],
 )
 def test_layers_may_wait_for_the_whole_device(world_size, strategy):

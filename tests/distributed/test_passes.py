@@ -28,7 +28,8 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -131,7 +132,7 @@ def kinds(plan, stage):
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "filling"), [(2, "auto"), (3, "shares"), (4, "auto")])
+@pytest.mark.parametrize(("num_ranks", "filling"), [(2, "auto"), (3, "shares"), row(4, "auto")])
 def test_self_conditioning(num_ranks, filling):
     plan = check(num_ranks, strategy={"filling": filling})
     assert plan.options.filling == ("shares" if filling == "auto" else filling)
@@ -147,7 +148,7 @@ def test_self_conditioning(num_ranks, filling):
         (2, {"schedule": "zero_bubble"}),
         (2, {"schedule": "interleaved", "num_stages": 4, "num_microbatches": 2}),
         (2, {"schedule": "v"}),
-        (3, {"schedule": "zero_bubble", "filling": "none"}),
+        row(3, {"schedule": "zero_bubble", "filling": "none"}),
     ],
 )
 def test_self_conditioning_with_other_schedules(num_ranks, strategy):
@@ -156,7 +157,7 @@ def test_self_conditioning_with_other_schedules(num_ranks, strategy):
 
 @pytest.mark.parametrize(
     ("num_ranks", "form"),
-    [(2, "both"), (3, "both"), (2, "detached"), (3, "teacher"), (3, "embedded")],
+    [row(2, "both"), (3, "both"), (2, "detached"), (3, "teacher"), (3, "embedded")],
 )
 def test_other_steps_of_two_passes(num_ranks, form):
     plan = check(num_ranks, form=form)
@@ -186,13 +187,13 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
 @pytest.mark.parametrize(
     ("num_ranks", "coin", "strategy"),
     [
-        (2, "random", {"filling": "none"}),
+        row(2, "random", {"filling": "none"}),
         (2, "random", {}),
         (2, "torch", {}),
         (2, "bernoulli", {}),
         (2, "first", {"filling": "none"}),
         (3, "batch_idx", {}),
-        (4, "random", {"num_stages": 4}),
+        row(4, "random", {"num_stages": 4}),
         (3, "random", {"schedule": "zero_bubble", "filling": "none"}),
         (2, "global_step", {}),
     ],
@@ -377,7 +378,7 @@ class Later(Coin):
     ("num_ranks", "module", "strategy"),
     [
         (2, {}, {"filling": "shares"}),
-        (2, {"later_p": 1.0}, {"schedule": "interleaved", "num_stages": 4}),
+        row(2, {"later_p": 1.0}, {"schedule": "interleaved", "num_stages": 4}),
         (3, {"tied": True}, {"schedule": "zero_bubble"}),
     ],
 )
@@ -512,11 +513,12 @@ def train(rank, world_size, epochs, save=None, load=None, module_class=Twice):
     return weights_of(module)
 
 
-@pytest.mark.parametrize("module_class", [Twice, Coin])
+@pytest.mark.parametrize("module_class", [row(Twice), Coin])
 def test_self_conditioning_goes_on_from_a_checkpoint(tmp_path, module_class):
     path = tmp_path / "half.ckpt"
     straight = run_ranks(train, 1, 1, 2, None, None, module_class)[0]
-    run_ranks(train, 2, 2, 1, path, None, module_class)
-    for weights in run_ranks(train, 2, 2, 2, None, path, module_class):
+    half, rest = (2, 1, path, None, module_class), (2, 2, None, path, module_class)
+    _, resumed = run_in_turn(train, 2, half, rest)
+    for weights in resumed:
         for name, value in straight.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)

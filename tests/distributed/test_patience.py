@@ -14,6 +14,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples
 from tests.ranks import RankError, run_ranks
+from tests.rows import row
 
 TIMEOUT_S, BUSY_S = 6.0, 8.0  # a busy machine may take seconds for a message
 
@@ -52,7 +53,12 @@ def fit_while_rank_0_is_busy(rank, hook):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "hook",
-    ["on_validation_start", "on_validation_batch_end", "on_train_epoch_end", "on_train_batch_end"],
+    [
+        "on_validation_start",
+        row("on_validation_batch_end"),
+        "on_train_epoch_end",
+        "on_train_batch_end",
+    ],
 )
 def test_a_rank_that_is_busy_between_steps_is_waited_for(hook):
     """History: validation, the first batches of an epoch and the monitor waited for `timeout_s`, as in a step."""

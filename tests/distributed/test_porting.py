@@ -11,6 +11,7 @@ from tests.distributed.scenarios import Settings, assert_equal_runs, fit, refere
 from tests.distributed.tiny import Data, Pairs, subject_first
 from tests.modules.tiny_parts import tiny_unet, tiny_vae
 from tests.ranks import run_ranks
+from tests.rows import row
 from tests.zoo.case import perturb
 
 pytestmark = pytest.mark.distributed
@@ -123,7 +124,7 @@ class PairData(PictureData):
 
 
 @pytest.mark.parametrize(
-    "module_class", [TextToImage, TextToImageXL, DreamBoothLoRA, ControlNetTraining]
+    "module_class", [TextToImage, row(TextToImageXL), DreamBoothLoRA, ControlNetTraining]
 )
 def test_two_ranks_train_as_one_process(module_class):
     data_class = PairData if module_class is DreamBoothLoRA else PictureData

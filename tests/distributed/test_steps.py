@@ -16,7 +16,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from tests.command import ROOT
 from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -68,13 +68,14 @@ def refusal(rank, how):
         return str(error)
 
 
-@pytest.mark.parametrize("how", CALLS)
-def test_a_collective_in_a_step_is_refused_by_name_on_all_ranks(how):
+def test_a_collective_in_a_step_is_refused_by_name_on_all_ranks():
     """History: ranks waited for each other until a timeout that named something else."""
-    for said in run_ranks(refusal, 2, how, timeout_s=40):
-        assert f"training_step calls {CALLS[how]}, which waits for all ranks" in said
-        assert "tests/distributed/test_steps.py:" in said
-        assert "self.log" in said
+    refusals = run_in_turn(refusal, 2, *((how,) for how in CALLS))
+    for call, ranks in zip(CALLS.values(), refusals, strict=True):
+        for said in ranks:
+            assert f"training_step calls {call}, which waits for all ranks" in said
+            assert "tests/distributed/test_steps.py:" in said
+            assert "self.log" in said
 
 
 class LogsOverRanks(TinyDiffusion):

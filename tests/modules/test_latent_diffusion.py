@@ -22,6 +22,7 @@ from tests.modules.tiny_parts import (
     tiny_unet,
     tiny_vae,
 )
+from tests.rows import row
 
 
 def loss_of(model, batch, seed=0):
@@ -36,10 +37,10 @@ def loss_of(model, batch, seed=0):
     [
         ("flow", "unet"),
         ("epsilon", "transformer"),
-        pytest.param("v", "transformer", marks=pytest.mark.slow),
-        pytest.param("epsilon", "unet", marks=pytest.mark.slow),
-        pytest.param("v", "unet", marks=pytest.mark.slow),
-        pytest.param("flow", "transformer", marks=pytest.mark.slow),
+        ("v", "unet"),
+        row("v", "transformer"),
+        row("epsilon", "unet"),
+        row("flow", "transformer"),
     ],
 )
 def test_training_lowers_the_loss(make_model, batch, tmp_path, denoiser, prediction):

@@ -42,6 +42,7 @@ from tests.predictor.scenarios import (
 )
 from tests.predictor.tiny_pipelines import options_of, prompts_of, thresholding, with_scheduler
 from tests.ranks import RankError, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -128,7 +129,7 @@ def test_generators_go_on_from_request_to_request_as_in_one_process(job, tmp_pat
             torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("is_checkpoint", [False, True])
+@pytest.mark.parametrize("is_checkpoint", [row(False), True])
 def test_a_cascade_on_two_ranks_is_that_of_one_process(is_checkpoint, tmp_path):
     """Bit for bit, also with noise in every step: each rank draws the noise of all prompts in both loops."""
     module = tiny_cascade()
@@ -547,8 +548,8 @@ def test_a_rank_that_reads_its_weights_slowly_is_waited_for(job):
     [
         (2, 1, {"method": "distrifusion"}),
         (3, 1, {"method": "pipefusion"}),
-        pytest.param(3, 0, {"method": "sequence", "mode": "ring"}, marks=pytest.mark.slow),
-        pytest.param(2, 0, {"method": "single", "guidance": 2}, marks=pytest.mark.slow),
+        row(3, 0, {"method": "sequence", "mode": "ring"}),
+        row(2, 0, {"method": "single", "guidance": 2}),
     ],
 )
 def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path):
@@ -567,7 +568,6 @@ OPEN = "lightning_diffpipe.predictor.open_source"
 LOAD = "lightning_diffpipe.sampling.methods.load_weights"
 GATHER = "lightning_diffpipe.predictor.Worker.gather"
 CONNECT = "lightning_diffpipe.predictor.Worker"
-row = pytest.mark.table
 
 
 @pytest.mark.parametrize(
@@ -576,14 +576,14 @@ row = pytest.mark.table
         (0, DRAW, SIGSTOP, "encoding prompts"),
         (0, "", SIGSTOP, "drawing"),
         (0, DRAW, SIGKILL, "encoding prompts"),
-        pytest.param(1, OPEN, SIGKILL, "opening the model", marks=row),
-        pytest.param(0, OPEN, SIGSTOP, "opening the model", marks=row),
-        pytest.param(1, CONNECT, SIGSTOP, "choosing a method", marks=row),
-        pytest.param(0, CONNECT, SIGSTOP, "choosing a method", marks=row),
-        pytest.param(1, LOAD, SIGSTOP, "reading weights and probing", marks=row),
-        pytest.param(0, LOAD, SIGKILL, "reading weights and probing", marks=row),
-        pytest.param(1, GATHER, SIGSTOP, "drawing", marks=row),
-        pytest.param(0, "", SIGKILL, "drawing", marks=row),
+        row(1, OPEN, SIGKILL, "opening the model"),
+        row(0, OPEN, SIGSTOP, "opening the model"),
+        row(1, CONNECT, SIGSTOP, "choosing a method"),
+        row(0, CONNECT, SIGSTOP, "choosing a method"),
+        row(1, LOAD, SIGSTOP, "reading weights and probing"),
+        row(0, LOAD, SIGKILL, "reading weights and probing"),
+        row(1, GATHER, SIGSTOP, "drawing"),
+        row(0, "", SIGKILL, "drawing"),
     ],
 )
 def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(

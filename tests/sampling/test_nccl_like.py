@@ -11,6 +11,7 @@ from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
+from tests.rows import row
 from tests.sampling.distrifusion import models as banded
 from tests.sampling.models import build, request_for, sample_plainly
 
@@ -49,7 +50,7 @@ def sample_all(rank, waits):
     return drawn
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [row(False), True])
 def test_samplers_need_no_tags_and_no_order_of_first_messages(waits):
     """History: both ranks of a pair first received, and on NCCL neither call returned. Later a layer that waited
     for the whole device, as for memory, waited for latents that followed from what it was computing.
