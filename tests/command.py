@@ -1,8 +1,11 @@
-"""`diffpipe` as a user calls it, in this process or as one of its own."""
+"""`diffpipe` as a user calls it, in this process or as others; scripts (`*.py`), too."""
 
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -10,8 +13,10 @@ from unittest import mock
 from hydra._internal.hydra import Hydra
 
 from lightning_diffpipe import cli
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def call(capsys, monkeypatch, *arguments):
@@ -30,10 +35,57 @@ def call(capsys, monkeypatch, *arguments):
     return code, captured.out, captured.err
 
 
-def run(*arguments, cwd, timeout_s=240):
-    """Runs the command as a user does, as a process."""
-    command = [sys.executable, "-m", "lightning_diffpipe.cli", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run(*arguments, cwd, launcher=(), timeout_s=240):
+    """Runs the command, or a script, as a user does, as a process."""
+    program = () if _is_script(arguments) else ("-m", "lightning_diffpipe.cli")
+    command = [sys.executable, *launcher, *program, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=cwd, env=environment, timeout=timeout_s, capture_output=True, text=True
     )
+
+
+def run_under_torchrun(*arguments, cwd):
+    """Runs the command, or a script, as two processes of torchrun."""
+    return run(*arguments, cwd=cwd, launcher=TORCHRUN)
+
+
+def run_on_forks(*arguments, cwd):
+    """Runs the command, or a script, as two processes that a launcher has started, but for their imports.
+
+    Those take a processor seven seconds in each process that is none of the test's forks.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    texts = [str(argument) for argument in arguments]
+    ranks = run_ranks(_run_here, 2, texts, cwd, place, group_timeout_s=None, timeout_s=240)
+    codes, outputs, errors = zip(*ranks, strict=True)
+    code = next(filter(None, codes), 0)
+    return subprocess.CompletedProcess(arguments, code, "".join(outputs), "".join(errors))
+
+
+def _run_here(rank, arguments, cwd, place):
+    """Exit code, output and errors of one of two processes."""
+    os.environ |= {**place, "LOCAL_WORLD_SIZE": "2"}
+    os.chdir(cwd)
+    sys.argv = arguments if _is_script(arguments) else ["diffpipe", *arguments]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        os.dup2(output.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+        code = None
+        try:
+            if _is_script(arguments):
+                runpy.run_path(arguments[0], run_name="__main__")
+            else:
+                cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        for stream in (sys.stdout, sys.stderr, output, errors):
+            stream.flush()
+        output.seek(0)
+        errors.seek(0)
+        return code, output.read(), errors.read()
+
+
+def _is_script(arguments):
+    return str(arguments[0]).endswith(".py")

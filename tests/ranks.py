@@ -121,8 +121,8 @@ def run_in_turn(
 ) -> list[tuple[Any, ...]]:
     """Returns what `run_ranks` would of a function with each of several arguments, called by the same processes.
 
-    The second training of a model costs a quarter to a half less than the first: torch knows its shapes by then.
-    Together they have as long as pytest gives a test.
+    They need not start and meet anew, and torch knows the shapes of a model by then. Together they have as long as
+    pytest gives a test.
     """
     return list(
         zip(*run_ranks(_in_turn, world_size, function, several, timeout_s=290), strict=True)

@@ -30,7 +30,8 @@ from lightning_diffpipe.cli.training import _run_to_go_on_with
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, PlanError
 from lightning_diffpipe.modules.parts import BUILT_IN
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from tests.command import ROOT, call, run
+from tests.command import ROOT, call, run, run_on_forks
+from tests.rows import row
 
 TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
     "data.batch_size=4",
@@ -935,6 +936,7 @@ def test_two_processes_profile_the_links_between_them(tmp_path):
     done = run("profile", *settings, "trainer.devices=2", "progress=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("layers of the path") == 1, "the second process only answers"
+    assert len(list(tmp_path.rglob(".hydra"))) == 1, "the second process writes none"
     cluster = Cluster.from_json((tmp_path / "cluster.json").read_text())
     assert cluster.num_ranks == 2
     for link in (cluster.p2p, cluster.all_reduce):
@@ -1025,7 +1027,8 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_demo_tells_its_story(tmp_path):
+@pytest.mark.parametrize("run", [run_on_forks, row(run)])
+def test_the_demo_tells_its_story(run, tmp_path):
     settings = ["trainer.max_steps=2", "data.batch_size=4", "num_inference_steps=2"]
     printed = run("demo", *settings, "strategy.profile=flops", cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr[-3000:]
@@ -1044,9 +1047,12 @@ def test_the_demo_tells_its_story(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path, capfd, monkeypatch):
-    """History: all jobs wrote into the W&B run of the first."""
+@pytest.mark.parametrize("is_launched", [True, row(False)])
+def test_a_sweep_runs_its_jobs_one_after_the_other(is_launched, tmp_path, capfd, monkeypatch):
+    """Here, as under a launcher, or each as a process. History: all wrote into the W&B run of the first."""
     monkeypatch.chdir(tmp_path)
+    if is_launched:
+        monkeypatch.setenv("WORLD_SIZE", "1")
     settings = ["experiment=glyphs_from_scratch", *TINY, "trainer.max_steps=1", "save_to=null"]
     settings += ["trainer.val_check_interval=1", "trainer.limit_val_batches=1"]
     settings += ["model.optimization.lr=1e-3,1e-4", "hydra.sweep.dir=sweep", "logger=wandb"]

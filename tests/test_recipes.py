@@ -12,8 +12,9 @@ import safetensors.torch
 from PIL import Image
 
 from lightning_diffpipe import ModelProfile, Predictor
-from tests.command import call, run
+from tests.command import call, run, run_on_forks
 from tests.profiling.known import check_known
+from tests.rows import row
 from tests.zoo.pipelines import build
 
 RECIPES = {
@@ -148,10 +149,11 @@ def test_adapters_learn_a_face_that_the_built_in_transformer_has_not_seen(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_recipe_trains_and_draws_on_two_processes(tmp_path, pictures):
+@pytest.mark.parametrize(("run", "profile"), [(run_on_forks, "flops"), row(run, "measure")])
+def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, pictures):
     """Adapters of a U-Net; those of Flux are trained on two ranks in `distributed/test_adapters.py`."""
     arguments = arguments_of("sdxl_lora", tmp_path, pictures)
-    two = ("trainer.devices=2", "strategy=two_stages")
+    two = ("trainer.devices=2", "strategy=two_stages", f"strategy.profile={profile}")
     done = run(*arguments, *two, *DRAWN, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert opens_in_diffusers("sdxl_lora", tmp_path)
@@ -159,7 +161,13 @@ def test_a_recipe_trains_and_draws_on_two_processes(tmp_path, pictures):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"wan_lora"}))  # which is not on paper
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sd21", "from_scratch") else row(name)  # larger ones take seconds to model
+        for name in sorted(set(RECIPES) - {"wan_lora"})  # which is not on paper
+    ],
+)
 def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monkeypatch):
     """History: a profile of the user's cache, modelled by other code, could be what was planned with."""
     monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))

@@ -15,10 +15,11 @@ import lightning as L
 import pytest
 
 from lightning_diffpipe import DiffPipeStrategy
+from tests.command import ROOT, TORCHRUN, run, run_on_forks
+from tests.rows import row
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 MARK = "DIFFPIPE_TEST_RUN"
 SCRIPT = """
 import json, sys
@@ -81,10 +82,10 @@ def write(
     return script
 
 
-def start(folder: Path, launcher: list[str], case="train", **environment: str):
+def start(folder: Path, launcher=(), case="train", **environment: str):
     """Starts the script in a session of its own, marked so that its processes can be found."""
     return subprocess.Popen(
-        [*launcher, str(folder / "script.py"), str(folder), case],
+        [sys.executable, *launcher, str(folder / "script.py"), str(folder), case],
         cwd=folder,
         env={
             **os.environ,
@@ -134,11 +135,7 @@ def reports(folder: Path) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-PLAIN = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def run(folder, launcher, **environment):
+def losses_of(folder, launcher=(), **environment):
     code, output = finish(start(folder, launcher, **environment), folder)
     assert code == 0, output
     first, second = reports(folder)
@@ -149,20 +146,23 @@ def run(folder, launcher, **environment):
 
 def test_python_and_torchrun_give_the_same_losses(tmp_path):
     write(tmp_path)
-    losses, output = run(tmp_path, PLAIN)
+    losses, output = losses_of(tmp_path)
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert output.count("4/4 ") == 1, f"progress bar of one rank only:\n{output}"
-    again, _ = run(tmp_path, TORCHRUN)
+    again, _ = losses_of(tmp_path, TORCHRUN)
     assert again == losses
 
 
 TWICE = "import lightning_diffpipe, importlib; importlib.reload(lightning_diffpipe)"
 
 
-def test_chosen_by_name_and_imported_twice(tmp_path):
-    write(tmp_path, TWICE, 'strategy="diffpipe",')
-    assert len(run(tmp_path, PLAIN)[0]) == 4
+@pytest.mark.parametrize("run", [run_on_forks, row(run)])
+def test_chosen_by_name_and_imported_twice(run, tmp_path):
+    script = write(tmp_path, TWICE, 'strategy="diffpipe",')
+    ended = run(script, tmp_path, "train", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [report["strategy"] for report in reports(tmp_path)] == ["DiffPipeStrategy"] * 2
 
 
 def test_chosen_by_the_environment(monkeypatch):
@@ -174,12 +174,12 @@ def test_chosen_by_the_environment(monkeypatch):
 def test_without_the_import_lightning_knows_no_such_strategy(tmp_path):
     """Documented in the README: Lightning reads no entry points for strategies."""
     write(tmp_path, "", 'strategy="diffpipe",')
-    code, output = finish(start(tmp_path, PLAIN), tmp_path)
+    code, output = finish(start(tmp_path), tmp_path)
     assert code != 0
     assert re.search("invalid strategy name.*diffpipe", output), output
 
 
-@pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize("launcher", [(), row(TORCHRUN)], ids=["python", "torchrun"])
 def test_an_error_on_one_rank_ends_the_script(tmp_path, launcher):
     write(tmp_path)
     process = start(tmp_path, launcher, case="raise")
@@ -189,10 +189,9 @@ def test_an_error_on_one_rank_ends_the_script(tmp_path, launcher):
     assert time.time() - (tmp_path / "raised").stat().st_mtime < 40.0  # of the timeout of 60
 
 
-def test_the_example_of_a_module_of_ones_own_learns():
+@pytest.mark.parametrize("run", [run_on_forks, row(run)])
+def test_the_example_of_a_module_of_ones_own_learns(run, tmp_path):
     """The loss falls from 2 to 0.6 in sixty steps; a pipeline that trained nothing would stay above 1.5."""
-    command = [sys.executable, str(ROOT / "examples" / "train_own_module.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    ended = run(ROOT / "examples" / "train_own_module.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert float(re.search(r"^loss (\d+\.\d+)$", ended.stdout, re.MULTILINE)[1]) < 0.8
