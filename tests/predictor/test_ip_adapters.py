@@ -45,7 +45,7 @@ def save_image_encoder(folder):
     transformers.CLIPImageProcessor(size=32, crop_size=32).save_pretrained(folder)
 
 
-def save_adapter(pipeline, file, seed=0):
+def save_adapter(pipeline, file, seed=0, tokens=TOKENS):
     """An adapter whose layers are those of a pipeline's denoiser, of random numbers large enough to be seen."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=generator) * 0.4
@@ -70,12 +70,12 @@ def save_adapter(pipeline, file, seed=0):
             named |= {f"{i}.{name}": draw(*x.shape) for name, x in layer.state_dict().items()}
     tensors = {f"ip_adapter.{name}": value for name, value in named.items()}
     if isinstance(pipeline, diffusers.StableDiffusion3Pipeline):
-        resampler = IPAdapterTimeImageProjection(16, inner, 64, heads=1, num_queries=TOKENS)
+        resampler = IPAdapterTimeImageProjection(16, inner, 64, heads=1, num_queries=tokens)
         projection = {name: draw(*x.shape) for name, x in resampler.state_dict().items()}
     else:
         projection = {
-            "proj.weight": draw(TOKENS * width, WIDTH),
-            "proj.bias": draw(TOKENS * width),
+            "proj.weight": draw(tokens * width, WIDTH),
+            "proj.bias": draw(tokens * width),
             "norm.weight": torch.ones(width),
             "norm.bias": draw(width),
         }
@@ -336,3 +336,24 @@ def test_ranks_do_not_divide_keys_of_pictures_that_do_not_attend(saved):
                 "LayoutError: transformer_blocks.0 attends from .* some of which do not attend",
                 said,
             )
+
+
+@pytest.mark.distributed
+def test_a_ring_divides_keys_of_a_picture_that_are_as_many_as_those_of_the_text(saved):
+    """They are numbered as text is: 12 tokens of CLIP and 8 of T5."""
+    path, folder = saved("sd3")
+    file = folder / "as_many.safetensors"
+    save_adapter(diffusers.DiffusionPipeline.from_pretrained(path), file, tokens=12 + 8)
+    settings = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": picture()}
+    patches = {"method": "pipefusion", "sequence": 2, "num_patches": 2, "warmup_steps": 9}
+    ways = [
+        {"method": "sequence", "mode": "ring"},
+        {**patches, "sequence_mode": "ring"},
+        {"method": "single"},
+    ]
+    own = {"ip_adapters": {file: 0.7}, "dtype": torch.float64}
+    jobs = [(path, ["a"], settings, {**way, **own}) for way in ways]
+    [expected] = latents_of_each(0, jobs[-1:])
+    for rank in run_ranks(latents_of_each, 2, jobs[:-1]):
+        for found in rank:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
