@@ -84,6 +84,7 @@ def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE
         The store of the default process group to be made.
 
     Raises:
+        ConfigurationError: Another process has the port.
         PipelineTimeoutError: Some ranks have not come, which it names.
     """
     arrival = _Arrival(rank, num_ranks, patience_s)
@@ -97,6 +98,11 @@ def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE
     try:
         pending.result()
     except RuntimeError as error:  # of torch
+        if "EADDRINUSE" in str(error):
+            raise ConfigurationError(
+                f"port {arrival.place[1]}, where rank 0 lets all ranks meet, is in use by another process; "
+                "give all ranks another MASTER_PORT (torchrun: --master-port, or --standalone, which finds one)"
+            ) from error
         raise PipelineTimeoutError(f"{arrival.waited(patience_s)}: {error}") from error
     return arrival.store
 

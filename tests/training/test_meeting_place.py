@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_diffpipe.cli import launch
 from lightning_diffpipe.comm.meeting import meet, open_meeting_place
-from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.training.processes import _Launcher
 
 
@@ -137,3 +137,14 @@ def test_the_command_starts_processes_that_meet_at_an_open_place(monkeypatch):
     held = launch.on_ranks(3, lambda: is_taken(int(os.environ["MASTER_PORT"])))
     assert held
     assert started == [("1", True), ("2", True)]
+
+
+def test_a_port_that_another_process_has_is_named(monkeypatch):
+    """History: the error said that nobody had opened the place within half an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        with pytest.raises(
+            ConfigurationError, match=r"port \d+, .* in use by another .*MASTER_PORT"
+        ):
+            meet(0, 2, patience_s=60.0)
