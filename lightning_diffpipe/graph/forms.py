@@ -14,6 +14,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,12 @@ from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph
 from lightning_diffpipe.graph.placement import has_own_tensors
-from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, is_users
+from lightning_diffpipe.graph.side_effects import (
+    Attributes,
+    NoHooksWithoutGradients,
+    generators_preserved,
+    is_users,
+)
 from lightning_diffpipe.graph.step import StepCall, untouched
 from lightning_diffpipe.graph.view import DummyMemory, RunPlan, Stop, StubbedRun
 
@@ -141,11 +147,14 @@ class FormView:
         patterns: Collection[_Pattern] | None = None
         if not self._goes_on:
             patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
+        generators: Callable[[], Any] = contextlib.nullcontext
+        if self._graph.generators:  # on one rank
+            generators = partial(generators_preserved, self._root)
         with untouched(self._root, self._owners):
-            with self._attributes.preserved():
+            with self._attributes.preserved(), generators():
                 form = self._walked(self._run(patterns), call, seed)
             if form is None:
-                with untouched(self._root), self._attributes.preserved():
+                with untouched(self._root), self._attributes.preserved(), generators():
                     form = self._walked(self._run(None), call, seed)
         assert form is not None
         return form

@@ -42,7 +42,7 @@ from lightning_diffpipe.graph.placement import (
     is_placeholder,
     kept_young,
 )
-from lightning_diffpipe.graph.side_effects import is_users
+from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, untouched
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ def reprobe(
     """
     containers = {call.name for call in graph.calls}
     try:
-        new = trace_layers(root, step, batch, graph, graph.layer_names, containers, seed=seed)
+        with generators_preserved(root):
+            new = trace_layers(root, step, batch, graph, graph.layer_names, containers, seed=seed)
     except LayerLeakError as error:
         raise GraphError(f"this batch takes another way through the step: {error}") from error
     same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)

@@ -6,7 +6,8 @@ runs make up for it, and what nothing can make up for is refused.
 * **Gradients and tangents** that a step takes itself (a penalty on a gradient, MeanFlow's `torch.func.jvp`) are
   refused between layers, as they would have to cross stages. Inside the forward of a module they are fine as long
   as nobody cuts that module: see `calltree.choose_layers`.
-* **Generators** besides the global ones outlive the step: no run can restore them as it does those.
+* **Generators** besides the global ones outlive the step: no run can restore them as it does those. On one rank,
+  whatever runs besides training leaves them as they are (`generators_preserved`).
 * **Attributes** of modules: adapters off for a while, `.eval()` around a pass. A step that is run in pieces, or
   left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
   the beginning of the step when a layer is called or returns, and runs restore them: all of them where frozen
@@ -31,6 +32,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,7 +194,7 @@ def line_that_draws(root: nn.Module, name: str, run: Callable[[], Any]) -> str:
     Returns:
         File and line; the step itself, if the generator is an attribute, of which a run may see a copy.
     """
-    generator = _of_files(root).get(name)
+    generator = _of_files(root, _is_host).get(name)
     if generator is None:
         return "training_step"
     before, latest, found = _state_of(generator), "", list[str]()
@@ -220,7 +222,7 @@ _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, th
 
 def _reached(root: nn.Module) -> dict[str, Any]:
     """Returns generators by name: of files, among the attributes of all modules, and among what those hold."""
-    found = _of_files(root)
+    found = _of_files(root, _is_host)
     seen: set[int] = set()
     for prefix, module in root.named_modules():
         for name, value in vars(module).items():
@@ -235,14 +237,39 @@ def _reached(root: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _of_files(root: nn.Module) -> dict[str, Any]:
-    """Returns generators of the host at the level of the files that define the modules, by name."""
+@contextlib.contextmanager
+def generators_preserved(root: nn.Module) -> Iterator[None]:
+    """Restores generators that a step may draw from, besides the global ones, when what runs it ends."""
+    found = {id(it): it for it in (_reached(root) | _of_files(root, _is_generator)).values()}
+    restore = [_restorer(generator) for generator in found.values()]
+    try:
+        yield
+    finally:
+        for each in restore:
+            each()
+
+
+def _restorer(generator: Any) -> Callable[[], Any]:
+    """Returns what puts a generator back to where it is now."""
+    if isinstance(generator, SobolEngine):
+        number = generator.num_generated
+        return lambda: generator.reset().fast_forward(number) if number else generator.reset()
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:
+        return partial(setattr, bits, "state", bits.state)
+    return partial(generator.set_state, generator.get_state())
+
+
+def _of_files(root: nn.Module, wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns generators at the level of the files that define the modules, by name."""
     files = {kind.__module__ for module in root.modules() for kind in type(module).__mro__}
     return {
         f"{file}.{name}": value
         for file in files & sys.modules.keys()
         for name, value in vars(sys.modules[file]).items()
-        if _is_host(value)
+        if wanted(value)
     }
 
 
@@ -256,7 +283,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator) or _is_host(value)
+    return _is_host(value) or (isinstance(value, torch.Generator) and not rng.is_global(value))
 
 
 def _is_host(value: Any) -> bool:

@@ -26,6 +26,7 @@ from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
+from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.step import (
     BatchForm,
     ModuleSplit,
@@ -183,7 +184,7 @@ class PartitionedStepCache:
             self._forms.append(form)
         names = names_of(form)
         if names not in self._graphs[key]:
-            with untouched(self._root):
+            with untouched(self._root), generators_preserved(self._root):
                 _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
             graph = self._add(self._probed(key, call.batch, exemplar.of_step(self._step)))
             if graph.layer_names != names:

@@ -39,6 +39,7 @@ from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
+from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
@@ -313,7 +314,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
         number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
-        with early_answers(trainer, self, int(self.broadcast(number))):
+        number = int(self.broadcast(number))
+        with early_answers(trainer, self, number), generators_preserved(module):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, arguments
             )

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import os
+import random
 import signal
 import time
 import types
 import warnings
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe import EMA, DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
@@ -32,7 +35,14 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffP
 from lightning_diffpipe.training import step_watch
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import refuse_averages, refuse_on_several_ranks
-from tests.distributed.scenarios import Settings, build, fit, quick_strategy, quiet_trainer
+from tests.distributed.scenarios import (
+    Recorder,
+    Settings,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+)
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
@@ -390,6 +400,47 @@ def test_a_generator_that_outlives_the_step_is_refused():
         RankError, match=r"draws random numbers from noise, which.*global generator"
     ):
         run(2, module_class=KeepsGenerator)
+
+
+OF_FILE = torch.Generator()
+
+
+class KeepsAnyGenerator(KeepsGenerator):
+    """Draws from one of several kinds, all as they are at the beginning."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.numpy, self.own = np.random.default_rng(0), random.Random(0)
+        self.sobol = SobolEngine(1, scramble=True, seed=0)
+        OF_FILE.manual_seed(0)
+
+    def training_step(self, batch, batch_idx):
+        drawn = {
+            "torch": lambda: torch.rand(1, generator=self.noise),
+            "of the file": lambda: torch.rand(1, generator=OF_FILE),
+            "numpy": lambda: self.numpy.random(),
+            "python": lambda: self.own.random(),
+            "sobol": lambda: self.sobol.draw(1)[0],
+        }[self.kind]()
+        times = torch.full_like(batch["image"][:, 0, :1], float(drawn))
+        loss = self.head(self.time(times)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["torch", "of the file", "numpy", "python", "sobol"])
+def test_on_one_rank_only_training_draws_from_a_generator_that_outlives_the_step(kind):
+    """History: whatever ran besides, such as the probe, drew from it, so that training saw other numbers."""
+    losses = []
+    for strategy in ("auto", quick_strategy(num_stages=1, num_microbatches=1)):
+        torch.manual_seed(0)  # for the weights
+        recorder = Recorder()
+        trainer = quiet_trainer(devices=1, strategy=strategy, callbacks=[recorder], max_steps=3)
+        trainer.fit(KeepsAnyGenerator(kind).double(), datamodule=Data(batch_size=4))
+        losses.append(recorder.losses)
+    assert len(set(losses[0])) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 class KeepsAverages(TinyDiffusion):
