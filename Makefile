@@ -35,7 +35,7 @@ demo: setup  ## train on two processes as a pipeline, sample with both, show pic
 
 # Tests that start several processes wait for each other half of the time: four at once, but not beside those of one.
 test: setup  ## all tests but the rows of tables
-	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m "not distributed and not table" $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 3 --dist worksteal -m "not distributed and not table" $(ARGS)
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
 
 test-tables: setup  ## every row of docs/models.md (each denoiser and pipeline of diffusers), more ways to lose a rank, more combinations

@@ -1,12 +1,13 @@
 """`diffpipe` as a user calls it, in this process or as others; scripts (`*.py`), too."""
 
+import contextlib
 import os
+import random
 import runpy
 import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,11 @@ def call(capsys, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
     # Hydra composes each config twice: first to look for `hydra.mode`, which none of ours sets.
     sets_mode = any("hydra" in each or each.startswith("-") for each in arguments)
-    look = nullcontext() if sets_mode else mock.patch.object(Hydra, "get_mode", return_value=None)
+    look = (
+        contextlib.nullcontext()
+        if sets_mode
+        else mock.patch.object(Hydra, "get_mode", return_value=None)
+    )
     try:
         with look:
             cli.main()
@@ -55,8 +60,11 @@ def run_on_forks(*arguments, cwd):
 
     Those take a processor seven seconds in each process that is none of the test's forks.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    # History: a free port that the system chose went to a connection of another test before it was used.
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            break
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     texts = [str(argument) for argument in arguments]
     ranks = run_ranks(_run_here, 2, texts, cwd, place, group_timeout_s=None, timeout_s=240)
     codes, outputs, errors = zip(*ranks, strict=True)

@@ -931,7 +931,8 @@ def test_two_plans_are_compared(profile_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_profile_the_links_between_them(tmp_path):
+@pytest.mark.parametrize("run", [run_on_forks, row(run)])
+def test_two_processes_profile_the_links_between_them(run, tmp_path):
     settings = ["data.alphabets=[digits]", "data.faces=[sans]", "data.batch_size=4", "budget_s=0.1"]
     done = run("profile", *settings, "trainer.devices=2", "progress=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -1090,6 +1091,7 @@ def test_what_is_refused_begins_no_run_of_wandb(tmp_path, capfd, monkeypatch, re
 
 
 @pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.distributed
 def test_jobs_of_a_sweep_are_pipelines_of_their_own(tmp_path, capfd, monkeypatch):
     """History: every process began the whole sweep anew, later jobs started no second process, and what two

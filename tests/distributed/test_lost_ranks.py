@@ -150,10 +150,10 @@ def test_sigterm_ends_all_ranks_in_any_phase(tmp_path, victim, phase):
     ("launcher", "harm", "rank", "phase"),
     [
         ("torchrun", "KILL", 1, "training"),
-        ("Lightning", "STOP", 0, "saving a checkpoint"),
         *(
             row(*case)
             for case in [
+                ("Lightning", "STOP", 0, "saving a checkpoint"),
                 ("Lightning", "KILL", 1, "starting processes"),
                 ("torchrun", "KILL", 0, "starting processes"),
                 ("torchrun", "STOP", 1, "starting processes"),
