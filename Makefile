@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train on two processes as a pipeline, sample with both, show pictures and timeline
 	$(BIN)/diffpipe demo $(ARGS)
 
-# Tests that start several processes wait for each other half of the time: four at once, but not beside those of one.
+# For two cores: some tests of one process wait, and those of several half of the time, which do not run beside them.
 test: setup  ## all tests but the rows of tables
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 3 --dist worksteal -m "not distributed and not table" $(ARGS)
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
