@@ -165,7 +165,7 @@ def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, pict
     "name",
     [
         name if name in ("sd21", "from_scratch") else row(name)  # larger ones take seconds to model
-        for name in sorted(set(RECIPES) - {"wan_lora"})  # which is not on paper
+        for name in sorted(RECIPES)
     ],
 )
 def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monkeypatch):

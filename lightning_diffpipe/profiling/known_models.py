@@ -9,7 +9,7 @@ compare.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,35 +28,39 @@ class KnownModel:
     Attributes:
         title: What it is called by people.
         denoiser: Class in diffusers and its configuration.
-        vae: Configuration of the `AutoencoderKL`.
+        vae: Class in diffusers and its configuration.
         text_encoders: For each: class in transformers, its configuration, tokens of a caption.
         resolution: Pixels along an edge, as published.
         num_parameters: Parameters of the denoiser, as published; checked by the tests.
         call: Runs the denoiser: (module, noisy latents, timesteps, text states, batch) -> prediction.
         controlnet: Configuration of a ControlNet trained over the locked denoiser, if there is one.
+        source: On the hub.
+        num_frames: Of a video; None of models of pictures.
     """
 
     title: str
     denoiser: tuple[str, Config]
-    vae: Config
+    vae: tuple[str, Config]
     text_encoders: tuple[tuple[str, Config, int], ...]
     resolution: int
     num_parameters: int
     call: Callable[[nn.Module, Tensor, Tensor, list[Any], Batch], Tensor]
     controlnet: Config | None = None
-    source: str = field(default="")
+    source: str = ""
+    num_frames: int | None = None
 
 
 # ------------------------------------------------------------------------------ parts they share
 
-VAE = {
+_BLOCKS = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
-    "latent_channels": 4,
 }
-VAE_16 = VAE | {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+_WITHOUT_CONVOLUTIONS = {"use_quant_conv": False, "use_post_quant_conv": False}
+VAE = "AutoencoderKL", _BLOCKS | {"latent_channels": 4}
+VAE_16 = "AutoencoderKL", _BLOCKS | {"latent_channels": 16} | _WITHOUT_CONVOLUTIONS
 
 
 def _clip(
@@ -84,6 +88,9 @@ T5_XXL = {
 
 def _t5(num_tokens: int) -> tuple[str, Config, int]:
     return "T5EncoderModel", T5_XXL, num_tokens
+
+
+UMT5 = "UMT5EncoderModel", T5_XXL | {"vocab_size": 256384}, 512
 
 
 # ------------------------------------------------------------------------------ how each is called
@@ -163,6 +170,12 @@ def _call_pixart(
         encoder_attention_mask=batch["mask"],
     ).sample
     return out[:, : noisy.shape[1]]
+
+
+def _call_wan(
+    module: nn.Module, noisy: Tensor, steps: Tensor, text: list[Any], batch: Batch
+) -> Tensor:
+    return module.denoiser(noisy, steps, text[0].last_hidden_state).sample
 
 
 # ------------------------------------------------------------------------------ the models
@@ -295,6 +308,29 @@ KNOWN_MODELS = {
         call=_call_pixart,
         source="PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
     ),
+    "wan": KnownModel(
+        "Wan 2.1 of 1.3 G parameters",
+        (
+            "WanTransformer3DModel",
+            {
+                "patch_size": (1, 2, 2),
+                "in_channels": 16,
+                "out_channels": 16,
+                "num_layers": 30,
+                "num_attention_heads": 12,
+                "attention_head_dim": 128,
+                "text_dim": 4096,
+                "ffn_dim": 8960,
+            },
+        ),
+        ("AutoencoderKLWan", {}),
+        (UMT5,),
+        resolution=512,
+        num_parameters=1_418_996_800,
+        call=_call_wan,
+        source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        num_frames=33,
+    ),
 }
 
 
@@ -320,10 +356,12 @@ class KnownTraining(nn.Module):
         self.known, self.dtype, self.device = known, dtype, torch.device(device)
         class_name, denoiser_config = known.denoiser
         with self.device, created_in(dtype if self.device.type != "meta" else torch.float32):
-            self.vae = diffusers.AutoencoderKL(**known.vae)
+            vae_class, vae_config = known.vae
+            self.vae = getattr(diffusers, vae_class)(**vae_config)
             self.text_encoders = nn.ModuleList()
             for kind, config, _ in known.text_encoders:
-                of = transformers.T5Config if kind.startswith("T5") else transformers.CLIPTextConfig
+                name = kind.replace("EncoderModel", "Config") if "T5" in kind else "CLIPTextConfig"
+                of = getattr(transformers, name)
                 encoder = getattr(transformers, kind)(of(**config, attn_implementation="sdpa"))
                 self.text_encoders.append(encoder)
             self.denoiser = getattr(diffusers, class_name)(**denoiser_config)
@@ -349,14 +387,15 @@ class KnownTraining(nn.Module):
         ]
         noise = torch.randn_like(latents)
         steps = torch.randint(0, 1000, (len(latents),), device=latents.device)
-        share = (steps / 1000).view(-1, 1, 1, 1).to(latents.dtype)
+        share = (steps / 1000).view(-1, *(1,) * (latents.ndim - 1)).to(latents.dtype)
         noisy = (1 - share) * latents + share * noise
         prediction = self.known.call(self, noisy, steps, text, batch)
         return (prediction.float() - noise.float()).square().mean()
 
     def batch(self, num_samples: int, resolution: int) -> Batch:
         """Returns a batch of random values, where the weights are."""
-        picture = (num_samples, 3, resolution, resolution)
+        frames = () if self.known.num_frames is None else (self.known.num_frames,)
+        picture = (num_samples, 3, *frames, resolution, resolution)
         batch = {"image": torch.randn(picture, device=self.device, dtype=self.dtype)}
         for index, (_, _, length) in enumerate(self.known.text_encoders):
             shape = (num_samples, length)

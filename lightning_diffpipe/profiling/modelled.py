@@ -342,7 +342,7 @@ def modelled_profile(
     """Returns the profile of a well-known model on a device on paper.
 
     Args:
-        name: A key of `KNOWN_MODELS`: sd21, controlnet, sdxl, sd3, flux, pixart.
+        name: A key of `KNOWN_MODELS`: sd21, controlnet, sdxl, sd3, flux, pixart, wan.
         resolution: Pixels along an edge; as published if not given.
         dtype: Type of weights, gradients and activations.
         device_model: A name of `DEVICES`, or a device of your own.

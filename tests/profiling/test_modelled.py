@@ -160,11 +160,12 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
         "sd3": [123_650_304, 694_659_840, 4_762_310_656],
         "flux": [123_060_480, 4_762_310_656],
         "pixart": [4_762_310_656],
+        "wan": [5_680_910_336],
     }
     assert sizes == published[name]
-    assert count(training.vae) == (
-        83_653_863 if name in ("sd21", "controlnet", "sdxl", "pixart") else 83_819_683
-    )
+    of_4_channels = 83_653_863
+    vaes = {"sd3": 83_819_683, "flux": 83_819_683, "wan": 126_892_531}
+    assert count(training.vae) == vaes.get(name, of_4_channels)
     if name == "controlnet":
         assert count(training.controlnet) == CONTROLNET
 
