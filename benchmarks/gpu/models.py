@@ -53,7 +53,7 @@ def sized(name: str, tiny: bool) -> KnownModel:
     return replace(
         known,
         denoiser=(kind, {**config, **_TINY[name]}),
-        vae={**known.vae, "block_out_channels": (8,) * 4, "norm_num_groups": 4},
+        vae=(known.vae[0], {**known.vae[1], "block_out_channels": (8,) * 4, "norm_num_groups": 4}),
         text_encoders=encoders,
         controlnet=None if known.controlnet is None else {**known.controlnet, **_CONTROLNET},
         resolution=64,
