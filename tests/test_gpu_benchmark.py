@@ -65,6 +65,7 @@ def _forked_ranks(monkeypatch):
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.usefixtures("_forked_ranks")
 def test_two_ranks_share_a_device():
     """Each takes it as the only one of a host of its own."""
@@ -76,6 +77,7 @@ def test_two_ranks_share_a_device():
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.usefixtures("_forked_ranks")
 def test_two_stages_equal_one_process_in_every_precision():
     rows = rows_of("parity")

@@ -164,7 +164,7 @@ def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, pict
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("sd21", "from_scratch") else row(name)  # larger ones take seconds to model
+        name if name == "from_scratch" else row(name)  # larger ones take seconds to model
         for name in sorted(RECIPES)
     ],
 )

@@ -13,6 +13,7 @@ from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +41,7 @@ class Tiny(PipelineDiffusion):
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "schedule"), [("flux", 2, "zero_bubble"), ("sdxl", 3, "1f1b")]
+    ("name", "world_size", "schedule"), [("flux", 2, "zero_bubble"), row("sdxl", 3, "1f1b")]
 )
 def test_it_learns_what_one_process_learns(name, world_size, schedule):
     """Noise and loss are computed in single precision, so that rounding may differ once in a while."""

@@ -484,6 +484,7 @@ def test_a_model_that_one_host_lacks_is_named_there(capsys, monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.distributed
 def test_a_killed_process_ends_the_command(tmp_path):
     settings = ["sampler=distrifusion", "trainer.devices=2", "num_inference_steps=900"]

@@ -25,6 +25,7 @@ from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import draw_each, failure_of_each_rank
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
+from tests.rows import row
 from tests.zoo.case import perturb
 from tests.zoo.pipelines import build as build_any
 
@@ -227,41 +228,43 @@ TWO_RANKS = [
     ("img2img", {"method": "single"}),
     ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
     ("inpainting_by_mixing", {"method": "single", "guidance": 2}),
-    ("controlnet", {"method": "single"}),
     ("controlnet", {"method": "distrifusion", "warmup_steps": 9}),
     ("base", {"method": "distrifusion", "warmup_steps": 9}),
     ("base", {"method": "single", "guidance": 2}),
     ("refiner", {"method": "distrifusion", "warmup_steps": 9}),
-    ("refiner", {"method": "single"}),
-    ("sd3_img2img", {"method": "sequence"}),
     ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}),
-    ("two_transformers", {"method": "single"}),
     ("two_transformers", {"method": "sequence"}),
-    ("two_transformers", {"method": "single", "guidance": 2}),
-    ("two_transformers", {"method": "pipefusion", "num_patches": 1}),
     ("two_transformers", {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9}),
-    ("sd3_controlnet", {"method": "single"}),
-    ("sd3_controlnet", {"method": "sequence"}),
     ("sd3_controlnet", {"method": "pipefusion", "num_patches": 1}),
-    ("rescaled_video", {"method": "sequence"}),
     ("rescaled_video", {"method": "pipefusion", "num_patches": 1}),
-    ("chroma", {"method": "sequence"}),
     ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
     ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
-    ("with_timesteps", {"method": "single"}),
     ("with_timesteps", {"method": "distrifusion", "warmup_steps": 9}),
-    ("with_sigmas", {"method": "sequence"}),
     ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}),
+    ("samples_in_a_list", {"method": "sequence"}),
+    ("samples_in_a_list", {"method": "pipefusion", "warmup_steps": 9}),
+]
+FURTHER = [  # methods of the same kinds
+    ("controlnet", {"method": "single"}),
+    ("refiner", {"method": "single"}),
+    ("sd3_img2img", {"method": "sequence"}),
+    ("two_transformers", {"method": "single"}),
+    ("two_transformers", {"method": "single", "guidance": 2}),
+    ("two_transformers", {"method": "pipefusion", "num_patches": 1}),
+    ("sd3_controlnet", {"method": "single"}),
+    ("sd3_controlnet", {"method": "sequence"}),
+    ("rescaled_video", {"method": "sequence"}),
+    ("chroma", {"method": "sequence"}),
+    ("with_timesteps", {"method": "single"}),
+    ("with_sigmas", {"method": "sequence"}),
     ("samples_in_a_list", {"method": "single"}),
     ("samples_in_a_list", {"method": "single", "guidance": 2}),
-    ("samples_in_a_list", {"method": "sequence"}),
     ("samples_in_a_list", {"method": "pipefusion", "num_patches": 1}),
-    ("samples_in_a_list", {"method": "pipefusion", "warmup_steps": 9}),
 ]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("cases", [TWO_RANKS[:14], TWO_RANKS[14:]], ids=["first", "second"])
+@pytest.mark.parametrize("cases", [pytest.param(TWO_RANKS, id="each kind"), row(FURTHER)])
 def test_two_ranks_draw_what_one_process_draws(cases, saved):
     """Prompts, tokens or rows are divided, those of a ControlNet, too."""
     jobs = []
@@ -827,6 +830,7 @@ def draw_with_flow(rank, jobs):
 
 
 @pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.distributed
 def test_glyphs_drawn_to_pictures_on_two_ranks_are_those_of_diffusers(tmp_path, monkeypatch):
     """Looked at: serif digits that follow the picture they begin with, and that a ControlNet bends."""

@@ -194,7 +194,7 @@ LEFT_TO_TABLES = {
     "LoRA",
     "dropout",
     *DENOISERS[4:],
-}  # tests/graph/test_stages.py cuts these, too
+}  # tests/graph/test_stages.py cuts these
 
 
 @pytest.mark.slow
