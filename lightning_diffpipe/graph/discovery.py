@@ -181,7 +181,10 @@ class StepProbe:
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
         provenance, attributes = tracer.provenance, tracer.attributes
         out, returned, tail = self._followed(tracer)
-        tail_tags, trained = unfolded(tail), self._trained(reached := nodes_below(loss_of(out)))
+        reached = nodes_below(loss_of(out))
+        tail_tags, trained = unfolded(tail), self._trained(reached)
+        if seeded is None:
+            seeded = _seeded(tracer.records)
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
         names = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         found = _layers(tracer.records, trained, rows, reached)
@@ -192,7 +195,7 @@ class StepProbe:
             trained=trained,
             calls=tuple(call for call in tracer.calls if call.stop > call.first),
             fine_names=tuple(tracer.fine_names),
-            seeded=frozenset(_seeded(tracer.records) if seeded is None else seeded),
+            seeded=frozenset(seeded),
             leaky=frozenset(leaky),
             watched=frozenset(uncalled_owners(self._module, names, layers)),
             signature=batch_signature(self._batch),
@@ -202,8 +205,9 @@ class StepProbe:
             form=self._form,
             hooks=_readers_of_hooked(tracer, found, returned),
             weighted=weight_of(out) is not None,
+            # Of the code between layers:
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
-            host_random=tracer.drew_host_random,  # of the code between layers, as all below
+            host_random=tracer.drew_host_random,
             folded=tuple(provenance.folded),
             glue_writes=frozenset(provenance.glue_writes),
             glue_parameter_writes=frozenset(provenance.glue_parameter_writes),
