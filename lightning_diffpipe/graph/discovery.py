@@ -184,7 +184,7 @@ class StepProbe:
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
         if seeded is None:
-            seeded = _seeded(tracer.records)
+            seeded = _give_seeds(tracer.records)
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
         names = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         found = _layers(tracer.records, trained, rows, reached)
@@ -446,7 +446,7 @@ def _layers(
     return tuple(layers)
 
 
-def _seeded(records: Sequence[LayerRecord]) -> set[str]:
+def _give_seeds(records: Sequence[LayerRecord]) -> set[str]:
     """Gives the layers that drew random numbers a seed each, and names them."""
     names = {record.name for record in records if record.drew}
     for record in records:
