@@ -11,6 +11,9 @@ training, and thrown away once there is a pipeline: what is trained with, Lightn
     self.optimizers(), self.lr_schedulers(), trainer.optimizers     from a call of configure_optimizers
     trainer.estimated_stepping_batches, .num_training_batches, .train_dataloader
                                                                     from the lengths of a pipeline's loaders
+
+Runs of W&B begin once there is a pipeline: Lightning asks each logger for its run before the strategy is set up, so
+for that long there seems to be one (`put_off_runs`), and what is refused while one is set up leaves no empty run.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.connectors.data_connector import (
     _DataLoaderSource,
     _request_dataloader,
@@ -286,3 +291,31 @@ def only_counted(loader: Any) -> Any:
     """Returns as many batches, without workers that would start, or samplers and streams that would move."""
     size = sized_len(loader)
     return _WithoutLength() if size is None else range(size)
+
+
+class _NoRunYet:
+    """Stands for a run. It counts as false, so that the logger tells the id that it was given."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def put_off_runs(trainer: Any) -> None:
+    """Lets loggers of W&B seem to have begun, until `allow_runs`; not where somebody needs their runs earlier."""
+    checkpoints = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    named_by_run = any(checkpoint.dirpath is None for checkpoint in checkpoints)
+    for logger in _of_wandb(trainer):
+        early = logger._wandb_init.get("sync_tensorboard") or (named_by_run and logger._id is None)
+        if logger._experiment is None and not early:
+            logger._experiment = _NoRunYet()
+
+
+def allow_runs(trainer: Any) -> None:
+    """Lets loggers begin their runs when they are asked."""
+    for logger in _of_wandb(trainer):
+        if isinstance(logger._experiment, _NoRunYet):
+            logger._experiment = None
+
+
+def _of_wandb(trainer: Any) -> Iterator[Any]:
+    return (logger for logger in trainer.loggers if isinstance(logger, WandbLogger))

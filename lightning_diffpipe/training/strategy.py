@@ -46,9 +46,11 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.training.before_training import (
+    allow_runs,
     early_answers,
     example_batch,
     only_counted,
+    put_off_runs,
     why_empty,
 )
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
@@ -61,7 +63,6 @@ from lightning_diffpipe.training.loader import (
     take_over,
     unaligned,
 )
-from lightning_diffpipe.training.loggers import allow_runs, put_off_runs
 from lightning_diffpipe.training.metric_sync import MetricSync, forget_elsewhere
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pipelines

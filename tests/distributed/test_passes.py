@@ -374,6 +374,18 @@ class Later(Coin):
         return super().training_step(batch, batch_idx)
 
 
+def trains_a_late_form(num_ranks, max_steps, strategy, **module):
+    """Planned with the form of the first batches, and equal to one process."""
+    settings = Settings(**module)
+    settings.trainer = {"max_steps": max_steps, "max_epochs": -1}
+    settings.data = {"batch_size": 4, "size": 56}
+    expected = reference(settings, 4)
+    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 4, **strategy}
+    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
+    assert_equal_runs(outcomes, expected, 1e-9)
+    assert outcomes[0].plan.num_passes == 1
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "module", "strategy"),
     [
@@ -388,14 +400,7 @@ def test_a_form_with_more_calls_than_were_planned(num_ranks, module, strategy):
     History: where frozen layers had run for a batch that then took another form, the batches after it got the
     numbers of others, and the run ended, as if a callback had changed them.
     """
-    settings = Settings(module_class=Later, module=module)
-    settings.trainer = {"max_steps": 7, "max_epochs": -1}
-    settings.data = {"batch_size": 4, "size": 56}
-    expected = reference(settings, 4)
-    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 4, **strategy}
-    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
-    assert_equal_runs(outcomes, expected, 1e-9)
-    assert outcomes[0].plan.num_passes == 1
+    trains_a_late_form(num_ranks, 7, strategy, module_class=Later, module=module)
 
 
 class SecondLoss(TinyDiffusion):
@@ -428,14 +433,7 @@ def test_a_late_form_that_begins_with_all_calls_of_a_known_one(
 
     Gradients are on in both passes.
     """
-    settings = Settings(module_class=module_class, module=module)
-    settings.trainer = {"max_steps": 5, "max_epochs": -1}
-    settings.data = {"batch_size": 4, "size": 56}
-    expected = reference(settings, 4)
-    settings.strategy = {"num_stages": num_ranks, "num_microbatches": 4, **strategy}
-    outcomes = run_ranks(fit, num_ranks, settings, num_ranks)
-    assert_equal_runs(outcomes, expected, 1e-9)
-    assert outcomes[0].plan.num_passes == 1
+    trains_a_late_form(num_ranks, 5, strategy, module_class=module_class, module=module)
 
 
 def test_a_late_form_of_a_step_that_reads_its_loss_is_named_with_its_line():
