@@ -89,6 +89,20 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "model=flux", "trainer.devices=1"],
             "diffpipe train: model=flux is known on paper only, without weights: plan with it",
         ),
+        # History: Hydra showed tracebacks.
+        (
+            ["train", "--resolve"],
+            "train: The --resolve flag can only be used in conjunction with --cfg or --help",
+        ),
+        (
+            ["train", "experiment=broken", "-cd", "conf", "trainer.devices=1"],
+            "diffpipe train: cannot read a config: while parsing a flow sequence",
+        ),
+        # History: there was said to be none.
+        (
+            ["plan", "global_batch_size=8", "strategy=diffpipe"],
+            "'strategy' to choose from; there are strategy.num_stages, strategy.num_microbatches, ",
+        ),
         # History: Hydra's lexer said that it had found no viable alternative.
         (
             ["train", "a=["],
@@ -271,6 +285,8 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
 def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "broken.yaml").write_text("trainer: [1")
     earlier = tmp_path / "earlier" / "checkpoints"
     earlier.mkdir(parents=True)
     states = {"optimizer_states": [], "lr_schedulers": [], "loops": {}}
@@ -544,6 +560,18 @@ def test_an_error_of_one_rank_is_printed_by_that_rank(built, ranks, capsys, monk
 
 
 @pytest.mark.slow
+def test_a_module_of_ones_own_is_found_where_the_command_is_called(capsys, monkeypatch, tmp_path):
+    """History: "Are you sure that module 'own_module' is installed?"; a console script looks beside itself only."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    (tmp_path / "own_module.py").write_text("def mine(): raise ValueError('here it is')\n")
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: own_module.mine\n")
+    arguments = ("-cd", "conf", "model=mine", "logger=none", "trainer.devices=1", "callbacks=none")
+    _, _, err = call(capsys, monkeypatch, "train", *arguments)
+    assert "ValueError: here it is" in err
+
+
 def test_a_misspelled_setting_is_printed_once(capsys, monkeypatch):
     printed = []
     for rank in ("0", "1"):
@@ -1202,10 +1230,17 @@ def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp
 def test_a_sweep_over_paths_that_hydra_cannot_read_has_a_job_for_each(tmp_path):
     """History: all of them were quoted as one path."""
     named = _named("sample", ["-m", "path=a/step=500.ckpt,b/step=1000.ckpt"])
-    assert named == ["-m", "path='a/step=500.ckpt','b/step=1000.ckpt'"]
+    assert named == ["path='a/step=500.ckpt','b/step=1000.ckpt'", "-m"]
     (odd := tmp_path / "a=1,b=2.ckpt").touch()
-    assert _named("sample", ["-m", f"path={odd}"]) == ["-m", f"path='{odd}'"]
+    assert _named("sample", ["-m", f"path={odd}"]) == [f"path='{odd}'", "-m"]
     assert _named("sample", ["path=a=1,b=2"]) == ["path='a=1,b=2'"]
+
+
+def test_settings_may_stand_on_both_sides_of_flags():
+    """History: argparse printed its usage, and `show` took a folder for the plan."""
+    flags = ["-cd", "mine/lr=1", "--info"]
+    assert _named("train", ["a=1", *flags, "b=2"]) == ["a=1", "b=2", *flags]
+    assert _named("show", [*flags, "defaults", "p.json"]) == ["plan=p.json", *flags, "defaults"]
 
 
 def test_the_form_of_what_is_shown_may_be_an_option():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
@@ -80,24 +81,28 @@ _CONF = "pkg://lightning_diffpipe.conf"
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
     """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`, and `--as plot` `as=plot`.
 
-    Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes.
+    Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes. Flags go last, as
+    argparse reads settings in one stretch only.
     """
     names = list(POSITIONS.get(name, ()))
     sweeps = not {"-m", "--multirun"}.isdisjoint(arguments)
-    named = []
+    settings, flags, before = list[str](), list[str](), ""
     rest = iter(arguments)
     for argument in rest:
         if argument == "--as":
             argument = f"as={next(rest, '')}"
         argument = re.sub("^--as=", "as=", argument)
-        by_position = names and not argument.startswith("-")
-        if by_position and Path(argument).is_file():
-            named.append(f"{names.pop(0)}={quoted(argument)}")
-        elif by_position and "=" not in argument:
-            named.append(_legible(f"{names.pop(0)}={argument}", sweeps))
+        is_value = before in _VALUED and not (before in ("--info", "-i") and "=" in argument)
+        if is_value or argument.startswith("-"):
+            flags.append(argument)
+        elif names and Path(argument).is_file():
+            settings.append(f"{names.pop(0)}={quoted(argument)}")
+        elif names and "=" not in argument:
+            settings.append(_legible(f"{names.pop(0)}={argument}", sweeps))
         else:
-            named.append(_legible(argument, sweeps))
-    return named
+            settings.append(_legible(argument, sweeps))
+        before = argument
+    return [*settings, *flags]
 
 
 def _legible(argument: str, sweeps: bool) -> str:
@@ -187,6 +192,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             f"cannot begin a run: {error.strerror}: {error.filename}; its folder must be one that can be "
             "written, so choose another one with hydra.run.dir=FOLDER, or start elsewhere"
         ) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"cannot read a config: {error}") from error
+    except ValueError as error:
+        if begun:
+            raise
+        raise ConfigurationError(str(error)) from error  # flags that do not go together
     finally:
         sys.argv = whole
     if len(failures) > 1:  # jobs of a sweep
@@ -227,7 +238,7 @@ def _options_with(setting: str, groups: Sequence[str]) -> list[str]:
 
 def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     """Looks for a setting that is spelled like a wrong one."""
-    choices = [a for a in arguments if a.partition("=")[0] in _CHOICES]
+    choices = [a for a in arguments if a.partition("=")[0] in {*_CHOICES} - {wrong}]
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         config = hydra.compose(name, overrides=choices, return_hydra_config=True)
     groups = [key for key in config.hydra.runtime.choices if not key.startswith("hydra/")]
@@ -240,6 +251,8 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
         return f" in the config, but what it builds takes it: write +{wrong}=..."
     known = [key for key in {*_flatten(config), *groups} if key != wrong]
     elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
+    if OmegaConf.is_dict(settings := OmegaConf.select(config, wrong, throw_on_missing=False)):
+        return f" to choose from; there are {', '.join(f'{wrong}.{key}' for key in settings)}"
     options = _options_with(last, [node] if node else groups)
     if options and (node or not elsewhere):
         return f"; {', '.join(options)} {'have' if len(options) > 1 else 'has'} it"
@@ -340,6 +353,9 @@ def main() -> None:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"verbs: {', '.join(VERBS)}"
         sys.exit(f"diffpipe: there is no verb {name!r}; {hint}")
+    # Modules of the user's own are looked for where the command is called, as `python -m` does.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     # Exceptions come to us whole, so that expected ones can be said in a line.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
