@@ -65,7 +65,7 @@ class Lora:
         """Freezes a part of diffusers or transformers and adds adapters; none if it has some, as from a checkpoint.
 
         Raises:
-            ConfigurationError: The package peft is missing, or no layer has such a name.
+            ConfigurationError: The package peft is missing or too old, or no layer has such a name.
         """
         part.requires_grad_(False)
         if not getattr(part, "peft_config", None):
@@ -92,8 +92,8 @@ class Lora:
                     if isinstance(m, nn.Linear)
                 }
                 raise ConfigurationError(
-                    f"no layer of {type(part).__name__} is named {targets!r}; its linear layers end in "
-                    f"{', '.join(sorted(ends))}"
+                    f"{type(part).__name__} takes no adapters at targets={targets!r}: {error} "
+                    f"(its linear layers end in {', '.join(sorted(ends))})"
                 ) from error
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(".lora_" in name)
