@@ -3,7 +3,7 @@
 import errno
 import os
 import subprocess
-import sys
+import tempfile
 
 import lightning as L
 import pytest
@@ -201,19 +201,14 @@ def test_a_full_disk_leaves_what_was_there(small_disk):
     assert path.read_bytes() == before
 
 
-def test_a_full_folder_for_temporary_files_does_not_matter(tmp_path, small_disk):
+def test_a_full_folder_for_temporary_files_does_not_matter(tmp_path, small_disk, monkeypatch):
     """History: checkpoints went through it, and failed without a path although their folder had room."""
     (small_disk / "full").write_bytes(bytes(900_000))
-    program = (
-        "import sys, torch; from pathlib import Path\n"
-        "from lightning_diffpipe.checkpoint_files import WholeFiles\n"
-        "path = Path(sys.argv[1]); content = {'a': torch.zeros(10**6)}\n"
-        "WholeFiles().save_checkpoint(content, path); assert path.stat().st_size > 4e6"
-    )
-    environment = {**os.environ, "TMPDIR": str(small_disk)}
-    command = [sys.executable, "-c", program, str(tmp_path / "a.ckpt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("TMPDIR", str(small_disk))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what it has found before
+    assert tempfile.gettempdir() == str(small_disk)
+    WholeFiles().save_checkpoint({"a": torch.zeros(10**6)}, tmp_path / "a.ckpt")
+    assert (tmp_path / "a.ckpt").stat().st_size > 4e6
 
 
 def test_an_error_of_the_disk_has_the_path(tmp_path, monkeypatch):

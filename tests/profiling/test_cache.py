@@ -1,6 +1,5 @@
 import json
-import subprocess
-import sys
+import multiprocessing
 import warnings
 
 import pytest
@@ -8,10 +7,12 @@ import torch
 
 from lightning_diffpipe import ModelProfile
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.graph.versions import circumstances
 from lightning_diffpipe.profiling import bench, profiler
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import cached_profile, profile_path
 from lightning_diffpipe.profiling.state import take_samples
+from lightning_diffpipe.sampling.rehearsal import tolerance_of
 from tests.profiling.toys import CpuClock, toy
 
 # As many repeats as no look at a kept profile takes; one alone would be as quick as chance has it.
@@ -103,40 +104,27 @@ SETTINGS_OF_TF32 = (
 )
 
 
-@pytest.mark.slow
-def test_precision_is_known_by_whatever_name_it_was_set():
+@pytest.mark.parametrize("setting", SETTINGS_OF_TF32)
+def test_precision_is_known_by_whatever_name_it_was_set(setting):
     """History: torch's older names refuse to answer once the newer ones are used, and sampling and kept encodings
     asked them.
 
-    No process can go back to the older names, so each setting has a fork of its own; imports are done once for all.
+    No process can go back to the older names, so each setting has a fork of its own.
     """
-    program = f"""
-import multiprocessing
-import torch
-from lightning_diffpipe.graph.versions import circumstances
-from lightning_diffpipe.profiling.profiler import profile_path
-from lightning_diffpipe.sampling.rehearsal import tolerance_of
-from tests.profiling.toys import toy
-module, _, _, graph = toy()
-path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
-before = path()
-def check(setting):
-    exec(setting)
-    assert path() != before, setting
-    tolerance_of(module, torch.zeros(1), convolves_parts=True)
-    circumstances()
-exit_codes = {{}}
-for setting in {SETTINGS_OF_TF32!r}:
-    process = multiprocessing.get_context("fork").Process(target=check, args=(setting,))
+    module, _, _, graph = toy()
+    path = lambda: profile_path(module, graph, torch.device("cpu"), (2,), "toy")
+    before = path()
+
+    def check():
+        exec(setting)
+        assert path() != before, setting
+        tolerance_of(module, torch.zeros(1), convolves_parts=True)
+        circumstances()
+
+    process = multiprocessing.get_context("fork").Process(target=check)
     process.start()
     process.join()
-    exit_codes[setting] = process.exitcode
-assert not any(exit_codes.values()), exit_codes
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

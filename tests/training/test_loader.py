@@ -1,9 +1,8 @@
 """All ranks of a pipeline load the same batches, whatever their own random state and workers do."""
 
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -336,11 +335,11 @@ class Processes(Dataset):
         return os.getpid()
 
 
-def read_and_be_killed():
+def read_and_be_killed(answer):
     """Reads from a worker of a fork server, says which process that is, and gets SIGKILL."""
     loader = DataLoader(Processes(), num_workers=1, multiprocessing_context="forkserver")
     seed_workers(loader)
-    print(int(next(iter(loader))), flush=True)
+    answer.send(int(next(iter(loader))))
     os.kill(os.getpid(), 9)
 
 
@@ -349,12 +348,14 @@ def read_and_be_killed():
 )
 def test_workers_of_a_fork_server_end_with_the_process_that_reads_from_them():
     """History: they stayed for ever, as their parent, which torch watches, is the server."""
-    script = "from tests.training.test_loader import read_and_be_killed; read_and_be_killed()"
-    killed = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert killed.returncode == -9, killed.stderr[-3000:]
-    worker, deadline_s = Path(f"/proc/{killed.stdout.strip()}"), time.monotonic() + 10
+    here, there = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    reader = context.Process(target=read_and_be_killed, args=(there,))
+    reader.start()
+    there.close()
+    worker, deadline_s = Path(f"/proc/{here.recv()}"), time.monotonic() + 10
+    reader.join()
+    assert reader.exitcode == -9
     while worker.exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not worker.exists()
