@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.graph.placement import DEVICE_OF
 from lightning_diffpipe.graph.side_effects import (
     num_transforms_around,
     stays_whole,
@@ -210,6 +211,8 @@ class CallTree(TorchDispatchMode):
         return self.stack[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
         if func.namespace in _COLLECTIVES:
             _refuse_collective(func)
         out = func(*args, **(kwargs or {}))

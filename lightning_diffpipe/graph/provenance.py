@@ -52,8 +52,10 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     Value,
 )
+from lightning_diffpipe.graph.placement import DEVICE_OF
 from lightning_diffpipe.graph.rng import draws
 from lightning_diffpipe.graph.side_effects import (
+    FLAGGING,
     HOOKING,
     AttributeWrites,
     GeneratorDraws,
@@ -292,6 +294,8 @@ class Provenance(TorchDispatchMode):
         self.set_tags(tensor, tags | {self.hooks[-1]})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].device
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
@@ -381,12 +385,12 @@ def values(tags: Iterable[Any]) -> frozenset[Value]:
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class ValueReads(TorchFunctionMode):
-    """Sees what the dispatcher does not: ways in which values become Python objects, and generators."""
+class _Functions(TorchFunctionMode):
+    """Sees what the dispatcher does not: values that become Python objects, flags, hooks and generators."""
 
-    def __init__(self, provenance: Provenance) -> None:
+    def __init__(self, provenance: Provenance, attributes: AttributeWrites) -> None:
         super().__init__()
-        self._provenance = provenance
+        self._provenance, self._attributes = provenance, attributes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
@@ -395,6 +399,8 @@ class ValueReads(TorchFunctionMode):
             self._provenance.note_parameter_writes([args[0]])
         if func in HOOKING:
             self._provenance.hook(args[0], changes=func is HOOKING[0])
+        if func in FLAGGING:
+            self._attributes.note_flag(args[0])
         kwargs = kwargs or {}
         self._provenance.generators.note((*args, *kwargs.values()))
         return func(*args, **kwargs)
@@ -488,7 +494,7 @@ class Tracer:
             checkpointing_off(),
             gradients_refused(inside),
             self._functions.counted(),
-            ValueReads(self.provenance),
+            _Functions(self.provenance, self.attributes),
             self.attributes.noted(),
             self.provenance,
         ):
@@ -566,7 +572,7 @@ class Tracer:
         record.argument_dims = leading_dims((args, kwargs))
         self.autocast.update(map(" ".join, autocasts()))
         self.records.append(record)
-        state, host_state = rng.capture(host=False), rng.host_state()
+        state, host_state = None if self.fake else rng.capture(host=False), rng.host_state()
         mode.current = record
         try:
             with self._fine_call(name) if name in self._fine else contextlib.nullcontext():
@@ -575,7 +581,7 @@ class Tracer:
             record.written_buffers |= self._replaced(name)
         finally:
             mode.current = None
-        if not self.fake:
+        if state is not None:
             record.drew = not _same(state, rng.capture(host=False))
         record.drew |= host_state != rng.host_state()
         return self._hand_out(record, out)

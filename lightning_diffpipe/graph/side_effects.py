@@ -30,6 +30,7 @@ import pickle
 import random
 import sys
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -269,8 +270,12 @@ def _of_files(root: nn.Module, wanted: Callable[[Any], bool]) -> dict[str, Any]:
         f"{file}.{name}": value
         for file in files & sys.modules.keys()
         for name, value in vars(sys.modules[file]).items()
-        if wanted(value)
+        if type(value) not in _NO_GENERATORS and wanted(value)
     }
+
+
+# What files name most.
+_NO_GENERATORS = {type, dict, str, types.FunctionType, types.ModuleType}
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -306,10 +311,10 @@ def _state_of(generator: Any) -> bytes:
 
 _MISSING = object()
 _NEEDS_GRADIENT = "requires_grad"
-_SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+FLAGGING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
-class AttributeWrites(TorchFunctionMode):
+class AttributeWrites:
     """Notes what a step sets in modules, and whether parameters need gradients, while it is active.
 
     Args:
@@ -318,8 +323,8 @@ class AttributeWrites(TorchFunctionMode):
     """
 
     def __init__(self, root: nn.Module, between: Callable[[], bool]) -> None:
-        super().__init__()
         self._between = between
+        self._kinds = {type(module) for module in root.modules()}
         self._modules = {id(module): name for name, module in root.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         self._before: dict[Attribute, tuple[Any, Any]] = {}
@@ -331,9 +336,25 @@ class AttributeWrites(TorchFunctionMode):
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes writes inside."""
-        original = nn.Module.__setattr__
+        """Notes what is set in modules inside; of parameters, `note_flag` does.
 
+        Their own classes are changed, as Python forgets all that it knows of a class and those below it whenever it
+        is: below `nn.Module` are thousands.
+        """
+        setters = {kind: kind.__setattr__ for kind in self._kinds}
+        own = {kind: vars(kind).get("__setattr__") for kind in self._kinds}
+        for kind, original in setters.items():
+            kind.__setattr__ = self._noting(original)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            for kind, before in own.items():
+                if before is None:
+                    del kind.__setattr__
+                else:
+                    kind.__setattr__ = before  # type: ignore[method-assign]
+
+    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             before = module.__dict__.get(name, _MISSING)
             original(module, name, value)
@@ -345,18 +366,13 @@ class AttributeWrites(TorchFunctionMode):
                 if again or before is not value:
                     self._note((owner, name), module, before)
 
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__setattr__ = original  # type: ignore[method-assign]
+        return set_attribute
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SETTERS and (name := self._parameters.get(id(args[0]))) is not None:
+    def note_flag(self, parameter: Any) -> None:
+        """Notes that it is about to be said whether a parameter needs a gradient."""
+        if (name := self._parameters.get(id(parameter))) is not None:
             with torch._C.DisableTorchFunction():
-                self._note((name, _NEEDS_GRADIENT), args[0], args[0].requires_grad)
-        return func(*args, **(kwargs or {}))
+                self._note((name, _NEEDS_GRADIENT), parameter, parameter.requires_grad)
 
     def _note(self, attribute: Attribute, owner: Any, before: Any) -> None:
         if attribute not in self._before:
