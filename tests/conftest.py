@@ -72,6 +72,7 @@ def pytest_report_header():
 
 def pytest_collection_finish():
     gc.freeze()
+    gc.set_threshold(10_000)  # 700 objects are made, and searched, a hundred times in a probe
     gc.enable()
 
 
