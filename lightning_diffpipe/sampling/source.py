@@ -28,6 +28,7 @@ from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
     DiffPipeError,
+    clear_variables,
     require_number,
 )
 from lightning_diffpipe.graph.placement import (
@@ -541,10 +542,11 @@ def _refuse_shapes(request: Call) -> None:
     with kept_young():
         try:
             run()
-        except _NEEDS_VALUES:
-            pass
+        except _NEEDS_VALUES as error:
+            clear_variables(error)  # among them are fake tensors
         except (RuntimeError, ValueError) as error:
             reason = str(error)
+            clear_variables(error)
         forget_fakes(mode)
     if reason is not None:
         raise ConfigurationError(
