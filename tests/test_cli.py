@@ -170,6 +170,15 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
         ),
         (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+        # History: both were said not to be there.
+        (
+            ["train", "save_lora_names={to_q: to}", "save_lora=x"],
+            "save_lora writes adapters, and none are trained: add adapter=lora",
+        ),
+        (
+            ["train", "experiment=flux_lora", "model.call={height: 64}"],
+            "'model.call' with these keys: it has max_sequence_length; add others by +model.call=...",
+        ),
         # History: 'data.faces', 'sampler.guidance' and 'num_threads' were suggested.
         (["train", "data.folder=x"], "no setting or group 'data.folder'; data=image_folder has it"),
         (["sample", "sampler.num_patches=4"], "; sampler=auto, sampler=pipefusion have it"),

@@ -244,6 +244,9 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
     groups = [key for key in config.hydra.runtime.choices if not key.startswith("hydra/")]
     with flag_override(config, ["struct", "readonly"], False):
         config.pop("hydra")
+    with contextlib.suppress(OmegaConfBaseException):
+        if OmegaConf.is_dict(present := OmegaConf.select(config, wrong, throw_on_missing=False)):
+            return f" with these keys: it has {', '.join(present)}; add others by +{wrong}=..."
     node, _, last = wrong.rpartition(".")
     parent = OmegaConf.select(config, node, throw_on_missing=False) if node else None
     builds = OmegaConf.is_dict(parent) and "_target_" in parent

@@ -66,7 +66,7 @@ SETTINGS: dict[str, Any] = {
     "ckpt_path": str | None,
     "save_to": str | None,
     "save_lora": str | None,
-    "save_lora_names": dict,
+    "save_lora_names": dict | None,
     "save_dtype": str,
     # sample, demo
     "path": str,
