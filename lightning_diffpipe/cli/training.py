@@ -293,7 +293,7 @@ def train(config: DictConfig) -> Any:
         raise ConfigurationError(
             "save_lora writes adapters, and none are trained: add adapter=lora"
         )
-    renamed("", config.save_lora_names)
+    renamed("", config.save_lora_names or {})
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
         raise ConfigurationError(
             f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
@@ -309,6 +309,9 @@ def train(config: DictConfig) -> Any:
     )
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
     module = module_of(config)
+    if config.save_lora is not None:
+        with raised_by_all():
+            module.lora_weights(config.save_lora_names)  # what cannot be written is refused now
     data = _data_for(module, config)
     with _runs_ended(trainer):
         path = config.ckpt_path

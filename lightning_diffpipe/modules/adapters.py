@@ -12,15 +12,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -44,7 +44,7 @@ class Lora:
         dropout: Of their inputs.
 
     Raises:
-        ConfigurationError: A rank below 1, or no targets.
+        ConfigurationError: A number is out of its range, or targets are no names.
 
     Source:
         LoRA, Hu et al. (2021), https://arxiv.org/abs/2106.09685
@@ -56,10 +56,22 @@ class Lora:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not self.targets:
+        require_number("rank", self.rank, 1, whole=True)
+        if self.alpha is not None:
+            require_number("alpha", self.alpha, above=0)
+        require_number("dropout", self.dropout, 0, 1)
+        named = isinstance(self.targets, Iterable) and all(isinstance(n, str) for n in self.targets)
+        if not named or not self.targets:
             raise ConfigurationError(
-                f"adapters need a rank of at least 1 and targets; got rank={self.rank}, targets={self.targets!r}"
+                f"adapters need targets, names of layers or one regular expression; got targets={self.targets!r}"
             )
+        if isinstance(self.targets, str):
+            try:
+                re.compile(self.targets)
+            except re.error as error:
+                raise ConfigurationError(
+                    f"targets={self.targets!r} is no regular expression: {error}"
+                ) from error
 
     def add_to(self, part: nn.Module) -> None:
         """Freezes a part of diffusers or transformers and adds adapters; none if it has some, as from a checkpoint.
@@ -99,48 +111,82 @@ class Lora:
             parameter.requires_grad_(".lora_" in name)
 
 
-def write_lora(
-    folder: Path, parts: Mapping[str, nn.Module], names: Mapping[str, str] | None = None
-) -> Path:
-    """Writes the adapters of parts as one file that `load_lora_weights` of diffusers takes, and ComfyUI.
+def lora_weights(
+    parts: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> dict[str, Tensor]:
+    """Returns the adapters of parts as the tensors of a LoRA file, by their names in it.
 
-    ComfyUI knows nothing of peft's settings, so the factor `alpha / rank` is in the file's `B` matrices.
+    ComfyUI knows nothing of peft's settings, so the factor `alpha / rank` is in the `B` matrices.
 
     Args:
-        folder: Where to; the file is whole or not there.
-        parts: Parts with adapters, by their names in the pipeline.
+        parts: Parts of a pipeline, by their names there.
         names: Regular expressions, and what replaces them in names, one after the other.
 
     Raises:
-        ConfigurationError: None of the parts has adapters, or names cannot be replaced so.
+        ConfigurationError: None of the parts has adapters, they are more than a file can hold, or names cannot be
+            replaced so.
     """
     from peft.utils import get_peft_model_state_dict
 
-    adapted = {name: part for name, part in parts.items() if getattr(part, "peft_config", None)}
-    if not adapted:
-        raise ConfigurationError(
-            f"none of {', '.join(parts)} has adapters; train with lora=Lora(...)"
-        )
-    weights, configs = {}, {}
-    for name, part in adapted.items():
-        for key, value in get_peft_model_state_dict(part).items():
+    weights: dict[str, Tensor] = {}
+    for name, part in adapted_parts(parts).items():
+        adapter = _only_adapter(name, part)
+        # Embeddings that were made larger are no adapters, and peft would look for the former config in the hub.
+        found = get_peft_model_state_dict(part, None, adapter, save_embedding_layers=False)
+        for key, value in found.items():
             layer, _, kind = key.rpartition(".lora_")
-            factor = part.get_submodule(layer).scaling["default"] if kind.startswith("B.") else 1
-            stored = renamed(stored_name(name, key), names or {})
+            if not layer or kind.startswith("embedding"):
+                raise ConfigurationError(
+                    f"{key} of the {name} is trained along, and {LORA_FILE} holds the adapters of linear and "
+                    f"convolutional layers only; {_REMEDY}"
+                )
+            factor = part.get_submodule(layer).scaling[adapter] if kind.startswith("B.") else 1
+            own = key.removeprefix("base_model.model.")  # in what get_peft_model wraps
+            stored = renamed(stored_name(name, own), names or {})
             if stored in weights:
                 raise ConfigurationError(
                     f"save_lora_names give two tensors of the LoRA the name {stored}"
                 )
             weights[stored] = (value.detach().cpu() * factor).contiguous()
-        config = part.peft_config["default"].to_dict()
+    if not weights:
+        raise ConfigurationError(
+            f"none of {', '.join(parts)} has adapters; train with lora=Lora(...)"
+        )
+    return weights
+
+
+def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Writes one file that `load_lora_weights` of diffusers takes, and ComfyUI.
+
+    Args:
+        folder: Where to; the file is whole or not there.
+        parts: Parts of a pipeline, by their names there.
+        weights: Their adapters, as of `lora_weights`.
+    """
+    configs = {}
+    for name, part in adapted_parts(parts).items():
+        config = part.peft_config[_only_adapter(name, part)].to_dict()
         own = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
         config |= own | {"use_rslora": False}
         configs |= {f"{name}.{key}": value for key, value in config.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(configs, default=sorted)}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LORA_FILE
-    write_atomically(path, safetensors.torch.save(weights, metadata))
-    return path
+    write_atomically(folder / LORA_FILE, safetensors.torch.save(dict(weights), metadata))
+
+
+def adapted_parts(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Returns those of the parts of a pipeline that have adapters."""
+    return {name: part for name, part in parts.items() if getattr(part, "peft_config", None)}
+
+
+def _only_adapter(name: str, part: nn.Module) -> str:
+    active = _active(part)
+    if len(active) != 1:
+        raise ConfigurationError(
+            f"a LoRA file holds one adapter, and of those of the {name} ({', '.join(part.peft_config)}) "
+            f"{len(active)} are active; choose one: module.{name}.set_adapter(NAME)"
+        )
+    return active[0]
 
 
 def stored_name(part: str, key: str) -> str:
@@ -184,7 +230,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     for pattern, text in names.items():
         try:
             name = re.sub(pattern, text, name)
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, IndexError, OverflowError) as error:
             raise ConfigurationError(
                 f"save_lora_names has {pattern!r}: {text!r}, no regular expression with what replaces it: {error}"
             ) from error
@@ -208,8 +254,13 @@ def settings_of(part: Any) -> dict[str, Any]:
     if not isinstance(part, nn.Module) or not configs or hasattr(part, "merge_and_unload"):
         return {}
     texts = {name: json.dumps(c.to_dict(), default=sorted) for name, c in configs.items()}
-    active = part.active_adapters() if hasattr(part, "active_adapters") else configs
-    return {"configs": texts, "active": list(active)}
+    return {"configs": texts, "active": _active(part)}
+
+
+def _active(part: Any) -> list[str]:
+    """Names of the adapters that change what a part gives; models whose class does not know of any have one."""
+    active = getattr(part, "active_adapters", part.peft_config)
+    return list(active() if callable(active) else active)  # no method of what get_peft_model wraps
 
 
 def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:

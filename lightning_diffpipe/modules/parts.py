@@ -33,6 +33,7 @@ import diffusers
 import huggingface_hub
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -43,7 +44,9 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules.adapters import (
     Lora,
+    adapted_parts,
     add_adapters,
+    lora_weights,
     merged,
     refuse_adapted,
     settings_of,
@@ -369,11 +372,35 @@ class PartsModule(L.LightningModule):
                 programs that know a model by the names of its first code, which diffusers reads, too.
 
         Raises:
-            ConfigurationError: No part has adapters, or names cannot be replaced so.
+            ConfigurationError: See `lora_weights`.
         """
         if is_first_process():
-            parts = {n: p for n, p in self.parts.items() if isinstance(p, nn.Module)}
-            write_lora(Path(path), parts, names)
+            write_lora(Path(path), self.parts, self.lora_weights(names))
+
+    def lora_weights(self, names: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+        """Returns the tensors that `save_lora` writes, and warns of those that diffusers does not load.
+
+        Before training, it tells whether they can be written.
+
+        Args:
+            names: As in `save_lora`.
+
+        Raises:
+            ConfigurationError: No part has adapters, they are more than such a file can hold, or names cannot be
+                replaced so.
+        """
+        weights = lora_weights(self.parts, names)
+        pipeline = getattr(diffusers, self.pipeline_index.get("_class_name", ""), None)
+        loaded = getattr(pipeline, "_lora_loadable_modules", [])
+        adapted = adapted_parts(self.parts)
+        left_out = [f"{n} ({type(p).__name__})" for n, p in adapted.items() if n not in loaded]
+        if pipeline is not None and left_out:
+            rank_zero_warn(
+                f"{pipeline.__name__} of diffusers loads LoRAs of {', '.join(loaded) or 'no part'} only, "
+                f"and leaves out the adapters of {', '.join(left_out)}; save_pretrained(FOLDER), "
+                "or save_to=FOLDER in the command, merges them into the weights"
+            )
+        return weights
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
         """For subclasses that are whole models: what an index of another model may not say any more."""

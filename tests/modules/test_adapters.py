@@ -3,9 +3,11 @@
 import json
 import re
 import sys
+import warnings
 from importlib.resources import files
 
 import diffusers
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -16,6 +18,7 @@ from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, Lora, PipelineDiffusion, adapters
 from lightning_diffpipe.sampling.skeleton import load_weights
+from tests.command import call
 from tests.modules.tiny_parts import fit
 from tests.predictor import tiny_pipelines as tiny
 
@@ -23,7 +26,6 @@ from tests.predictor import tiny_pipelines as tiny
 @pytest.fixture
 def adapted(make_model):
     """A model whose U-Net and text encoder have adapters that change what comes out."""
-    peft = pytest.importorskip("peft")
     model = make_model("unet")
     model.unet.requires_grad_(False)
     torch.manual_seed(1)
@@ -166,7 +168,91 @@ def test_names_that_cannot_be_given_are_refused(tmp_path):
     for names, message in (
         ({"(": "x"}, r"save_lora_names has '\(': 'x', no regular expression"),
         ({"unet": r"\1"}, "invalid group reference"),
+        # History: these two were raw errors.
+        ({"unet": r"\g<foo>"}, "unknown group name 'foo'"),
+        (
+            {"x{99999999999}": ""},
+            "no regular expression with what replaces it: the repetition number",
+        ),
         ({".*": "x"}, "give two tensors of the LoRA the name xx"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             module.save_lora(tmp_path, names)
+
+
+def test_names_that_collide_are_refused_before_training(tmp_path, capsys, monkeypatch):
+    """History: only what is no regular expression was; two tensors of one name were found when all was trained."""
+    tiny.build("flux", tmp_path / "a").save_pretrained(tmp_path / "model")
+    model = ("model=pretrained", f"model.path={tmp_path / 'model'}", "adapter=lora")
+    saved = (f"save_lora={tmp_path / 'saved'}", "save_lora_names={lora_.: x}", "trainer.devices=1")
+    further = ("trainer.max_steps=1", "logger=none", f"hydra.run.dir={tmp_path / 'run'}")
+    code, _, err = call(capsys, monkeypatch, "train", *model, *saved, *further)
+    assert code != 0
+    assert "save_lora_names give two tensors of the LoRA the name transformer." in err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("flux", True, r"LoRAs of transformer, text_encoder only, .* text_encoder_2 \(T5EncoderM"),
+        ("pixart", False, "PixArtAlphaPipeline of diffusers loads LoRAs of no part only"),
+        ("flux", False, None),
+        ("sdxl", True, None),
+    ],
+)
+def test_adapters_that_diffusers_does_not_load_are_named(name, text, said, tmp_path):
+    """History: they were written without a word, and a picture of diffusers was drawn without them."""
+    module = lora_of(name, tmp_path, text)
+    with warnings.catch_warnings() if said is None else pytest.warns(UserWarning, match=said):
+        warnings.simplefilter("error" if said is None else "always")
+        module.save_lora(tmp_path)
+    found = {name.partition(".")[0] for name in stored(tmp_path)}
+    assert found == {n.partition(".")[0] for n, p in module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["conv_in"]}, {"bias": "all"}])
+def test_what_a_lora_file_cannot_hold_is_refused(settings, tmp_path):
+    """History: the file was written, and diffusers refused it."""
+    module = PipelineDiffusion(tiny.build("stable_diffusion", tmp_path / "a"))
+    module.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], **settings))
+    with pytest.raises(ConfigurationError, match=r"conv_in\.\w+ of the unet is trained along"):
+        module.save_lora(tmp_path)
+
+
+def test_adapters_of_embeddings_are_refused(tmp_path):
+    """History: diffusers drew without them, and `alpha / rank` was missing in their numbers."""
+    module = lora_of("stable_diffusion", tmp_path, targets=["to_q", "token_embedding"])
+    with pytest.raises(
+        ConfigurationError, match=r"embedding_A of the text_encoder .*_pretrained\("
+    ):
+        module.save_lora(tmp_path)
+
+
+def test_the_one_adapter_that_is_active_is_written(tmp_path):
+    """History: any name but `default` ended in a KeyError, and of two the one of this name was written."""
+    module = PipelineDiffusion(tiny.build("stable_diffusion", tmp_path / "a"))
+    module.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]), "style")
+    module.save_lora(tmp_path)
+    assert all("to_q" in name for name in stored(tmp_path))
+    module.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_k"]))
+    module.unet.set_adapter("style")
+    module.save_lora(tmp_path)
+    assert all("to_q" in name for name in stored(tmp_path))
+    module.unet.set_adapter(["style", "default"])
+    with pytest.raises(
+        ConfigurationError, match=r"\(style, default\) 2 are active; choose one: modu"
+    ):
+        module.save_lora(tmp_path)
+
+
+def test_what_get_peft_model_wraps_is_written_under_its_own_names(tmp_path):
+    """History: names began with `base_model.model`, which diffusers does not know."""
+    config = peft.LoraConfig(r=2, target_modules=["to_q"])
+    pipeline = tiny.build("stable_diffusion", tmp_path / "a")
+    pipeline.unet = peft.get_peft_model(pipeline.unet, config)
+    PipelineDiffusion(pipeline).save_lora(tmp_path / "wrapped")
+    module = PipelineDiffusion(tiny.build("stable_diffusion", tmp_path / "b"))
+    module.unet.add_adapter(config)
+    module.save_lora(tmp_path / "added")
+    assert stored(tmp_path / "wrapped").keys() == stored(tmp_path / "added").keys()

@@ -801,8 +801,19 @@ def test_text_encoders_get_adapters_along_without_targets_of_their_own(tmp_path)
 
 
 def test_bad_adapters_are_named(tmp_path):
-    with pytest.raises(ConfigurationError, match="rank of at least 1 and targets; got rank=0"):
-        Lora(rank=0)
+    for given, said in (
+        ({"rank": 0}, "rank must be a whole number >= 1; got 0"),
+        # History: these five were raw errors, or trained nothing.
+        ({"rank": 2.5}, "rank must be a whole number >= 1; got 2.5"),
+        ({"alpha": "x"}, "alpha must be a number > 0; got 'x'"),
+        ({"alpha": 0}, "alpha must be a number > 0; got 0"),
+        ({"dropout": 2}, "dropout must be a number >= 0 and <= 1; got 2"),
+        ({"targets": [3]}, r"names of layers or one regular expression; got targets=\[3\]"),
+        ({"targets": "("}, r"targets='\(' is no regular expression: missing \)"),
+        ({"targets": []}, r"adapters need targets, .*; got targets=\[\]"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            Lora(**given)
     with pytest.raises(ConfigurationError, match=r"at targets=\['to_z'\]: .* layers end in"):
         module_of("flux", tmp_path / "a", lora=Lora(targets=["to_z"]))
     with pytest.raises(ConfigurationError, match="has adapters; train with lora"):
