@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -339,13 +339,18 @@ class CheckpointHooks(ParallelStrategy):
         states = checkpoint["optimizer_states"]
         optimizers = [o for o in self.optimizers if not isinstance(o, _MockOptimizer)]
         states = [state for state in states if state]  # one that does nothing has none
-        if len(states) != len(optimizers):
+        # Of optimizers, and in each how many parameters its groups have.
+        given, stored = (
+            [[len(g["params"]) for g in each.get("param_groups", ())] for each in side]
+            for side in ([optimizer.state_dict() for optimizer in optimizers], states)
+        )
+        if given != stored:
             with raised_by_all():
                 raise CheckpointError(
-                    f"the checkpoint has the states of {len(states)} optimizers, and configure_optimizers gives "
-                    f"{len(optimizers)}, so training cannot go on from it. Give those it was written with; "
-                    "to begin anew with its weights, load checkpoint['state_dict'] into the module and leave "
-                    "ckpt_path out"
+                    f"the checkpoint has the states of {_counted(stored)}, and configure_optimizers gives "
+                    f"{_counted(given)}, so training cannot go on from it. Give those it was written with, and "
+                    "train the same parameters; to begin anew with its weights, load checkpoint['state_dict'] "
+                    "into the module and leave ckpt_path out"
                 )
         for optimizer, state in zip(optimizers, states, strict=True):
             if self.pipeline is not None:
@@ -355,6 +360,19 @@ class CheckpointHooks(ParallelStrategy):
                 state = {**state, "state": kept}
             optimizer.load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
+
+
+def _counted(optimizers: Sequence[Sequence[int]]) -> str:
+    """Says how many optimizers there are, and of how many parameters each.
+
+    Example:
+        >>> _counted([[28, 4], [2]])
+        '2 optimizers (of 28 + 4, 2 parameters)'
+        >>> _counted([])
+        '0 optimizers'
+    """
+    sizes = ", ".join(" + ".join(map(str, groups)) for groups in optimizers)
+    return f"{len(optimizers)} optimizers" + (f" (of {sizes} parameters)" if sizes else "")
 
 
 def refuse_divided(module: nn.Module | None) -> None:

@@ -451,6 +451,39 @@ class WithoutOptimizer(TinyDiffusion):
         return None
 
 
+class FewerTrained(TinyDiffusion):
+    """Its optimizer has one parameter less."""
+
+    def configure_optimizers(self):
+        found = super().configure_optimizers()
+        found["optimizer"].param_groups[1]["params"].pop()
+        return found
+
+
+def fit_with_fewer_parameters(rank, world_size, folder):
+    """Trains one parameter less, and then goes on with all."""
+    path, strategy = folder / "fewer.ckpt", {"num_stages": world_size, "num_microbatches": 2}
+    for epochs, load, module_class in [(1, None, FewerTrained), (2, path, TinyDiffusion)]:
+        trainer = quiet_trainer(
+            devices=world_size, strategy=quick_strategy(**strategy), max_epochs=epochs,
+            callbacks=[SaveAtEnd(path)],
+        )  # fmt: skip
+        with pytest.raises(CheckpointError) if load else contextlib.nullcontext() as raised:
+            module = build(Settings(module_class=module_class))
+            trainer.fit(module, datamodule=Data(), ckpt_path=load)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("world_size", [row(1), 2])
+def test_optimizers_of_other_parameters_are_counted(tmp_path, world_size):
+    """History: torch's message, of a group that does not match the size of a group."""
+    groups = TinyDiffusion().configure_optimizers()["optimizer"].param_groups
+    decay, rest = (len(group["params"]) for group in groups)
+    before, now = (f"1 optimizers (of {decay} + {rest - gone} parameters)" for gone in (1, 0))
+    for said in run_ranks(fit_with_fewer_parameters, world_size, world_size, tmp_path):
+        assert f"has the states of {before}, and configure_optimizers gives {now}, so" in said
+
+
 def fit_with_other_optimizers(rank, world_size, folder):
     """Trains without optimizers, goes on, and then goes on with one."""
     path, strategy = folder / "without.ckpt", {"num_stages": world_size, "num_microbatches": 2}
@@ -465,7 +498,7 @@ def fit_with_other_optimizers(rank, world_size, folder):
             assert torch.equal(value, weights_of(untouched)[name]), name
     trainer = quiet_trainer(devices=world_size, strategy=quick_strategy(**strategy), max_epochs=3)
     with pytest.raises(
-        CheckpointError, match=r"states of 0 optimizers, .* gives 1, so training"
+        CheckpointError, match=r"states of 0 optimizers, .* gives 1 optimizers \(of .*, so training"
     ) as raised:
         trainer.fit(build(Settings()), datamodule=Data(), ckpt_path=path)
     return raised.value.is_of_all_ranks
