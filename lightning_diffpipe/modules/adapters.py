@@ -29,6 +29,9 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 """How the attention of text encoders, CLIP's and T5's, calls the layers that denoisers call `to_q` and so on."""
 
+_KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+"""Settings of peft by which a layer's adapter is what it is, once it is there."""
+
 _REMEDY = "save the trained module with save_pretrained(folder), which merges adapters"
 
 
@@ -293,6 +296,43 @@ def _add(part: nn.Module, config: Any, name: str = "default") -> None:
 
     inject_adapter_in_model(config, part, name)
     part.peft_config = {**getattr(part, "peft_config", {}), name: config}
+
+
+def refuse_others(
+    name: str, part: Any, settings: Mapping[str, Any], stored_names: Collection[str]
+) -> None:
+    """Refuses a checkpoint whose adapters of a part are not those that the part has now.
+
+    Args:
+        name: Of the part in its pipeline.
+        part: The part now.
+        settings: Of its adapters in the checkpoint, as of `settings_of`.
+        stored_names: Of its weights in the checkpoint.
+
+    Raises:
+        CheckpointError: They are on other layers, or have another rank or scale.
+    """
+    own_names = part.state_dict() if isinstance(part, nn.Module) else ()
+    now, there = (
+        {n.partition(".lora_")[0] for n in names if ".lora_" in n}
+        for names in (own_names, stored_names)
+    )
+    if differing := sorted(now ^ there):
+        found = f"{len(now)} layers have some now, {len(there)} there; {differing[0]} in one of both only"
+    else:
+        configs = [
+            [json.loads(text) for text in each.get("configs", {}).values()]
+            for each in (settings_of(part), settings)
+        ]
+        values = {key: [[c.get(key) for c in side] for side in configs] for key in _KEPT}
+        differing = [key for key, (own, stored) in values.items() if own != stored]
+        found = "".join(f"{k} is {values[k][0]} now, {values[k][1]} there" for k in differing[:1])
+    if differing:
+        raise CheckpointError(
+            f"the adapters of the {name} are others than those of the checkpoint: {found}. Go on with the "
+            "settings that they were made with (lora=Lora(...), in the command model.lora), or save the model of "
+            "the checkpoint with save_pretrained(folder), which merges adapters, and add new ones to that"
+        )
 
 
 def merged(part: nn.Module) -> nn.Module:

@@ -49,6 +49,7 @@ from lightning_diffpipe.modules.adapters import (
     lora_weights,
     merged,
     refuse_adapted,
+    refuse_others,
     settings_of,
     write_lora,
 )
@@ -417,6 +418,19 @@ class PartsModule(L.LightningModule):
             for name, part in self.parts.items()
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Compares the adapters of the checkpoint with those of the module.
+
+        Raises:
+            CheckpointError: They are on other layers, or have another rank or scale.
+        """
+        weights = checkpoint.get("state_dict", {})
+        for name, stored in checkpoint.get(_FILES_KEY, {}).items():
+            if self.strict_loading and weights and name in self.parts and "adapters" in stored:
+                prefix = f"{name}."
+                names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
+                refuse_others(name, self.parts[name], stored["adapters"], names)
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, ema: bool = True, **kwargs: Any) -> Self:

@@ -256,3 +256,35 @@ def test_what_get_peft_model_wraps_is_written_under_its_own_names(tmp_path):
     module.unet.add_adapter(config)
     module.save_lora(tmp_path / "added")
     assert stored(tmp_path / "wrapped").keys() == stored(tmp_path / "added").keys()
+
+
+LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank": 4}, r"than those of the checkpoint: r is \[4\] now, \[2\] there\. Go on with"),
+        ({"alpha": 7}, r"lora_alpha is \[7\] now, \[6\] there"),
+        ({"targets": ["to_q", "q_proj"]}, "2 layers have some now, 8 there; .*k_proj in one of"),
+        ({"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]}, "8 there; .*fc1 in one of both"),
+        (None, "0 layers have some now, 8 there"),
+        ({"dropout": 0.5, "targets": LAYERS}, None),
+    ],
+)
+def test_training_goes_on_with_the_adapters_of_the_checkpoint_only(options, said, tmp_path):
+    """History: another alpha scaled what was trained, and `strict_loading=False` was the remedy for others."""
+    module = lora_of("stable_diffusion", tmp_path)
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    lora = None if options is None else Lora(**{"rank": 2, "alpha": 6, **options})
+    pipeline = tiny.build("stable_diffusion", tmp_path / "a")
+    now = PipelineDiffusion(pipeline, lora=lora, train_text_encoder=True)
+    if said is None:
+        now.on_load_checkpoint(checkpoint)
+        now.load_state_dict(checkpoint["state_dict"])
+        return
+    with pytest.raises(CheckpointError, match=said):
+        now.on_load_checkpoint(checkpoint)
+    now.strict_loading = False
+    now.on_load_checkpoint(checkpoint)
