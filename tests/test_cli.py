@@ -170,6 +170,17 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
         ),
         (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+        # History: an unexpected keyword argument was said to be given, in a line of this library.
+        *(
+            (
+                ["train", f"model={name}", "adapter=lora"],
+                f"diffpipe train: {trained_by} trains no adapters; leave out adapter=lora, or take",
+            )
+            for name, trained_by in (
+                ("glyph_vae", "AutoencoderTraining"),
+                ("glyph_cascade", "CascadedDiffusion"),
+            )
+        ),
         # History: both were said not to be there.
         (
             ["train", "save_lora_names={to_q: to}", "save_lora=x"],

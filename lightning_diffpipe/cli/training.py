@@ -275,13 +275,33 @@ def _require_final_checkpoint(config: DictConfig, use: str) -> None:
         )
 
 
+def _require_lora(config: DictConfig) -> None:
+    """Refuses adapters that the module does not take, and a file of them that nothing is trained for."""
+    from lightning_diffpipe.modules.adapters import renamed
+
+    if config.model.get("lora") is not None and not config.model._target_.endswith("ModelOnPaper"):
+        target = hydra.utils.get_object(config.model._target_)
+        module_class = getattr(
+            target, "__self__", target
+        )  # of a class method such as from_pretrained
+        known = inspect.signature(module_class).parameters.values()
+        if not any(p.name == "lora" or p.kind is p.VAR_KEYWORD for p in known):
+            raise ConfigurationError(
+                f"{module_class.__name__} trains no adapters; leave out adapter=lora, or take another model"
+            )
+    elif config.save_lora is not None:
+        raise ConfigurationError(
+            "save_lora writes adapters, and none are trained: add adapter=lora"
+        )
+    renamed("", config.save_lora_names or {})
+
+
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_diffpipe.checkpoint_files import chosen
-    from lightning_diffpipe.modules.adapters import renamed
     from lightning_diffpipe.training.before_training import why_empty
     from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
@@ -289,11 +309,7 @@ def train(config: DictConfig) -> Any:
         if config[name] is not None:
             _require_final_checkpoint(config, f"{name} is written")
             require_writable_folder(name, config[name])
-    if config.save_lora is not None and config.model.get("lora") is None:
-        raise ConfigurationError(
-            "save_lora writes adapters, and none are trained: add adapter=lora"
-        )
-    renamed("", config.save_lora_names or {})
+    _require_lora(config)
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
         raise ConfigurationError(
             f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
