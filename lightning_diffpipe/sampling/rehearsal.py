@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -47,19 +47,17 @@ _REMEDY_OF_SHARING = "sample it with method=single"
 _log = logging.getLogger(__name__)
 
 
-class Rehearsed(Protocol):
-    """A sampler that computes a request in parts."""
-
-    model: nn.Module
-    links: Links
-
-
 Predict = Callable[[Request], Tensor]
 """What a sampler makes of a request that shows the model the same latents in every step: its last prediction."""
 
 
 def rehearse(
-    sampler: Rehearsed, request: Request, layout: Layout, num_patches: int, predict: Predict
+    model: nn.Module,
+    links: Links,
+    request: Request,
+    layout: Layout,
+    num_patches: int,
+    predict: Predict,
 ) -> None:
     """Compares a step in patches with a synchronous one; collective.
 
@@ -75,11 +73,11 @@ def rehearse(
     with failing(where):
         patches = predict(_showing(request, 2))
     error = relative_error(patches, whole)
-    _refuse_if_other(sampler, request, layout, where, error, REMEDY_OF_PATCHES)
+    _refuse_if_other(model, links, request, layout, where, error, REMEDY_OF_PATCHES)
 
 
 def rehearse_sharing(
-    sampler: Rehearsed, request: Request, layout: Layout, predict: Predict
+    model: nn.Module, links: Links, request: Request, layout: Layout, predict: Predict
 ) -> None:
     """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
 
@@ -89,33 +87,39 @@ def rehearse_sharing(
         LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
         ConfigurationError: Memory does not suffice for a share of the tokens, where it does not.
     """
-    where = f"with tokens shared by {sampler.links.num_ranks} ranks"
+    where = f"with tokens shared by {links.num_ranks} ranks"
     with failing(where, _REMEDY_OF_SHARING):
         shared = predict(_showing(request, 1))
 
     error = error_beside(
-        sampler.links,
+        links,
         lambda: OneProcess().sample(_showing(request, 1)),
         shared,
         "all tokens do not fit into memory at once; shared ones are not compared with them",
     )
-    _refuse_if_other(sampler, request, layout, where, error, _REMEDY_OF_SHARING)
+    _refuse_if_other(model, links, request, layout, where, error, _REMEDY_OF_SHARING)
 
 
 def _refuse_if_other(
-    sampler: Rehearsed, request: Request, layout: Layout, where: str, error: float, remedy: str
+    model: nn.Module,
+    links: Links,
+    request: Request,
+    layout: Layout,
+    where: str,
+    error: float,
+    remedy: str,
 ) -> None:
-    tolerance = tolerance_of(sampler.model, request.latents)
+    tolerance = tolerance_of(model, request.latents)
     if error <= tolerance:
         return
 
     def mixing() -> str | None:
-        with contextlib.suppress(Exception), finite_placeholders(sampler.model):
-            model, latents, t = sampler.model, request.latents, request.timesteps[0]
+        with contextlib.suppress(Exception), finite_placeholders(model):
+            latents, t = request.latents, request.timesteps[0]
             return mixing_operator(model, request.denoise, latents, layout.axis, t)
         return None  # a model that cannot be looked at is refused all the same
 
-    operator = sampler.links.broadcast_object(mixing)
+    operator = links.broadcast_object(mixing)
     cause = f"the first operator that mixes tokens is {operator}"
     if operator is None:
         cause = "no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"

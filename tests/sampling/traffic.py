@@ -168,8 +168,9 @@ def sequence_bytes(sampler: SequenceParallel, layout: Layout, request: Request) 
     Neither masks that are made from tokens count, nor predictions before guidance, which loops are given that
     bring rows together.
     """
-    n, latents = sampler.links.num_ranks, request.latents
-    inside = attention_bytes(layout, sampler.mode, sampler._parts(layout))
+    n, latents = sampler.sequence_links.num_ranks, request.latents
+    parts = [Part(units, text=(k, n)) for k, units in enumerate(layout.split_units(n))]
+    inside = attention_bytes(layout, sampler.sequence_mode, parts)
     out = (n - 1) * latents.numel() * latents.element_size()
     return {"sequence": request.num_steps * inside, "prediction": request.num_steps * out}
 

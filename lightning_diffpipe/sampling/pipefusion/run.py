@@ -64,6 +64,7 @@ class RunOptions(Protocol):
     hide_unseen: bool
     settled: float
     verify: bool
+    steps_all_rows: bool
 
 
 class PipeFusionRun:
@@ -98,16 +99,17 @@ class PipeFusionRun:
             attention = attend(self._sequence, self._share, layout.ghost, self._cache)
         stage, device = setting.stages.stages[links.rank], request.latents.device
         self._runner = PartRunner(layout, stage, self._interception, attention, device, self._fill)
-        self._scaler = InputScaler(request)
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
             loop.is_stepped_elsewhere = not self._is_last
         # Of this rank, in steps that compute all tokens.
         self._own_units = self._shares(None, (0, 1))[1][self._sequence.rank].units
-        units = [shares[self._sequence.rank].units for shares in setting.shares]
-        rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
-        schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
-        self._schedulers = schedulers.going_on(request.stepped)
+        self._schedulers: PatchSchedulers | None = None  # the loop itself steps all rows
+        if not sampler.steps_all_rows:
+            units = [shares[self._sequence.rank].units for shares in setting.shares]
+            rows = [(u.start * layout.rows_per_unit, len(u) * layout.rows_per_unit) for u in units]
+            schedulers = PatchSchedulers(request.scheduler, request.step_kwargs, rows, layout.axis)
+            self._schedulers = schedulers.going_on(request.stepped)
         # The newest rows, by call of the denoiser in a step.
         self._predictions: dict[int, Tensor] = {}
         self._hidden = _Inbox(links, links.rank - 1, "hidden")
@@ -122,9 +124,8 @@ class PipeFusionRun:
         if not self._is_last:
             latents = links.receive(TensorShape.of(latents), last, "result").wait()
         else:
-            if sequence.num_ranks > 1:
-                parts = self._shares(None, (0, 1))[1]
-                collect_rows(sequence, self._setting.layout, latents, parts, "result")
+            if self._schedulers is not None:
+                self._collect_rows(latents, None, "result")
             for rank in range(last):
                 links.send(latents, rank, "result")
         links.finish()
@@ -186,11 +187,17 @@ class PipeFusionRun:
                     if loop.is_divided:
                         with self._watch.waiting():
                             prediction = guided(loop, prediction, layout, part.units)
-                    # Pipelines may have changed latents after the step before.
-                    layout.put_rows(latents, part.units, layout.take_rows(loop.sample, part.units))
-                    if self.plan.decides_after(turn):
-                        before = self._given(latents, turn.step)
-                    self._schedulers.step(latents, prediction, t, turn.patch)
+                    if self._schedulers is None:
+                        if not loop.mixes:  # or else they were collected before
+                            self._collect_rows(prediction, None, "prediction")
+                        latents = loop.step(prediction)
+                    else:
+                        # Pipelines may have changed latents after the step before.
+                        rows = layout.take_rows(loop.sample, part.units)
+                        layout.put_rows(latents, part.units, rows)
+                        if self.plan.decides_after(turn):
+                            before = self._given(latents, turn.step)
+                        self._schedulers.step(latents, prediction, t, turn.patch)
                     if not self._is_first and turn.step < self.plan.num_steps - 1:
                         self._links.send(layout.take_rows(latents, part.units), 0, "latents")
             if turn.is_last:
@@ -208,7 +215,7 @@ class PipeFusionRun:
         loops are given, and the last one steps its rows of them.
         """
         seen: Tensor | None = None  # what the loop itself has stepped, or begins with
-        if turn.step > 0:
+        if turn.step > 0 and self._schedulers is not None:
             seen = latents if self._is_first else torch.full_like(latents, self._fill)
             if self._is_last and not self._is_first:
                 layout, units = self._setting.layout, self._part(turn).units
@@ -225,15 +232,25 @@ class PipeFusionRun:
 
     def _completed(self, turn: Turn, number: int, prediction: Tensor) -> Tensor:
         """A prediction with rows of all patches; those of later ones are of the step before, as keys are."""
-        together, parts = self._shares(turn.patch, (0, 1))
-        if len(parts) > 1:
-            collect_rows(self._sequence, self._setting.layout, prediction, parts, "prediction")
+        self._collect_rows(prediction, turn.patch, "prediction")
         if turn.patch is None:
             self._predictions[number] = prediction.clone()
             return prediction
         layout, known = self._setting.layout, self._predictions[number]
-        layout.put_rows(known, together.units, layout.take_rows(prediction, together.units))
+        units = self._setting.patches[turn.patch].units
+        layout.put_rows(known, units, layout.take_rows(prediction, units))
         return known.clone()
+
+    def _collect_rows(self, x: Tensor, patch: int | None, kind: MessageKind) -> None:
+        """Fills in the rows of a patch, or of all, that other ranks of the stage have."""
+        parts, layout = self._shares(patch, (0, 1))[1], self._setting.layout
+        if len(parts) == 1:
+            return
+        rows = [layout.take_rows(x, part.units) for part in parts]
+        shapes = [TensorShape.of(each) for each in rows]
+        gathered = start_all_gather(self._sequence, rows[self._sequence.rank], shapes, kind)()
+        for part, values in zip(parts, gathered, strict=True):
+            layout.put_rows(x, part.units, values)
 
     def _part(self, turn: Turn) -> Part:
         """What this rank computes in a turn."""
@@ -286,6 +303,10 @@ class PipeFusionRun:
         if settled:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
+    @functools.cached_property
+    def _scaler(self) -> InputScaler:
+        return InputScaler(self._request)
+
     def _given(self, latents: Tensor, step: int) -> Tensor:
         """What the model is given of this rank's rows in a step."""
         rows = self._setting.layout.take_rows(latents, self._own_units)
@@ -321,17 +342,6 @@ class PipeFusionRun:
         # After a synchronous step all rows come at once, on the first turn of the next.
         units = self._own_units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)
-
-
-def collect_rows(
-    links: Links, layout: Layout, x: Tensor, parts: Sequence[Part], kind: MessageKind
-) -> None:
-    """Fills in what other ranks have of rows; part k is that of rank k."""
-    rows = [layout.take_rows(x, part.units) for part in parts]
-    shapes = [TensorShape.of(each) for each in rows]
-    gathered = start_all_gather(links, rows[links.rank], shapes, kind)()
-    for part, values in zip(parts, gathered, strict=True):
-        layout.put_rows(x, part.units, values)
 
 
 def guided(loop: Loop, prediction: Tensor, layout: Layout, units: Units | None) -> Tensor:

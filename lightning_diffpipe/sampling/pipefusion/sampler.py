@@ -34,7 +34,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     refuse_mode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
-from lightning_diffpipe.sampling.rehearsal import rehearse
+from lightning_diffpipe.sampling.rehearsal import Predict, rehearse
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
 from lightning_diffpipe.sampling.statistics import (
@@ -78,6 +78,8 @@ class PipeFusion:
         >>> sampler = PipeFusion(transformer, links, num_patches=4)          # doctest: +SKIP
         >>> latents = sampler.sample(request)                                # doctest: +SKIP
     """
+
+    steps_all_rows = False
 
     def __init__(
         self,
@@ -210,9 +212,7 @@ class PipeFusion:
 
     def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
         """Rehearses the first request of a layout that is cut into patches."""
-        plan = setting.plan
-        patches_flow = plan.automatic or plan.num_synchronous < plan.num_steps
-        if not self.verify or self.num_patches == 1 or not patches_flow:
+        if not self.verify or not self._runs_in_parts(setting.plan):
             return
         number = next(n for n, layout in self._by_number.items() if layout is setting.layout)
         if number not in self._rehearsed:
@@ -226,20 +226,29 @@ class PipeFusion:
                 watch = Stopwatch(SamplingStatistics(), self.links.rank, request.latents.device)
                 return PipeFusionRun(self, still, replace(setting, plan=plan), watch).run(None)
 
-            rehearse(self, request, setting.layout, self.num_patches, predict)
+            self._rehearse(request, setting.layout, predict)
             self._rehearsed.add(number)
 
-    def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
-        layout = self.layouts.layout_for(request)
+    def _runs_in_parts(self, plan: PipeFusionPlan) -> bool:
+        patches_flow = plan.automatic or plan.num_synchronous < plan.num_steps
+        return self.num_patches > 1 and patches_flow
+
+    def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
+        rehearse(self.model, self.links, request, layout, self.num_patches, predict)
+
+    def _refuse(self, layout: Layout, request: Request) -> None:
+        """Raises an error unless rows can be shared, and stepped apart."""
         num_sharing = self.sequence_links.num_ranks
         for units in layout.split_units(self.num_patches):
             layout.split_range(units, num_sharing)
-        SEQUENCE_MODES[self.sequence_mode].refuse(layout, num_sharing)
         if self.num_patches * num_sharing > 1:  # each steps rows of its own
-            latents = request.latents
-            refuse_unless_elementwise(
-                request.scheduler, request.timesteps, latents.ndim, layout.axis
-            )
+            scheduler, ndim = request.scheduler, request.latents.ndim
+            refuse_unless_elementwise(scheduler, request.timesteps, ndim, layout.axis)
+
+    def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
+        layout = self.layouts.layout_for(request)
+        self._refuse(layout, request)
+        SEQUENCE_MODES[self.sequence_mode].refuse(layout, self.sequence_links.num_ranks)
         if self.split is not None:
             split = self.split(layout) if callable(self.split) else self.split
             if len(split) != self.links.num_ranks - 1:

@@ -39,7 +39,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from lightning_diffpipe.comm.links import Links, exchange
 from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
-from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KeysInShares, KvCache
+from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
 
 Mode = Literal["ulysses", "ring"]
@@ -54,7 +54,7 @@ class _OverRanks:
         links: Between the ranks.
         share: Tells, for this rank's part, what all ranks compute together and the part of each.
         ghost: Blocks are fed a ghost token instead of no text.
-        inner: Keys and values of other patches; None if all tokens are computed together.
+        inner: Keys and values of other patches.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class _OverRanks:
         links: Links,
         share: Callable[[Part], tuple[Part, Sequence[Part]]],
         ghost: bool,
-        inner: KvCache | None = None,
+        inner: KvCache,
     ) -> None:
         self._links, self._share, self._ghost, self._inner = links, share, ghost, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
@@ -188,8 +188,7 @@ class Ulysses(_OverRanks):
         if mask is not None and mask.ndim > 3 and mask.shape[1] > 1:
             mask = mask.narrow(1, heads[me].start, len(heads[me]))
         call = call._replace(q=q, k=k, v=v, mask=mask)
-        out = call.answer() if self._inner is None else self._inner.attend(call)
-        return self._back(out, heads, owned)
+        return self._back(self._inner.attend(call), heads, owned)
 
     def _back(self, out: Tensor, heads: Sequence[range], owned: Sequence[Selection]) -> Tensor:
         """Heads of all tokens for tokens with all heads."""
@@ -247,9 +246,7 @@ class Ring(_OverRanks):
         links, me, n = self._links, self._links.rank, self._links.num_ranks
         q, k, v = call.q, call.k, call.v
         scale = call.options.get("scale") or 1 / math.sqrt(q.shape[-1])
-        keys = KeysInShares(None, call.mask)
-        if self._inner is not None:
-            keys = self._inner.in_shares(call)
+        keys = self._inner.in_shares(call)
         places = _places(call, owned)
         if keys.mask is not None and keys.mask.shape[-2] == call.tokens.size > 1:
             keys.mask = places[me].take(keys.mask, -2)

@@ -47,7 +47,7 @@ def test_it_is_exact(name, mode):
             torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
             assert result.is_inference()
         request = request_for(name, tiny=tiny)
-        layout = samplers[0].layout
+        layout = samplers[0].layouts.layout_for(request)
         sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
         if name != "qwen":  # makes a mask from its tokens, which is collected besides
             assert dict(sent) == sequence_bytes(samplers[0], layout, request)
@@ -79,7 +79,9 @@ def test_ulysses_on_more_than_two_ranks(num_ranks, monkeypatch):
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
     sent = sum((s.statistics.traffic.bytes_sent for s in samplers), Counter())
-    assert dict(sent) == sequence_bytes(samplers[0], samplers[0].layout, request)
+    assert dict(sent) == sequence_bytes(
+        samplers[0], samplers[0].layouts.layout_for(request), request
+    )
 
 
 def test_any_scheduler_will_do():
