@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_all_gather
-from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
@@ -45,12 +45,10 @@ class _Stale:
 
     step: int
     tensors: dict[int, Tensor]
-    parts: dict[int, tuple[_SharedMessage, int, TensorShape]] = field(default_factory=dict)
+    parts: dict[int, tuple[_SharedMessage, int]] = field(default_factory=dict)
 
     def read(self) -> dict[int, Tensor]:
-        for peer, (message, offset, shape) in self.parts.items():
-            flat = message.wait().narrow(0, offset, torch.Size(shape.shape).numel())
-            self.tensors[peer] = flat.view(shape.shape)
+        self.tensors |= {peer: message.wait()[i] for peer, (message, i) in self.parts.items()}
         self.parts = {}
         return self.tensors
 
@@ -58,17 +56,17 @@ class _Stale:
 class _SharedMessage:
     """A range under way from one peer; waited for once, read by all its calls."""
 
-    def __init__(self, incoming: Incoming, stopwatch: Stopwatch) -> None:
-        self._incoming: Incoming | None = incoming
-        self._stopwatch = stopwatch
-        self._tensor: Tensor | None = None
+    def __init__(
+        self, incoming: Incoming, shapes: Sequence[TensorShape], stopwatch: Stopwatch
+    ) -> None:
+        self._incoming, self._shapes, self._stopwatch = incoming, shapes, stopwatch
+        self._tensors: list[Tensor] | None = None
 
-    def wait(self) -> Tensor:
-        if self._incoming is not None:
+    def wait(self) -> list[Tensor]:
+        if self._tensors is None:
             with self._stopwatch.waiting():
-                self._tensor, self._incoming = self._incoming.wait(), None
-        assert self._tensor is not None
-        return self._tensor
+                self._tensors = look_into(self._incoming.wait(), self._shapes)
+        return self._tensors
 
 
 @dataclass
@@ -195,23 +193,18 @@ class Exchange:
     def _send(self, kind: MessageKind, dtype: torch.dtype) -> None:
         """Sends a range, and posts the receives of the same range of the others."""
         group = self._ranges.pop((kind, dtype))
-        sizes = {
-            peer: [torch.Size(shape.shape).numel() for _, shape in calls]
-            for peer, calls in group.expected.items()
-        }
-        expected = {peer: TensorShape((sum(of_peer),), dtype) for peer, of_peer in sizes.items()}
-        joined: dict[tuple[int, ...], Tensor] = {}  # most peers get the same
+        shapes = {peer: [s for _, s in calls] for peer, calls in group.expected.items()}
+        expected = {peer: packed_shape(of_peer) for peer, of_peer in shapes.items()}
+        packed: dict[tuple[int, ...], Tensor] = {}  # most peers get the same
         outgoing = {}
         for peer, tensors in group.outgoing.items():
             parts = tuple(map(id, tensors))
-            if parts not in joined:
-                joined[parts] = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            outgoing[peer] = joined[parts]
+            packed[parts] = outgoing[peer] = packed[parts] if parts in packed else pack(tensors)
         incoming = self._links.start_exchange(outgoing, expected, kind)
         for peer, calls in group.expected.items():
-            message = _SharedMessage(incoming[peer], self._stopwatch)
-            for i, (stale, shape) in enumerate(calls):
-                stale.parts[peer] = (message, sum(sizes[peer][:i]), shape)
+            message = _SharedMessage(incoming[peer], shapes[peer], self._stopwatch)
+            for i, (stale, _) in enumerate(calls):
+                stale.parts[peer] = (message, i)
 
 
 _FOLLOWED = frozenset({F.gelu, F.silu, torch.Tensor.view})
