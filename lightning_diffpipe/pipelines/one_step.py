@@ -223,7 +223,11 @@ class OneStep:
 
         def draw(shape: Sequence[int]) -> Tensor:
             if tuple(shape) != tuple(noisy.shape):
-                raise self._other_latents(shape, noisy.shape, pixels)
+                named = (f"{n}={v}" for n, v in pixels.items() if n != "num_frames" or v > 1)
+                raise ConfigurationError(
+                    f"for {', '.join(named)} {self.name} draws latents {tuple(shape)}, but encodings of the batch "
+                    f"are {tuple(noisy.shape)}; give pictures of a size that the model can draw"
+                )
             return noisy
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
@@ -239,7 +243,11 @@ class OneStep:
             if self.refused_picture is not None:
                 raise self.refused_picture
             arguments[self.picture] = further[self.picture]
-        parts = {**parts, **self._for_samples(parts, further, shown)}
+        parts = dict(parts)
+        if places := [place for place in self.places if place.argument in further]:
+            parts[self.denoiser] = SizedDenoiser(parts[self.denoiser], places, further)
+        if shown is not None and self.decoder is not None:
+            parts[self.decoder] = DroppingEncoder(parts[self.decoder], shown)
         self.run(draw, timesteps, conditions, arguments, parts, step, decode)
         if not predicted or predicted[0].shape != noisy.shape:
             got = tuple(predicted[0].shape) if predicted else "none"
@@ -247,26 +255,6 @@ class OneStep:
                 f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
             )
         return predicted[0]
-
-    def _other_latents(
-        self, drawn: Sequence[int], encoded: Sequence[int], pixels: Mapping[str, int]
-    ) -> ConfigurationError:
-        size = ", ".join(f"{n}={v}" for n, v in pixels.items() if n != "num_frames" or v > 1)
-        return ConfigurationError(
-            f"for {size} {self.name} draws latents {tuple(drawn)}, but encodings of the batch are "
-            f"{tuple(encoded)}; give pictures of a size that the model can draw"
-        )
-
-    def _for_samples(
-        self, parts: Mapping[str, Any], further: Mapping[str, Tensor], shown: Tensor | None
-    ) -> dict[str, Any]:
-        """Parts that treat each sample by itself: its sizes, and whether its picture is dropped."""
-        own: dict[str, Any] = {}
-        if places := [place for place in self.places if place.argument in further]:
-            own[self.denoiser] = SizedDenoiser(parts[self.denoiser], places, further)
-        if shown is not None and self.decoder is not None:
-            own[self.decoder] = DroppingEncoder(parts[self.decoder], shown)
-        return own
 
     def _only_denoiser(self, components: Mapping[str, Any]) -> str:
         there = [

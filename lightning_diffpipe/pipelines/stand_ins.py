@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from transformers import BatchEncoding
+from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
 
@@ -305,16 +306,6 @@ class SizedDenoiser(StandIn):
         return self._real(*args, **options)
 
 
-class _Prediction(tuple):
-    """What a denoiser returns: a tuple, or an object with `sample`."""
-
-    __slots__ = ()
-
-    @property
-    def sample(self) -> Tensor:
-        return self[0]
-
-
 class NotedEncoder(StandIn):
     """An autoencoder that notes in `pixels` what it encodes, in double precision.
 
@@ -349,7 +340,8 @@ class NoDenoiser(StandIn):
         shape, config = list(latents.shape), self._real.config
         if config.get("out_channels") and shape[1] == config.get("in_channels"):
             shape[1] = config["out_channels"]  # a variance after the mean, for one
-        return _Prediction((latents.new_zeros(shape),))
+        zeros = latents.new_zeros(shape)
+        return (zeros,) if options.get("return_dict") is False else ModelOutput(sample=zeros)
 
 
 class ReplayedEncoder(StandIn):
