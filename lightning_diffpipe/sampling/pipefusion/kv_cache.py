@@ -164,28 +164,20 @@ class KvCache:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
-        if call.part.units is None:
-            if self._keep:
-                key, value = self._place_of_samples(call)
-                key.copy_(call.k)
-                value.copy_(call.v)
-            self._note_synchronous(call)
-            return call.answer()
+        keys, own = self.in_shares(call), call.own()
         mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
-        k, v = call.k, call.v
-        if mine is not None:  # the ghost's key and value belong to nobody
-            k, v = mine.take(k, -2), mine.take(v, -2)
-        buffer = self._buffer(call, len(k))
-        call.own().put(buffer.key, -2, k)
-        call.own().put(buffer.value, -2, v)
-        buffer.written[call.part] = self._step
-        mask = self._over_all_keys(call, buffer)
+        if mine is None:
+            keys.put(own, call.k, call.v)
+        else:  # the ghost's key and value belong to nobody
+            keys.put(own, mine.take(call.k, -2), mine.take(call.v, -2))
+        if call.part.units is None or keys.whole is None:
+            return call.answer()
+        (key, value), mask = keys.whole, keys.mask
         if mask is not None and mask.shape[-2] == call.tokens.size > 1:
             mask = call.tokens.fed(call.part, call.block.num_text, self._ghost).take(mask, -2)
-        self._look(call, buffer)
-        key, value = buffer.key, buffer.value
-        if self._hide_unseen and len(buffer.written) < len(self._patches):
-            seen = self._keys_of(call, frozenset(buffer.written))
+        written = frozenset(self._buffers[call.place].written)
+        if self._hide_unseen and len(written) < len(self._patches):
+            seen = self._keys_of(call, written)
             key, value = seen.take(key, -2), seen.take(value, -2)
             mask = mask if mask is None else seen.take(mask, -1)
         return call._replace(k=key, v=value, mask=mask).answer()

@@ -104,8 +104,8 @@ class PartRunner:
         self,
         call: Callable[[], Tensor],
         part: Part,
-        receive: Callable[[int], Slices],
-        send: Callable[[int, Slices], None],
+        receive: Callable[[], Slices],
+        send: Callable[[Slices], None],
         earlier: Sequence[PartRun] = (),
         stop: bool = False,
     ) -> PartRun:
@@ -114,7 +114,7 @@ class PartRunner:
         Args:
             call: The closure, with its latents and timestep.
             part: What is computed.
-            receive: What comes from the rank before this one in a visit, one tensor after the other.
+            receive: Gives what comes next from the rank before this one, one tensor after the other.
             send: Takes what goes to the rank after it.
             earlier: Runs on other samples of the same step, whose results are to be put together.
             stop: Stop after the last own block also on the last rank.
@@ -141,8 +141,8 @@ class PartRun(ForwardOnlyRun):
 
     runner: PartRunner
     part: Part
-    receive: Callable[[int], Slices]
-    send: Callable[[int, Slices], None]
+    receive: Callable[[], Slices]
+    send: Callable[[Slices], None]
     earlier: tuple[PartRun, ...]
     stops: bool
     prediction: Tensor | None = None
@@ -188,7 +188,7 @@ class PartRun(ForwardOnlyRun):
         visit = stage.visit_of[here]
         if here == stage.ends[visit]:
             if stage.outgoing[visit]:
-                self.send(visit, [x for c in stage.outgoing[visit] for x in self._slices(c)])
+                self.send([x for c in stage.outgoing[visit] for x in self._slices(c)])
             if self.stops and visit == len(stage.ends) - 1:
                 raise _Stop
         return self._whole(here)
@@ -270,7 +270,7 @@ class PartRun(ForwardOnlyRun):
         visit = stage.visit_of[call]
         if call not in self.slices and visit not in self._received:
             self._received.add(visit)
-            stream = iter(self.receive(visit))
+            stream = iter(self.receive())
             for c in stage.incoming[visit]:
                 self.slices[c] = [next(stream) for _ in self.runner.layout.blocks[c].outputs]
         return self.slices[call]

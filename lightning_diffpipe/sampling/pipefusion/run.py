@@ -186,7 +186,7 @@ class PipeFusionRun:
                     prediction = run.prediction
                     if loop.is_divided:
                         with self._watch.waiting():
-                            prediction = guided(loop, prediction, layout, part.units)
+                            prediction = self._guided(loop, prediction, part.units)
                     if self._schedulers is None:
                         if not loop.mixes:  # or else they were collected before
                             self._collect_rows(prediction, None, "prediction")
@@ -252,6 +252,15 @@ class PipeFusionRun:
         for part, values in zip(parts, gathered, strict=True):
             layout.put_rows(x, part.units, values)
 
+    def _guided(self, loop: Loop, prediction: Tensor, units: Units | None) -> Tensor:
+        """Halves of the ranks send each other these rows only, if the loop allows it."""
+        layout, rows = self._setting.layout, None if loop.mixes else units
+        return loop.guided(
+            prediction,
+            lambda x: layout.take_rows(x, rows),
+            lambda x, values: layout.put_rows(x, rows, values),
+        )
+
     def _part(self, turn: Turn) -> Part:
         """What this rank computes in a turn."""
         return self._shares(turn.patch, turn.microbatch)[1][self._sequence.rank]
@@ -314,12 +323,12 @@ class PipeFusionRun:
 
     # --- hidden states, from rank to rank -------------------------------------------------------------
 
-    def _receive(self, visit: int) -> Slices:
+    def _receive(self) -> Slices:
         with self._watch.waiting():
             shapes, message = self._hidden.take()
         return unpack(message, shapes)
 
-    def _send(self, visit: int, slices: Slices) -> None:
+    def _send(self, slices: Slices) -> None:
         self._links.send(pack(slices), self._links.rank + 1, "hidden")
 
     # --- latents, from the last rank back to the first --------------------------------------------------
@@ -342,17 +351,6 @@ class PipeFusionRun:
         # After a synchronous step all rows come at once, on the first turn of the next.
         units = self._own_units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)
-
-
-def guided(loop: Loop, prediction: Tensor, layout: Layout, units: Units | None) -> Tensor:
-    """The prediction after guidance: halves of the ranks send each other these rows only, if the loop allows it."""
-    if loop.mixes:
-        return loop.guided(prediction)
-    return loop.guided(
-        prediction,
-        lambda x: layout.take_rows(x, units),
-        lambda x, values: layout.put_rows(x, units, values),
-    )
 
 
 class _Announced(NamedTuple):
