@@ -42,7 +42,7 @@ from lightning_diffpipe.sampling.record import (
     copied,
     moved,
 )
-from lightning_diffpipe.sampling.request import Complete, LoopInterruptedError, Rows
+from lightning_diffpipe.sampling.request import Complete, Loop, LoopInterruptedError, Rows
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -468,7 +468,7 @@ Compute = Callable[[dict[str, Any]], Any]
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-class PipelineLoop:
+class PipelineLoop(Loop):
     """A pipeline's call in the middle of its loop. One thread owns it.
 
     Args:
@@ -483,13 +483,8 @@ class PipelineLoop:
         mixes: The loop brings rows of predictions together.
         head: A context for what comes before the first call of the denoiser.
         draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
-            as in one process.
-
-    Attributes:
-        is_stepped_elsewhere: No patch is stepped on this rank. Then default generators go on, too, if it draws.
+            as in one process; the default ones, too, if no patch is stepped on this rank.
     """
-
-    is_stepped_elsewhere = False
 
     def __init__(
         self,

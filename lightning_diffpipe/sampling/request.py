@@ -22,12 +22,13 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import SamplingError
+from lightning_diffpipe.errors import ConfigurationError, SamplingError
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 
@@ -38,56 +39,6 @@ Complete = Callable[[int, Tensor], Tensor]
 
 class LoopInterruptedError(SamplingError):
     """A loop takes fewer steps than it said, as after `pipe._interrupt = True` in a callback."""
-
-
-class Loop(Protocol):
-    """A denoising loop that is run step by step.
-
-    Attributes:
-        is_divided: Another rank computes the other branch of guidance.
-        mixes: It brings rows of predictions together, so that it has to be given all of them.
-        is_stepped_elsewhere: No part of the latents is stepped on this rank.
-    """
-
-    is_divided: bool
-    mixes: bool
-    is_stepped_elsewhere: bool
-
-    def predict(
-        self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
-    ) -> Tensor:
-        """Goes on to the next step of the scheduler.
-
-        Args:
-            latents: After the step before, where another has stepped; None where `step` has, and at the start.
-            again: Compute the predictions of this step anew, those before being incomplete.
-            complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
-                and patches, as far as the loop has to see them.
-
-        Returns:
-            The prediction; where another rank computes the other branch of guidance, that of this one.
-        """
-
-    def skip(self, latents: Tensor | None) -> None:
-        """Takes a step along that another loop computes; see `predict`."""
-
-    def guided(
-        self, prediction: Tensor, take: Rows = ..., put: Callable[..., None] = ...
-    ) -> Tensor:
-        """The prediction after guidance; what `predict` returned unless another rank computes the other branch.
-
-        Args:
-            prediction: What `predict` returned.
-            take: Of it, what counts; only that is sent to the rank that computes the other branch.
-            put: Puts something of that shape back into a prediction.
-        """
-
-    @property
-    def sample(self) -> Tensor:
-        """The latents that the scheduler is given in this step."""
-
-    def step(self, prediction: Tensor) -> Tensor:
-        """Takes the step with the loop's own scheduler; returns the latents after it."""
 
 
 @dataclass
@@ -127,7 +78,7 @@ class Request:
 
     def loop(self) -> Loop:
         """Begins to denoise."""
-        return PlainLoop(self) if self.begin is None else self.begin()
+        return Loop(self) if self.begin is None else self.begin()
 
     def inferring(self) -> contextlib.AbstractContextManager[Any]:
         """A context without gradients."""
@@ -139,10 +90,17 @@ class Request:
         return len(self.timesteps)
 
 
-class PlainLoop:
-    """The loop of diffusers' pipelines: `x = scheduler.step(denoise(scale(x), t), t, x)` for every timestep.
+class Loop:
+    """A denoising loop that is run step by step; here that of a request alone, as diffusers' pipelines have it.
 
-    It does the same operations in the same order, so its latents equal theirs bit for bit.
+    It does `x = scheduler.step(denoise(scale(x), t), t, x)` for every timestep, the same operations in the same
+    order, so its latents equal theirs bit for bit. A pipeline's own loop goes on in its own way (`loop.py`).
+
+    Attributes:
+        is_divided: Another rank computes the other branch of guidance.
+        mixes: It brings rows of predictions together, so that it has to be given all of them.
+        is_stepped_elsewhere: No part of the latents is stepped on this rank.
+        sample: The latents that the scheduler is given in this step.
     """
 
     is_divided = mixes = is_stepped_elsewhere = False
@@ -155,7 +113,17 @@ class PlainLoop:
     def predict(
         self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
     ) -> Tensor:
-        """See `Loop`."""
+        """Goes on to the next step of the scheduler.
+
+        Args:
+            latents: After the step before, where another has stepped; None where `step` has, and at the start.
+            again: Compute the predictions of this step anew, those before being incomplete.
+            complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
+                and patches, as far as the loop has to see them.
+
+        Returns:
+            The prediction; where another rank computes the other branch of guidance, that of this one.
+        """
         request = self._request
         self._index += not again
         t = request.timesteps[self._index]
@@ -169,15 +137,23 @@ class PlainLoop:
         return request.denoise(inputs, t)
 
     def skip(self, latents: Tensor | None) -> None:
-        """See `Loop`."""
+        """Takes a step along that another loop computes; see `predict`."""
         self._index += 1
 
-    def guided(self, prediction: Tensor, *_: Any) -> Tensor:
-        """See `Loop`."""
+    def guided(
+        self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
+    ) -> Tensor:
+        """Returns the prediction after guidance: as it is, unless another rank computes the other branch.
+
+        Args:
+            prediction: What `predict` returned.
+            take: Of it, what counts; only that is sent to the rank that computes the other branch.
+            put: Puts something of that shape back into a prediction.
+        """
         return prediction
 
     def step(self, prediction: Tensor) -> Tensor:
-        """See `Loop`."""
+        """Takes the step with the loop's own scheduler; returns the latents after it."""
         request = self._request
         t = request.timesteps[self._index]
         out = self._scheduler.step(prediction, t, self.sample, **request.step_kwargs)
@@ -212,6 +188,18 @@ class InputScaler:
     def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
         """What `denoise` is given at a step."""
         return self._before[step].scale_model_input(latents, t) if self._before else latents
+
+
+def require_warmup(warmup_steps: Any, settled: Any) -> None:
+    """Refuses a sampler warm-up that a sampler cannot take.
+
+    Raises:
+        ConfigurationError: It is neither a number of steps nor "auto", or ends at no number.
+    """
+    if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
+        raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
+    if not isinstance(settled, Real):
+        raise ConfigurationError(f"settled must be a number; got {settled!r}")
 
 
 class Sampler(Protocol):

@@ -28,21 +28,19 @@ Source:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.links import Links, ProcessLinks
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.errors import ConfigurationError, GraphError
+from lightning_diffpipe.errors import ConfigurationError, GraphError, require_number
 from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
@@ -52,14 +50,19 @@ from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, 
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
+from lightning_diffpipe.sampling.loop import restored, snapshot
 from lightning_diffpipe.sampling.rehearsal import (
     error_beside,
     failing,
     needing_memory,
     tolerance_of,
 )
-from lightning_diffpipe.sampling.request import InputScaler, Request
-from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
+from lightning_diffpipe.sampling.request import InputScaler, Request, require_warmup
+from lightning_diffpipe.sampling.schedulers import (
+    drawing_from,
+    random_states,
+    takes_generator,
+)
 from lightning_diffpipe.sampling.statistics import (
     Freshness,
     SamplingStatistics,
@@ -111,19 +114,16 @@ class DistriFusion:
     ) -> None:
         _check("mode", mode, get_args(Mode))
         _check("group_norm", group_norm, get_args(GroupNormRule))
-        if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
-            raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
-        if not isinstance(calls_per_message, int) or calls_per_message < 1:
-            raise ConfigurationError(f"calls_per_message={calls_per_message!r}; choose 1 or more")
-        if not isinstance(settled, Real):
-            raise ConfigurationError(f"settled must be a number; got {settled!r}")
+        require_warmup(warmup_steps, settled)
+        require_number("calls_per_message", calls_per_message, 1, whole=True)
         self.model, self.links, self.mode = model, links, mode
         self.warmup_steps, self.settled = warmup_steps, settled
+        self.group_norm, self.calls_per_message, self.verify = group_norm, calls_per_message, verify
         self.record_freshness = record_freshness
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
         self.num_synchronous = 0
-        self._states = CallStates(links, group_norm, calls_per_message, verify)
+        self.analyses: dict[Any, CallAnalysis] = {}  # the same on all ranks
 
     @torch.no_grad()  # inference mode would make tensors without versions, see `Constants`
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
@@ -141,18 +141,23 @@ class DistriFusion:
             drawing_alike(self.links, request.latents.device),
             intercepted(self.model) as interception,
         ):
-            self._states.start_request(stopwatch, freshness, settings)
+            run = DistriFusionRun(self, request, interception, stopwatch, settings)
             try:
-                latents = _Loop(self, request, interception, stopwatch).run(on_step)
+                latents = run.run(on_step)
                 self.links.finish()
             finally:
-                self.num_fallbacks = self._states.stop_request()
+                self.num_fallbacks = sum(int(state.fallbacks) for _, state in run.states)
+                run.states.clear()
         self.statistics.num_synchronous = self.num_synchronous
         return latents
 
 
-class _Loop(ForwardOnlyRun):
-    """The denoising loop of one request."""
+class DistriFusionRun(ForwardOnlyRun):
+    """Everything that lives as long as one request.
+
+    Attributes:
+        states: Of each call of the model in a step, with what its arguments and the model's settings were like.
+    """
 
     def __init__(
         self,
@@ -160,14 +165,16 @@ class _Loop(ForwardOnlyRun):
         request: Request,
         interception: Interception,
         stopwatch: Stopwatch,
+        settings: str,
     ) -> None:
-        self._sampler, self._request = sampler, request
-        self._states, self._links = sampler._states, sampler.links
+        self._sampler, self._request, self._links = sampler, request, sampler.links
         self._interception, self._stopwatch = interception, stopwatch
+        self._settings = settings  # a model of others is looked at anew
+        self.states: list[tuple[Any, CallState]] = []
         self._num_calls = 0
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
-        """All steps, on whole latents."""
+        """Runs all steps, on whole latents."""
         request, rank, sampler = self._request, self._links.rank, self._sampler
         mode, warmup_steps = sampler.mode, sampler.warmup_steps
         by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
@@ -197,14 +204,12 @@ class _Loop(ForwardOnlyRun):
                 self._num_calls = 0
                 with self._interception.running(self):
                     prediction = loop.predict()
-                self._states.check_number_of_calls(self._num_calls, index)
+                self._check_number_of_calls(self._num_calls)
                 latents = loop.step(loop.guided(prediction))
             self._stopwatch.step_done()
             if on_step is not None:
                 on_step(index)
         return latents
-
-    # ------------------------------------------------------------ calls of the model
 
     def call(self, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a call of the model: runs it on the band, and returns the whole prediction."""
@@ -213,56 +218,35 @@ class _Loop(ForwardOnlyRun):
         whole = ModelCall(
             self._interception, site.diffpipe_original, args, kwargs, self._request.latents
         )
-        state = self._states.get(self._num_calls, self._step.index, whole)
+        state = self._state_of(whole)
         self._num_calls += 1
         watched = set(state.analysis.embedders)
         if state.freshness is not None:  # layers are to be named
             watched = {name for name, _ in self._interception.root.named_modules()} - {"", MODEL}
         return BandCall(state, self._step).run(whole, watched)
 
-
-class CallStates:
-    """One state for each call of the model in a step."""
-
-    def __init__(
-        self, links: Links, group_norm: GroupNormRule, calls_per_message: int, verify: bool
-    ) -> None:
-        self._links, self._group_norm = links, group_norm
-        self._calls_per_message, self._verify = calls_per_message, verify
-        self._analyses: dict[Any, CallAnalysis] = {}
-        self._states: list[tuple[Any, CallState]] = []
-
-    def start_request(
-        self, stopwatch: Stopwatch, freshness: Freshness | None, settings: str
-    ) -> None:
-        """Begins with nothing of an earlier request; a model of other settings is looked at anew."""
-        self._states, self._stopwatch, self._freshness = [], stopwatch, freshness
-        self._settings = settings
-
-    def stop_request(self) -> int:
-        """Forgets everything of the request; returns how many negative variances there were."""
-        fallbacks = sum(int(state.fallbacks) for _, state in self._states)
-        self._states = []
-        return fallbacks
-
-    def get(self, index: int, step: int, call: ModelCall) -> CallState:
-        """The state of the `index`-th call of a step; the first step opens states.
+    def _state_of(self, call: ModelCall) -> CallState:
+        """Returns the state of the next call of a step; the first step opens states.
 
         Raises:
             GraphError: The model cannot run on bands, or its arguments changed shape between steps.
         """
-        kind = (call.signature(), self._settings)
-        if index < len(self._states):
-            before, state = self._states[index]
+        kind, index, analyses = (
+            (call.signature(), self._settings),
+            self._num_calls,
+            self._sampler.analyses,
+        )
+        if index < len(self.states):
+            before, state = self.states[index]
             if before != kind:
                 raise GraphError(
                     f"call {index} of a step got arguments of other shapes than in the first step; bands "
                     "keep what was sent from step to step, and need the same shapes in every step"
                 )
             return state
-        if step > 0:
-            self.check_number_of_calls(index + 1, step)
-        if kind not in self._analyses:
+        if self._step.index > 0:
+            self._check_number_of_calls(index + 1)
+        if kind not in analyses:
 
             def look() -> CallAnalysis:
                 with needing_memory("to be looked at, on all rows at once,", _WITHOUT_A_LOOK):
@@ -272,22 +256,21 @@ class CallStates:
 
             with self._stopwatch.learning():
                 found: CallAnalysis = self._links.broadcast_object(look)
-                if self._verify:
+                if self._sampler.verify:
                     traffic = self._links.traffic.copy()
                     self._compare(found, call)
                     vars(self._links.traffic).update(vars(traffic))
-                self._analyses[kind] = found
-        state = self._new_state(self._analyses[kind], call.latents)
-        state.freshness = self._freshness
-        self._states.append((kind, state))
+                analyses[kind] = found
+        state = self._new_state(analyses[kind])
+        state.freshness = self._stopwatch.statistics.freshness
+        self.states.append((kind, state))
         return state
 
-    def check_number_of_calls(self, num_calls: int, step: int) -> None:
-        """Every step must call the model as often as the first."""
-        if num_calls != len(self._states):
+    def _check_number_of_calls(self, num_calls: int) -> None:
+        if num_calls != len(self.states):
             raise GraphError(
-                f"step {step} called the model {num_calls} times, the first step {len(self._states)} times: "
-                "bands keep what was sent from step to step, and need the same calls in every step"
+                f"step {self._step.index} called the model {num_calls} times, the first step {len(self.states)} "
+                "times: bands keep what was sent from step to step, and need the same calls in every step"
             )
 
     def _compare(self, analysis: CallAnalysis, whole: ModelCall) -> None:
@@ -297,14 +280,14 @@ class CallStates:
         """
 
         def on_bands() -> Any:
-            call = BandCall(self._new_state(analysis, whole.latents), StepKind(0, True))
+            call = BandCall(self._new_state(analysis), StepKind(0, True))
             return call.run(whole, set(analysis.embedders))
 
         def plain() -> Any:
             with whole.interception.running(None):
                 return whole.forward(*whole.args, **whole.kwargs)
 
-        bands = self._new_state(analysis, whole.latents).bands
+        bands = self._new_state(analysis).bands
         tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
         with failing(
             f"on a band of {bands.size} of {bands.num_rows} rows",
@@ -330,14 +313,14 @@ class CallStates:
                 "verify=False if you accept this"
             )
 
-    def _new_state(self, analysis: CallAnalysis, latents: Tensor) -> CallState:
+    def _new_state(self, analysis: CallAnalysis) -> CallState:
+        sampler, links = self._sampler, self._links
+        num_rows = self._request.latents.shape[-2]
         return CallState(
             analysis=analysis,
-            bands=Bands.split(
-                latents.shape[-2], self._links.num_ranks, analysis.unit, self._links.rank
-            ),
-            exchange=Exchange(self._links, self._calls_per_message, self._stopwatch),
-            group_norm=self._group_norm,
+            bands=Bands.split(num_rows, links.num_ranks, analysis.unit, links.rank),
+            exchange=Exchange(links, sampler.calls_per_message, self._stopwatch),
+            group_norm=sampler.group_norm,
             constants=Constants(analysis.constant),
         )
 
@@ -478,13 +461,8 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    def with_own_generators() -> Request:  # a thread draws as if it were a process
-        copies: dict[int, torch.Generator] = {}  # samples may share one
-        copy = lambda x: copies.setdefault(id(x), x.clone_state())
-        own = pytree.tree_map_only(torch.Generator, copy, given)
-        return dataclasses.replace(request, step_kwargs=own)
-
-    requests = [with_own_generators() for _ in range(num_bands)]
+    taken = snapshot(given)  # a thread draws as if it were a process
+    requests = [replace(request, step_kwargs=restored(taken)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)

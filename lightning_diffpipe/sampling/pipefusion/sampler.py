@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Literal
 
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
 from lightning_diffpipe.sampling.rehearsal import Predict, rehearse
-from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
 from lightning_diffpipe.sampling.statistics import (
     Freshness,
@@ -98,16 +97,13 @@ class PipeFusion:
         verify: bool = True,
         record_freshness: bool = False,
     ) -> None:
-        if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
-            raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
+        require_warmup(warmup_steps, settled)
         if num_patches < 1:
             raise ConfigurationError(
                 f"num_patches={num_patches}; choose at least one, at best one per rank"
             )
         if warmup_microbatches is not None:
             require_number("warmup_microbatches", warmup_microbatches, 1, whole=True)
-        if not isinstance(settled, Real):
-            raise ConfigurationError(f"settled must be a number; got {settled!r}")
         refuse_mode(sequence_mode, "sequence_mode")
         self.model, self.links = model, links or Alone()
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
