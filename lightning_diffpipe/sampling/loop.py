@@ -330,22 +330,26 @@ def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]
 
 
 def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with the states of their generators in place of these."""
+    """Returns arguments with the states of their generators in place of these; samples may share one."""
+    known: dict[int, _Generator] = {}
 
     def taken(generator: torch.Generator) -> _Generator:
-        return _Generator(generator.get_state(), str(generator.device))
+        state = _Generator(generator.get_state(), str(generator.device))
+        return known.setdefault(id(generator), state)
 
     return pytree.tree_map_only(torch.Generator, taken, dict(arguments))
 
 
 def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Arguments with generators of their own, in the states that were taken; of `device` if of its type."""
+    """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
+    known: dict[int, torch.Generator] = {}
 
     def made(taken: _Generator) -> torch.Generator:
-        own = torch.device(taken.device)
-        generator = torch.Generator(device if device and device.type == own.type else own)
-        generator.set_state(taken.state)
-        return generator
+        if id(taken) not in known:
+            own = torch.device(taken.device)
+            generator = torch.Generator(device if device and device.type == own.type else own)
+            known[id(taken)] = generator.set_state(taken.state)
+        return known[id(taken)]
 
     return pytree.tree_map_only(_Generator, made, dict(arguments))
 

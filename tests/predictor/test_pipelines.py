@@ -519,6 +519,14 @@ def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(f
         assert same(found, by_diffusers(path, **SIZE, generator=several[1]))
 
 
+def test_samples_may_share_a_generator(folder_of):
+    """History: each drew from a copy of it, and all got the same noise."""
+    path, ours, theirs = folder_of("stable_diffusion"), *(torch.Generator() for _ in "ab")
+    predictor = Predictor.from_pretrained(path, "single")
+    found = predictor(prompts_of("any"), **SETTINGS, **SIZE, generator=[ours.manual_seed(4)] * 2)
+    assert same(found, by_diffusers(path, **SIZE, generator=[theirs.manual_seed(4)] * 2))
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
