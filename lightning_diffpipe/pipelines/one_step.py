@@ -87,7 +87,6 @@ class Tail:
 
     Attributes:
         scale: Decoded is `scale * latents + shift`; `(1, C, 1, ...)` in the layout that is decoded, or a scalar.
-        shift: See `scale`.
         axes: For every axis of what is decoded, that of the latents; None where one was inserted.
         num_axes: Axes of the latents, that of the samples included.
         patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
@@ -132,8 +131,6 @@ class OneStep:
             a model is given (1 otherwise).
 
     Attributes:
-        name: Of the pipeline's class.
-        denoiser: Name of the part that is trained.
         decoder: Name of the part that decodes latents; None where pictures themselves are denoised.
         condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
         neutral: A value of `condition` that any model takes.
@@ -199,7 +196,7 @@ class OneStep:
         further: Mapping[str, Tensor],
         shown: Tensor | None = None,
     ) -> Tensor:
-        """What the denoiser predicts, as the scheduler understands it, in the layout of the latents.
+        """Returns what the denoiser predicts, as the scheduler understands it, in the layout of the latents.
 
         Args:
             noisy: Noisy latents as the pipeline draws them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
@@ -337,7 +334,7 @@ def patched(decoded: Tensor, patch: int) -> Tensor:
 
 
 def condition_of(cls: type) -> str | None:
-    """The argument of a pipeline's call with a row for each sample; None if it needs none.
+    """Returns the argument of a pipeline's call with a row for each sample; None if it needs none.
 
     Raises:
         ConfigurationError: It needs something else, such as a picture to start from.
@@ -355,7 +352,7 @@ def condition_of(cls: type) -> str | None:
 
 
 def picture_of(cls: type) -> str | None:
-    """The argument of a pipeline's call with a picture for each sample that it edits; None if it edits none."""
+    """Returns the argument of a pipeline's call with a picture for each sample to edit; None if it edits none."""
     takes = {
         *inspect.signature(cls.__call__).parameters,
         *inspect.signature(cls.__init__).parameters,
@@ -364,7 +361,7 @@ def picture_of(cls: type) -> str | None:
 
 
 def required_by(cls: type) -> list[str]:
-    """Arguments without which a pipeline's call does not draw."""
+    """Returns the arguments without which a pipeline's call does not draw."""
     return [
         p.name
         for p in list(inspect.signature(cls.__call__).parameters.values())[1:]
@@ -374,7 +371,7 @@ def required_by(cls: type) -> list[str]:
 
 
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
-    """`__call__` and the methods of a pipeline that draw noise, without decorators such as `torch.no_grad`."""
+    """Finds `__call__` and the methods that draw noise, without decorators such as `torch.no_grad`."""
     methods: dict[str, types.FunctionType] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
@@ -393,7 +390,7 @@ def _draws(code: types.CodeType) -> bool:
 
 
 def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
-    """The same method, whose `torch` and `randn_tensor` are others; nobody else sees that."""
+    """Returns the same method, whose `torch` and `randn_tensor` are others; nobody else sees that."""
     own = TorchOfCall(draw)
     names = {**method.__globals__, "randn_tensor": own.randn_tensor}
     if names.get("torch") is torch:

@@ -230,7 +230,6 @@ class TimeArgument:
         time: The one, in the scheduler's terms.
         argument: Name or position of the denoiser's argument; None while it is not known.
         factor: The argument is `factor * time + offset`.
-        offset: See `factor`.
     """
 
     time: float

@@ -100,7 +100,7 @@ class Trial:
         times: Sequence[float] = (1.0,),
         further: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """What reaches the decoder for latents that are drawn so, given further arguments of the call."""
+        """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
         self._drawn.clear()
         self._denoiser.calls.clear()
         for encoder in self._encoders.values():
@@ -138,7 +138,7 @@ class Trial:
         return found[0].float()
 
     def _picture(self, levels: Tensor) -> dict[str, Tensor]:
-        """Pictures for a pipeline that cannot do without, one for each level in [0, 1].
+        """Makes pictures for a pipeline that cannot do without, one for each level in [0, 1].
 
         None is even: an autoencoder would divide what rounding makes of it by a variance of almost nothing.
         """
@@ -203,7 +203,7 @@ class Trial:
                 )
 
     def refused_picture(self) -> ConfigurationError | None:
-        """Why training cannot follow what becomes of the picture; seen in runs with a black and a grey one."""
+        """Says why training cannot follow what becomes of the picture, from runs with a black and a grey one."""
         step = self._step
         if step.picture is None:
             return None
@@ -236,7 +236,7 @@ class Trial:
         return None
 
     def places(self) -> tuple[Place, ...]:
-        """Where the denoiser is given sizes, from two runs with other numbers.
+        """Finds where the denoiser is given sizes, from two runs with other numbers.
 
         Raises ConfigurationError if it is told them in another way than by the numbers themselves.
         """
@@ -267,7 +267,7 @@ class Trial:
         return tuple(places)
 
     def tail(self) -> Tail:
-        """What happens to latents between the loop and the decoder.
+        """Finds out what happens to latents between the loop and the decoder.
 
         Raises:
             ConfigurationError: More than an order of axes, a factor and an offset for each channel.
@@ -313,14 +313,14 @@ class Trial:
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:
-    """A tensor whose entries are their positions along an axis."""
+    """Makes a tensor whose entries are their positions along an axis."""
     along = [1] * len(shape)
     along[axis] = shape[axis]
     return torch.arange(float(shape[axis])).reshape(along).expand(tuple(shape)).clone()
 
 
 def _axis_of(values: Tensor) -> int | None:
-    """The axis along which entries are their positions, if there is one."""
+    """Returns the axis along which entries are their positions, if there is one."""
     for axis, length in enumerate(values.shape):
         expected = _positions(values.shape, axis).to(values.device)
         if length > 1 and torch.allclose(values, expected, atol=0.05, rtol=1e-3):
@@ -329,13 +329,13 @@ def _axis_of(values: Tensor) -> int | None:
 
 
 def _is_per_channel(values: Tensor) -> bool:
-    """Whether entries depend on axis 1 alone."""
+    """Returns whether entries depend on axis 1 alone."""
     channels = (slice(1), slice(None), *(slice(1),) * (values.ndim - 2))
     return torch.allclose(values, values[channels].expand_as(values), rtol=1e-4, atol=1e-6)
 
 
 def _is_row(together: Any, alone: Any, index: int, count: int) -> bool:
-    """Whether what one sample is given alone is its row, or its entry, of what several are given."""
+    """Returns whether what one sample is given alone is its row, or its entry, of what several are given."""
     if isinstance(together, Tensor):
         if not isinstance(alone, Tensor):
             return False

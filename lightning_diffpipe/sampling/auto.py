@@ -77,7 +77,7 @@ class Chooser:
         self._refused: list[tuple[Refusal, DiffPipeError]] = []
 
     def choose(self, call: Call) -> MethodOptions:
-        """The fastest way that has not been refused, as measured with the first request.
+        """Returns the fastest way that has not been refused, as measured with the first request.
 
         Args:
             call: The request; nothing in it is changed but the state of its generators.
@@ -128,7 +128,7 @@ class Chooser:
 
 
 def wish_of(options: MethodOptions) -> SamplingWish:
-    """What a choice has to keep to.
+    """Returns what a choice has to keep to.
 
     Args:
         options: With `method="auto"`. One synchronous step, which is what they say by default, is no wish.
@@ -155,7 +155,7 @@ def wish_of(options: MethodOptions) -> SamplingWish:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are left on an accelerator; None for hosts, whose ranks share what there is."""
+    """Returns the bytes that are left on an accelerator; None for hosts, whose ranks share what there is."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]
@@ -163,7 +163,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def options_of(choice: SamplingChoice) -> dict[str, Any]:
-    """Options of the method's own."""
+    """Returns the options of the method's own that were chosen."""
     name = {"sequence": "mode", "pipefusion": "sequence_mode"}.get(choice.method)
     return {name: choice.sequence_mode} if name and choice.sequence_mode else {}
 
@@ -227,7 +227,7 @@ def profile_request(request: Request, num_samples: int, branches: int) -> Denois
 
 
 def _missing_bytes(model: nn.Module, layout: Layout | None = None) -> int:
-    """Bytes of the weights that are yet to be loaded: of all, or of those in blocks that stages share."""
+    """Returns the bytes of weights that are yet to be loaded: of all, or of those in blocks that stages share."""
     blocks = ("",) if layout is None else tuple(f"{name}." for name in layout.block_names)
     everywhere = frozenset() if layout is None else layout.glue_parameters
     return sum(
@@ -238,12 +238,11 @@ def _missing_bytes(model: nn.Module, layout: Layout | None = None) -> int:
 
 
 def _short(error: Exception) -> str:
-    """The first clause of a message."""
     return re.split(r"[:;\n]", str(error), maxsplit=1)[0]
 
 
 def _glue_s(request: Request, layout: Layout) -> float:
-    """Seconds of a step with all blocks answering at once."""
+    """Returns seconds of a step with all blocks answering at once."""
     device, calls = request.latents.device, iter(())
 
     def stubbed(*_: Any) -> Any:
@@ -260,7 +259,7 @@ def _glue_s(request: Request, layout: Layout) -> float:
 
 
 def _patch_s(request: Request, patched: PipeFusion, step_s: float) -> float:
-    """What one more patch costs: a step in two patches against one without."""
+    """Returns what one more patch costs: a step in two patches less one without."""
     if request.num_steps < MIN_STEPS:
         return 0.0
     # The first step in patches fills caches, so the next two are timed.

@@ -125,7 +125,7 @@ class Call:
         return self.phases[0].denoisers[0]
 
     def phase(self, index: int, latents: Tensor) -> Call:
-        """The same request for the steps of one phase only, from this rank's latents before them."""
+        """Returns the same request for the steps of one phase only, from this rank's latents before them."""
         phase, whole = self.phases[index], self.whole
         if index:
             whole = self.whole.to(latents.dtype, copy=True)
@@ -271,7 +271,7 @@ class Call:
         return Prediction((whole,))
 
     def _own_rows(self, num_rows: int) -> list[int] | None:
-        """Rows of the denoiser's input that this rank computes; None means all."""
+        """Returns the rows of the denoiser's input that this rank computes; None means all."""
         if self.rows is None and self.divided != "batch":
             return None
         size = len(self.whole)
@@ -280,7 +280,7 @@ class Call:
         return [c * size + i for c in copies for i in here]
 
     def denoise(self, model: nn.Module) -> Denoise:
-        """All calls of the denoiser in one step, alone: `(latents, timestep) ->` a prediction of their shape.
+        """Returns all calls of the denoiser in one step: `(latents, timestep) ->` a prediction of their shape.
 
         For looking at the model, not for sampling: what the loop does with predictions is left out.
         """
@@ -305,7 +305,7 @@ class Call:
         return denoise
 
     def _arguments_at(self, timestep: Tensor) -> list[dict[str, Any]]:
-        """Arguments of the denoiser's calls in the first or the last step; at NaN, NaN where these two differ."""
+        """Returns arguments of the denoiser in the first or the last step; at NaN, NaN where these two differ."""
         first, last = self.steps
         if not timestep.isnan():
             is_last = len(self.timesteps) > 1 and bool(timestep == self.timesteps[-1])
@@ -330,7 +330,7 @@ class Call:
         return max(len(self.steps[0]), self._expansion_or_1)
 
     def branch(self, index: int) -> Call:
-        """The same request with one branch of guidance only, for one half of the ranks.
+        """Returns the same request with one branch of guidance only, for one half of the ranks.
 
         Where guidance is in the batch, rows `index::` of every per-sample argument; where the denoiser is
         called once per branch, that call.
@@ -352,7 +352,7 @@ class Call:
         return replace(self, index=index, divided="batch")
 
     def samples(self, start: int, stop: int) -> Call:
-        """The same request for samples `start` to `stop` only, for data parallel ranks.
+        """Returns the same request for samples `start` to `stop` only, for data parallel ranks.
 
         Noise drawn on the way is that of these samples in the whole request.
 
@@ -372,12 +372,12 @@ class Call:
         return replace(self, rows=here, scheduler=scheduler, step_arguments=steps)
 
     def _refuse_lists(self) -> None:
-        """Raises ConfigurationError where `_rows` would, before anything is drawn."""
+        """Refuses lists as `_rows` does, before anything is drawn."""
         for arguments in (each for p in self.phases for calls in p.calls for each in calls):
             _rows(arguments, [], len(arguments[latents_name(arguments)]))
 
     def rows_of(self, start: int, stop: int) -> list[int]:
-        """Rows of the latents that belong to samples `start` to `stop`."""
+        """Returns the rows of the latents that belong to samples `start` to `stop`."""
         return [c * self.num_samples + i for c in range(self._copies) for i in range(start, stop)]
 
     @property
@@ -386,7 +386,7 @@ class Call:
         return len(self.whole) // self.num_samples
 
     def finish(self, latents: Tensor) -> Any:
-        """What the pipeline makes of the final latents; on the rank that leads."""
+        """Returns what the pipeline makes of the final latents, on the rank that leads."""
         try:
             return self.loop[0].finish(latents)
         finally:
@@ -399,26 +399,26 @@ class Call:
             self.loop.pop().close()
 
     def packed(self) -> Call:
-        """The call as it travels: on the host."""
+        """Returns the call as it travels, on the host."""
         states = random_states(self.whole.device)
         return replace(self._on("cpu"), scheduler=on_host(self.scheduler), random_states=states)
 
     def unpacked(self, device: torch.device) -> Call:
-        """The inverse of `packed`, on a rank's own device."""
+        """Returns the inverse of `packed`, on a rank's own device."""
         twin = copy.copy(self.scheduler)
         if torch.is_tensor(getattr(twin, "timesteps", None)):
             twin.timesteps = twin.timesteps.to(device)
         return replace(self._on(device), scheduler=twin)
 
     def _on(self, device: torch.device | str) -> Call:
-        """The same on a device, but for its scheduler."""
+        """Returns the same on a device, but for its scheduler."""
         phases = [replace(each, calls=moved(each.calls, device)) for each in self.phases]
         whole, timesteps = moved((self.whole, self.timesteps), device)
         return replace(self, phases=phases, whole=whole, timesteps=timesteps)
 
     @contextmanager
     def drawing_alike(self, rank: int) -> Iterator[None]:
-        """A context in which default generators go on from where those of rank 0 were; they go back on others."""
+        """Lets default generators go on from where those of rank 0 were; they go back on others."""
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
 
@@ -492,7 +492,7 @@ def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
 
 
 def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:
-    """Arguments of a denoiser, and of its controls, for other latents."""
+    """Returns arguments of a denoiser, and of its controls, for other latents."""
     name = latents_name(arguments)
     given = dict(arguments) | {name: _given(arguments[name], latents)}
     if "controls" in given:
@@ -501,7 +501,7 @@ def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, An
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:
-    """What the denoiser is given for other latents than those it was seen with; conditions after them stay.
+    """Returns what the denoiser is given for other latents than those it was seen with; conditions after them stay.
 
     Args:
         seen: Its input: copies of the latents, perhaps with further channels or tokens.
@@ -581,7 +581,7 @@ def dry_run_of(call: PipelineCall) -> Call:
 
 
 def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]]:
-    """One run with a denoiser that predicts zeros; recorded unless it ends after a number of steps.
+    """Runs it once with a denoiser that predicts zeros; recorded unless it ends after a number of steps.
 
     Returns:
         What it has shown, and the timesteps as the scheduler was given them.
@@ -633,7 +633,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
-    """Whether the loop's own code brings rows of latents or predictions together, found by NaN in half of them."""
+    """Finds by NaN in half of them whether the loop's own code brings rows of latents or predictions together."""
     found, left = False, num_steps
     before = torch.empty(0)  # the latents as they were handed back
 
@@ -672,7 +672,7 @@ def _run(call: PipelineCall, *given: Any) -> None:
 
 
 def _half_marked(x: Tensor) -> Tensor:
-    """A copy with NaN in the first half of the rows, or of the tokens."""
+    """Returns a copy with NaN in the first half of the rows, or of the tokens."""
     axis = 1 if x.ndim == 3 else -2
     x = x.clone()
     x.narrow(axis, 0, x.shape[axis] // 2).fill_(_NAN)

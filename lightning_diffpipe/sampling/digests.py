@@ -40,7 +40,6 @@ BLOCK_BYTES = 4096
 
 
 def _digest(head: str, num_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """The digest of `num_bytes` bytes, of which `read(start, stop)` gives some."""
     found = hashlib.blake2b(head.encode(), digest_size=16)
     if num_bytes <= SAMPLED_BLOCKS * BLOCK_BYTES:
         found.update(read(0, num_bytes))
@@ -52,7 +51,7 @@ def _digest(head: str, num_bytes: int, read: Callable[[int, int], bytes]) -> str
 
 
 def digest_of_tensor(tensor: Tensor) -> str:
-    """The digest of a tensor in memory, mapped or not."""
+    """Returns the digest of a tensor in memory, mapped or not."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
     def read(start: int, stop: int) -> bytes:
@@ -70,7 +69,7 @@ def _digest_of_part(head: str, file: BinaryIO, begin: int, end: int) -> str:
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
-    """Digests of all tensors of a file, by name."""
+    """Returns the digests of all tensors of a file, by name."""
     with path.open("rb") as file:
         first = 8 + int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(first - 8))
@@ -102,7 +101,7 @@ class Identity:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], denoiser: nn.Module, weights: Any) -> Identity:
-        """The identity of a model that is open, whose parameters may be placeholders for `weights`."""
+        """Returns the identity of a model that is open, whose parameters may be placeholders for `weights`."""
         if not isinstance(denoiser, nn.Module):  # a part without weights, such as guidance
             return cls(
                 {}, as_texts(dict(getattr(denoiser, "config", {}))), {}, socket.gethostname()
@@ -121,7 +120,7 @@ class Identity:
 
     @classmethod
     def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:
-        """The identity of a part as it is stored, by all its files of weights.
+        """Returns the identity of a part as it is stored, by all its files of weights.
 
         Args:
             folder: Of the part.
@@ -171,7 +170,7 @@ def refuse_other_models(world: World, mine: Identity) -> None:
 
 
 def as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """What can be compared between processes."""
+    """Returns what can be compared between processes."""
     return {name: _text(value) for name, value in values.items()}
 
 
@@ -200,7 +199,7 @@ def refuse_other_request(rank: int, mine: Mapping[str, str], first: Mapping[str,
 
 
 def differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names under which two mappings have something else, or one has nothing."""
+    """Returns the names under which two mappings have something else, or one has nothing."""
     return sorted(n for n in first.keys() | other.keys() if first.get(n) != other.get(n))
 
 

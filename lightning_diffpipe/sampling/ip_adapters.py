@@ -40,7 +40,7 @@ class ExtendedWeights(ChangedWeights):
         self._added = added
 
     def names(self) -> set[str]:
-        """All stored names."""
+        """Returns all stored names."""
         return self._weights.names() | self._added.names()
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -50,7 +50,7 @@ class ExtendedWeights(ChangedWeights):
         yield from self._added.read([name for name in names if name in added])
 
     def digests(self) -> dict[str, str]:
-        """Digests of all tensors."""
+        """Returns the digests of all tensors."""
         return self._weights.digests() | self._added.digests()
 
 
@@ -175,7 +175,7 @@ def with_ip_adapters(
 
 
 def _num_layer_tensors(path: Path) -> int:
-    """How many tensors a file has for attention layers.
+    """Returns how many tensors a file has for attention layers.
 
     Raises:
         CheckpointError: It cannot be read, is no IP-Adapter, or has LoRAs besides.
@@ -204,7 +204,7 @@ def _num_layer_tensors(path: Path) -> int:
 
 
 def _taken_out(denoiser: nn.Module, before: Collection[int]) -> dict[str, Tensor]:
-    """Values of the parameters that were not there before, which become placeholders."""
+    """Returns the values of parameters that were not there before, which become placeholders."""
     values: dict[str, Tensor] = {}
     for path, module in denoiser.named_modules():
         for key, parameter in module._parameters.items():

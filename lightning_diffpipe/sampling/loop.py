@@ -52,7 +52,7 @@ _NAN = float("nan")
 
 
 def denoisers_among(names: Any) -> list[str]:
-    """Names of the parts that denoise; the first is the one that ranks share."""
+    """Returns the names of parts that denoise; the first is the one that ranks share."""
     return sorted(name for name in names if _DENOISER.fullmatch(name))
 
 
@@ -65,12 +65,9 @@ class PipelineCall:
 
     Attributes:
         pipeline: It, or a shallow copy without its parts.
-        method: Its method that draws.
-        arguments: Of that.
         parts: The parts that are here, by name.
         names: Of all parts; those that are not here are answered from the record.
         absent: Parts that the pipeline does without.
-        device: Where this rank computes.
         record: What parts answered.
     """
 
@@ -181,7 +178,7 @@ class PipelineCall:
         return recorded if record is not None else replayed
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other ranks: no parts but the scheduler, and no functions among the arguments."""
+        """Returns what travels to other ranks: no parts but the scheduler, and no functions among the arguments."""
         shell = copy.copy(self.pipeline)
         own = vars(shell)
         for name in (*self.names, "_modules", "_trainer", "_fabric"):
@@ -205,7 +202,7 @@ class PipelineCall:
     def here(
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
-        """The same on another rank, with its parts, and with functions among the arguments, which do not travel."""
+        """Returns the same on another rank, with its parts, and with functions, which do not travel."""
         assert self.record is not None
         arguments = moved(restored(self.arguments, device), device)
         twin = copy.copy(self.pipeline)
@@ -232,7 +229,7 @@ class _EqualToBase(type):
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """A copy of a scheduler whose steps are answered; so are those of its own copies.
+    """Returns a copy of a scheduler whose steps are answered; so are those of its own copies.
 
     Raises:
         ConfigurationError: It has no step.
@@ -255,7 +252,7 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
 
 
 def _answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
-    """A shallow copy of a denoiser, or of another part, whose calls are answered."""
+    """Returns a shallow copy of a denoiser, or of another part, whose calls are answered."""
     twin = copy.copy(part)
     vars(twin).update(vars(part))
     for name, value in vars(part).items():
@@ -302,7 +299,7 @@ def _is_batch(name: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
-    """A context after which parts have the types and attention processors that they had before it.
+    """Gives parts back the types and attention processors that they had before it.
 
     A pipeline that changes them (SDXL decodes in float32, perturbed-attention guidance has processors of its own)
     takes that back at the end of its call, which neither a first run nor a request that fails reaches.
@@ -323,7 +320,7 @@ def settings_restored(parts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]]:
-    """Attention layers of parts, with the processor that each has."""
+    """Returns the attention layers of parts, with the processor that each has."""
     modules = [part for part in parts.values() if isinstance(part, nn.Module)]
     layers = [x for each in modules for x in each.modules() if hasattr(x, "set_processor")]
     return [(layer, layer.processor) for layer in layers]
@@ -363,7 +360,7 @@ class _Generator:
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:
-    """The argument of a denoiser that takes the latents."""
+    """Returns the argument of a denoiser that takes the latents."""
     for name in _LATENTS:
         if isinstance(arguments.get(name), Tensor):
             return name
@@ -406,7 +403,7 @@ class Prediction(tuple):
 def predicted_zeros(
     denoiser: nn.Module, arguments: Mapping[str, Any], beyond: float = 0.0
 ) -> Prediction:
-    """A prediction of zeros, with something else in channels beyond those of the latents."""
+    """Returns a prediction of zeros, with something else in channels beyond those of the latents."""
     latents = arguments[latents_name(arguments)]
     given = getattr(denoiser.config, "in_channels", None)
     channels = getattr(denoiser.config, "out_channels", None)
@@ -443,11 +440,11 @@ class Step:
         return list(self.arguments.values())[index]
 
     def stepped(self, prediction: Tensor) -> Any:
-        """What the scheduler itself returns."""
+        """Returns what the scheduler itself returns."""
         return self.plain(**self.arguments | {list(self.arguments)[1]: prediction})
 
     def answer(self, latents: Tensor) -> Any:
-        """What a scheduler returns that has stepped elsewhere."""
+        """Returns what a scheduler returns that has stepped elsewhere."""
         return Stepped((latents, latents))
 
     def count(self) -> None:
@@ -459,7 +456,7 @@ class Step:
             self.plain(self[0], zeros, self[2], zeros, **options)
 
     def draw(self, from_default: bool) -> None:
-        """As `count`, on all rows: generators go on as where the step is taken, the default ones if asked."""
+        """Draws for all rows, so that generators go on as where the step is taken, the default ones if asked."""
         device = self[3].device
         _, prediction, _, sample = list(self.arguments)[:4]
         zeros = {n: torch.zeros_like(self.arguments[n]) for n in (prediction, sample)}
@@ -720,5 +717,5 @@ class PipelineLoop(Loop):
 
 
 def _filled(denoiser: nn.Module, arguments: Mapping[str, Any]) -> Prediction:
-    """A prediction that is not known."""
+    """Returns a prediction that is not known."""
     return Prediction(torch.full_like(x, _NAN) for x in predicted_zeros(denoiser, arguments))

@@ -114,11 +114,11 @@ class StoredLora:
             )
 
     def parts(self) -> set[str]:
-        """The parts of a pipeline that it has adapters of."""
+        """Returns the parts of a pipeline that it has adapters of."""
         return {layer.partition(".")[0] for layer in self._products}
 
     def layers(self, part: str) -> set[str]:
-        """The layers of a part that have adapters."""
+        """Returns the layers of a part that have adapters."""
         return {n.partition(".")[2] for n in self._products if n.startswith(f"{part}.")}
 
     def require_fit(self, part: str, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -149,7 +149,7 @@ class StoredLora:
                 )
 
     def added(self, part: str, layer: str, weight: Tensor) -> Tensor:
-        """The weight of a layer with the product of its adapter, if there is one, in float32 at least."""
+        """Returns the weight of a layer with the product of its adapter, if there is one, in float32 at least."""
         product = self._products.get(f"{part}.{layer}")
         if product is None or not weight.is_floating_point():
             return weight
@@ -159,7 +159,7 @@ class StoredLora:
         return weight.to(wide) + scale * change.to(weight.device, wide)
 
     def digest(self, part: str, layer: str) -> str:
-        """What ranks compare of one product; nothing where there is none."""
+        """Returns what ranks compare of one product; nothing where there is none."""
         product = self._products.get(f"{part}.{layer}")
         if product is None:
             return ""
@@ -201,7 +201,7 @@ def messages_of_loaders(printed_from: int | None = None) -> Iterator[list[str]]:
 
 
 def _as_layer_has_it(name: str) -> str:
-    """A name of a weight, or of its alpha, with the name of its layer, of which diffusers had another before peft.
+    """Returns the name of a weight, or of its alpha, by that of its layer, which was another before peft.
 
     Example:
         >>> _as_layer_has_it("unet.mid_block.attn1.processor.to_out_lora.down.weight")
@@ -220,7 +220,7 @@ def _as_layer_has_it(name: str) -> str:
 
 
 def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """The factor of a layer's product, by its alpha, stored by Kohya's scripts, or peft's settings of its part."""
+    """Returns the factor of a layer's product, by its alpha, of Kohya's scripts, or peft's settings of its part."""
     part, _, name = layer.partition(".")
     own = {key: settings.get(f"{part}.{key}", settings.get(key)) for key in _SETTINGS}
     alpha = own["lora_alpha"]
@@ -303,7 +303,7 @@ class AdaptedWeights(ChangedWeights):
             yield name, value
 
     def digests(self) -> dict[str, str]:
-        """Digests of each tensor and what is added to it."""
+        """Returns the digests of each tensor and what is added to it."""
         return {
             name: digest
             + "".join(lora.digest(self._part, name.removesuffix(".weight")) for lora in self._loras)

@@ -63,14 +63,14 @@ class SamplingMesh:
         return " x ".join(used) or "one rank"
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
+        """Returns where a rank is on each axis."""
         found = {}
         for name, size in reversed(asdict(self).items()):
             rank, found[name] = divmod(rank, size)
         return dict(reversed(found.items()))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Ranks that differ along these axes only, one list per group, each in order."""
+        """Returns the ranks that differ along these axes only, one list per group, each in order."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             place = self.coordinates(rank)
@@ -80,7 +80,7 @@ class SamplingMesh:
 
 
 def fitting_meshes(num_ranks: int, methods_axes: Sequence[Axis]) -> Iterator[SamplingMesh]:
-    """All meshes over these axes that have exactly `num_ranks` ranks."""
+    """Returns all meshes over these axes that have exactly `num_ranks` ranks."""
     sizes = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
     choices = {axis: sizes if axis in methods_axes else [1] for axis in get_args(Axis)}
     if "guidance" in methods_axes:
@@ -181,18 +181,18 @@ class MeshLinks:
         self.branches = links("guidance")
 
     def exchange(self, prediction: Tensor) -> tuple[Tensor, Tensor]:
-        """The predictions of both branches of guidance, in order; this rank brings its own."""
+        """Returns the predictions of both branches of guidance, in order; this rank brings its own."""
         shapes = [TensorShape.of(prediction)] * 2
         first, second = start_all_gather(self.branches, prediction, shapes, "prediction")()
         return first, second
 
     def share_of(self, num_samples: int) -> list[tuple[int, int]]:
-        """Samples of each position of the data axis, as (start, stop): as even as can be, the first never none."""
+        """Divides samples over the data axis, as (start, stop): as even as can be, the first never none."""
         edges = [-(-num_samples * i // self.mesh.data) for i in range(self.mesh.data + 1)]
         return list(itertools.pairwise(edges))
 
     def leaves_messages(self) -> bool:
-        """Whether this rank is in the middle of messages that cannot be taken back."""
+        """Returns whether this rank is in the middle of messages that cannot be taken back."""
         return any(links.occupies_device and links.is_under_way for links in self._processes())
 
     def disconnect(self) -> None:
@@ -201,7 +201,7 @@ class MeshLinks:
             links.disconnect()
 
     def abandon(self) -> None:
-        """The same at once, with messages under way."""
+        """Does the same at once, with messages under way."""
         for links in self._processes():
             links.abandon()
 

@@ -69,9 +69,6 @@ class MethodOptions:
         warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
             method.
         data: Size of the data axis of the mesh, if wished; so are the next three.
-        guidance: Of the guidance axis.
-        parallel: Of the axis of stages or bands.
-        sequence: Of the sequence axis.
         further: Options of the method's own.
         mesh: What was decided.
         reason: Why, where the method was chosen automatically.
@@ -118,7 +115,6 @@ class RankReport:
 
     Attributes:
         options: What was decided.
-        num_steps: Denoising steps.
         statistics: Of the sampler; empty on ranks without a prompt.
         around: What was sent outside the sampler: between halves of guidance, and final latents to rank 0.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
@@ -136,7 +132,7 @@ class RankReport:
 
 
 def options_taken(method: str) -> set[str]:
-    """Names of a method's own options, without what the Predictor gives by itself."""
+    """Returns the names of a method's own options, without what the Predictor gives by itself."""
     sampler = _SAMPLERS.get(method, DistriFusion)
     names = set(inspect.signature(sampler).parameters) - _GIVEN
     return names - {"mode"} if sampler is DistriFusion else names
@@ -170,7 +166,7 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
 
 
 def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
-    """What to say of the first option that is not taken."""
+    """Says what to do about the first option that is not taken."""
     unknown = sorted(set(options.further) - taken)
     if not unknown:
         return ConfigurationError(
@@ -311,12 +307,11 @@ class Worker:
         return (self.options.num_patches or 1) if self.options.method == "pipefusion" else 1
 
     def _share(self, call: Call) -> Call:
-        """The samples that this rank draws, perhaps none."""
         start, stop = self.place.share_of(call.num_samples)[self.place.data]
         return call if stop - start == call.num_samples else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
-        """This rank's branch of its share, and who samples it: layers and shapes of each denoiser are its own."""
+        """Returns who samples it, with layers and shapes of its denoiser, and this rank's branch of its share."""
         exchange = None
         if self.place.mesh.guidance == 2:
             call, exchange = call.branch(self.place.guidance), self.place.exchange
@@ -382,7 +377,7 @@ class Worker:
         return whole
 
     def report(self) -> RankReport:
-        """What this rank did in the last request."""
+        """Returns what this rank did in the last request."""
         sizes = [(p, p.numel() * p.element_size()) for p in self._model.parameters()]
         return RankReport(
             self.options,
@@ -395,7 +390,7 @@ class Worker:
         )
 
     def _around(self) -> Traffic:
-        """What was sent so far outside the sampler."""
+        """Returns what was sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)
 
     def close(self) -> None:

@@ -50,13 +50,13 @@ class Record:
     num_decoded: int | None = None
 
     def on(self, device: torch.device | str) -> Record:
-        """The same with tensors on a device."""
+        """Returns the same with tensors on a device."""
         answers, attributes = moved((self.answers, self.attributes), device)
         return replace(self, answers=answers, attributes=attributes, asked_last=set())
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """A value with its tensors on a device: those in containers and, one level deep, in attributes of objects."""
+    """Moves a value's tensors to a device: those in containers and, one level deep, in attributes of objects."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -80,7 +80,6 @@ class _Asked:
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Asks the part."""
         return self._ask("__call__", args, kwargs)
 
     def __len__(self) -> int:
@@ -188,7 +187,7 @@ class Replayed(_Asked):
 
 
 def _then(method: Callable[..., Any] | None, part: Any) -> Callable[..., Any]:
-    """A method of a module that changes it, if it is here, and returns what stands for it."""
+    """Returns a method of a module that changes it, if it is here, and returns what stands for it."""
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         if method is not None:
@@ -203,7 +202,7 @@ class _Iterated(list[Any]):
 
 
 def copied(answer: Any) -> Any:
-    """An answer that its reader may change."""
+    """Copies an answer, so that its reader may change it."""
     if isinstance(answer, _Iterated):
         return iter(answer)
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, answer)

@@ -130,7 +130,7 @@ def _refuse_if_other(
 
 
 def _showing(request: Request, num_steps: int) -> Request:
-    """A request whose result is the prediction for the first model input, shown that many times."""
+    """Returns a request whose result is the prediction for the first model input, shown that many times."""
     t = request.timesteps[:1]
     return replace(
         request,
@@ -151,7 +151,6 @@ class _Still:
         self._left = num_steps
 
     def step(self, prediction: Tensor, timestep: Tensor, latents: Tensor) -> SimpleNamespace:
-        """The latents as they are, until the last step."""
         self._left -= 1
         if self._left:
             return SimpleNamespace(prev_sample=latents)
@@ -160,7 +159,7 @@ class _Still:
 
 
 def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = False) -> float:
-    """The relative error that rounding may cause in a prediction, which guidance enlarges.
+    """Returns the relative error that rounding may cause in a prediction, which guidance enlarges.
 
     The coarsest type counts: many pipelines keep latents in float32 for a model in bfloat16.
 
@@ -183,7 +182,7 @@ def tolerance_of(model: nn.Module, latents: Tensor, convolves_parts: bool = Fals
 
 
 def relative_error(found: Any, whole: Any) -> float:
-    """The largest relative difference among the results of two calls; one that overflows anyway says nothing."""
+    """Returns the largest relative difference of two calls' results; one that overflows anyway says nothing."""
     errors = [0.0]
     for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(whole), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point():
@@ -197,7 +196,7 @@ def relative_error(found: Any, whole: Any) -> float:
 
 
 def error_beside(links: Links, plain: Callable[[], Any], found: Any, warning: str) -> float:
-    """The relative error of results against a plain call of rank 0; collective.
+    """Returns the relative error of results against a plain call of rank 0; collective.
 
     Returns:
         0, with a warning, where memory does not suffice for that call.
@@ -272,7 +271,7 @@ def failing(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice; only torch's own allocator has a class for it."""
+    """Returns whether an error says that memory did not suffice; only torch's own allocator has a class for it."""
     signs = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     return isinstance(error, RuntimeError) and (
         isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)

@@ -35,12 +35,10 @@ class SamplingReport:
     """What all ranks did in one request.
 
     Attributes:
-        method: Name of the method.
         mesh: Sizes of the axes, as text.
         num_patches: Patches of PipeFusion; None for others.
         warmup_steps: Sampler warm-up, the number found if it was `"auto"`; None for exact methods.
         reason: Why this method, if it was chosen automatically.
-        num_steps: Denoising steps.
         step_s: Seconds of one denoising step: the median over steps, of the slowest rank.
         sampling_s: Seconds of the denoising loop.
         bytes_sent: By kind, over all ranks.
@@ -96,7 +94,7 @@ class SamplingReport:
         return {kind: reads.fresh_share for kind, reads in self.freshness.by("kind").items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, without the timelines and single reads, for JSON."""
+        """Returns all numbers, without the timelines and single reads, for JSON."""
         hidden = {"measured", "planned", "freshness"}
         shown = {k: v for k, v in vars(self).items() if k not in hidden}
         return shown | {"fresh_share": self.fresh_share}
@@ -146,7 +144,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
 def _planned(
     mesh: SamplingMesh | None, plan: PipeFusionPlan | None, spans: Sequence[Span]
 ) -> Timeline | None:
-    """What the formulas make of the median times of a turn, for one pipeline without guidance halves."""
+    """Returns what the formulas make of the median times of a turn, for one pipeline without guidance halves."""
     if plan is None or mesh is None or mesh.num_ranks != mesh.parallel or not spans:
         return None
     turns = plan.turns
@@ -182,7 +180,7 @@ def _size(num_bytes: int) -> str:
 
 
 def psnr(picture: Any, reference: Any) -> float:
-    """Peak signal-to-noise ratio of two pictures of 8 bits, in dB; infinite if they are equal.
+    """Returns the peak signal-to-noise ratio of two pictures of 8 bits, in dB; infinite if they are equal.
 
     Example:
         >>> round(psnr(np.full((2, 2), 10, np.uint8), np.full((2, 2), 11, np.uint8)), 2)
@@ -194,14 +192,14 @@ def psnr(picture: Any, reference: Any) -> float:
 
 
 def difference(picture: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
-    """Absolute difference of two pictures, enlarged `gain` times so that it can be seen; 8 bits."""
+    """Returns the absolute difference of two pictures, enlarged `gain` times so that it can be seen; 8 bits."""
     a, b = (np.asarray(x, dtype=np.float64) for x in (picture, reference))
     enlarged: np.ndarray = np.clip(np.abs(a - b) * gain, 0, 255).astype(np.uint8)
     return enlarged
 
 
 def lpips_distances(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
-    """LPIPS (AlexNet) of pictures and their references. Nothing is downloaded.
+    """Measures LPIPS (AlexNet) of pictures and their references. Nothing is downloaded.
 
     Args:
         pairs: Pictures of 8 bits, two and two of the same size.

@@ -81,7 +81,7 @@ class Request:
         return Loop(self) if self.begin is None else self.begin()
 
     def inferring(self) -> contextlib.AbstractContextManager[Any]:
-        """A context without gradients."""
+        """Returns a context without gradients."""
         return torch.inference_mode() if self.infers else torch.no_grad()
 
     @property
@@ -186,7 +186,7 @@ class InputScaler:
                 scheduler.step(x, t, x, **options)
 
     def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
-        """What `denoise` is given at a step."""
+        """Returns what `denoise` is given at a step."""
         return self._before[step].scale_model_input(latents, t) if self._before else latents
 
 

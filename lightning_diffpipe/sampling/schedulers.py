@@ -46,7 +46,7 @@ class PatchSchedulers:
         self._noise = _NoiseOfWhole(axis)
 
     def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
-        """Those of the steps before, if there are any; else these, which are noted.
+        """Returns those of the steps before, if there are any; else these, which are noted.
 
         Raises:
             ConfigurationError: They step other rows.
@@ -91,7 +91,7 @@ def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis
 
 
 def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> bool:
-    """Whether stepping two halves with two copies equals stepping the whole, over all timesteps.
+    """Tries whether stepping two halves with two copies equals stepping the whole, over all timesteps.
 
     On the host, wherever the scheduler is, and with no generator touched but the host's, which is put back.
 
@@ -129,14 +129,14 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
 
 
 def on_host(scheduler: Any) -> Any:
-    """A copy whose tensors are on the host."""
+    """Returns a copy whose tensors are on the host."""
     twin = copy.copy(scheduler)
     vars(twin).update(pytree.tree_map_only(Tensor, lambda x: x.cpu(), dict(vars(scheduler))))
     return twin
 
 
 def takes_generator(scheduler: Any) -> bool:
-    """Whether its step draws from a generator that it is given."""
+    """Returns whether its step draws from a generator that it is given."""
     return "generator" in inspect.signature(scheduler.step).parameters
 
 
@@ -152,7 +152,6 @@ class _NoiseOfWhole(TorchFunctionMode):
         self._size = 0
 
     def forget(self) -> None:
-        """A new step begins."""
         self._drawn.clear()
         self._turns.clear()
 
@@ -184,7 +183,7 @@ class _NoiseOfWhole(TorchFunctionMode):
 def for_samples(
     scheduler: Any, rows: Sequence[int], latents: Tensor, timesteps: Tensor | None = None
 ) -> Any:
-    """A scheduler that draws noise for all samples and keeps that of some, for ranks that divide the samples.
+    """Makes a scheduler draw noise for all samples and keep that of some, for ranks that divide the samples.
 
     Raises:
         ConfigurationError: It steps all samples together; names the scheduler.
@@ -210,7 +209,7 @@ def for_samples(
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """States of the default generators: that of the host first, then that of a GPU."""
+    """Returns the states of the default generators: that of the host first, then that of a GPU."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *on_device]
 
@@ -219,7 +218,7 @@ def random_states(device: torch.device) -> list[Tensor]:
 def drawing_from(
     states: Sequence[Tensor], device: torch.device, goes_back: bool = True
 ) -> Iterator[None]:
-    """A context in which default generators go on from some states."""
+    """Lets default generators go on from some states."""
     with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=goes_back):
         for state in states[:1]:
             torch.set_rng_state(state)
@@ -231,7 +230,7 @@ def drawing_from(
 def _draw(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[int], dict[str, Any]] | None:
-    """Shape and options of a draw of normal noise; None for all other functions."""
+    """Returns shape and options of a draw of normal noise; None for all other functions."""
     if func is torch.randn_like:
         like, kwargs = args[0], {"dtype": args[0].dtype, "device": args[0].device} | kwargs
         return list(like.shape), kwargs

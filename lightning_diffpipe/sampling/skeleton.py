@@ -37,13 +37,13 @@ class Weights(Protocol):
     origin: str
 
     def names(self) -> set[str]:
-        """All stored names."""
+        """Returns all stored names."""
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Reads some of them, one at a time."""
 
     def digests(self) -> dict[str, str]:
-        """Digests of all stored tensors, from samples of each: what ranks compare, see `digests.py`."""
+        """Returns the digests of stored tensors, from samples of each: what ranks compare, see `digests.py`."""
 
 
 class SafetensorsFolder:
@@ -87,7 +87,7 @@ class SafetensorsFolder:
                 raise CheckpointError(f"cannot read {path}: {error}") from error
 
     def names(self) -> set[str]:
-        """All stored names."""
+        """Returns all stored names."""
         return set(self._file_of)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -105,12 +105,12 @@ class SafetensorsFolder:
         return found
 
     def files(self) -> dict[str, str]:
-        """The file of each tensor, after `origin`."""
+        """Returns the file of each tensor, after `origin`."""
         return {name: f"/{path.name}" for name, path in self._file_of.items()}
 
 
 def _what_to_do(folder: Path, variant: str | None) -> str:
-    """What to do about weights that are not there."""
+    """Says what to do about weights that are not there."""
     names = (path.name.removeprefix(f"{_STEM}.") for path in folder.glob(f"{_STEM}.*.safetensors"))
     variants = {name.partition("-")[0].removesuffix(".safetensors") for name in names}
     if variants:
@@ -139,7 +139,7 @@ class StateDict:
         }
 
     def names(self) -> set[str]:
-        """All stored names."""
+        """Returns all stored names."""
         return set(self._values)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:

@@ -81,8 +81,7 @@ class Settings:
         num_inference_steps: Denoising steps; None takes the pipeline's default.
         guidance_scale: Strength of guidance; None takes the pipeline's default.
         seed: Of the start noise: the generator is `torch.Generator().manual_seed(seed)`.
-        height: In pixels; None takes the pipeline's default.
-        width: In pixels.
+        height: In pixels, as `width`; None takes the pipeline's default.
         options: Further arguments of the pipeline's `__call__`. A `generator` among them takes the place of the
             seed, and `prompt_embeds` that of the prompts, which are then None.
     """
@@ -129,13 +128,13 @@ class Settings:
                 )
 
     def given(self) -> dict[str, Any]:
-        """Arguments that were set, without the prompts and the seed."""
+        """Returns the arguments that were set, without the prompts and the seed."""
         named = ("num_inference_steps", "guidance_scale", "height", "width")
         values = {name: getattr(self, name) for name in named}
         return {k: v for k, v in values.items() if v is not None} | dict(self.options)
 
     def as_texts(self) -> dict[str, str]:
-        """What ranks compare."""
+        """Returns what ranks compare."""
         return as_texts({"prompts": self.prompts, "seed": self.seed} | self.given())
 
     def generator(self) -> torch.Generator:
@@ -160,10 +159,10 @@ class Source(Protocol):
         """Draws pictures, with the denoising loop done by `sample`; only on the rank that leads."""
 
     def part(self, name: str) -> nn.Module:
-        """Another part that the loop calls, with its weights; on any rank."""
+        """Returns another part that the loop calls, with its weights; on any rank."""
 
     def identity(self, name: str) -> Identity:
-        """What ranks compare of that part: as it is stored, not as it was rounded; on any rank."""
+        """Returns what ranks compare of that part: as it is stored, not as it was rounded; on any rank."""
 
 
 class DiffusersFolder:
@@ -262,7 +261,7 @@ class DiffusersFolder:
         return "num_frames" in inspect.signature(cls.__call__).parameters
 
     def outline(self) -> Any:
-        """The pipeline; on other ranks than the one that leads made from configs alone.
+        """Returns the pipeline, on other ranks than the one that leads made from configs alone.
 
         Then its modules have no weights, and those of transformers are missing.
 
@@ -301,7 +300,7 @@ class DiffusersFolder:
         return draw_with(self._pipeline, self._device, settings, sample)
 
     def part(self, name: str) -> nn.Module:
-        """Another part that the loop calls."""
+        """Returns another part that the loop calls."""
         if self._pipeline is not None:
             return getattr(self._pipeline, name)
         if name in self._given:
@@ -320,7 +319,7 @@ class DiffusersFolder:
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
-        """What ranks compare of another part: its config, stored weights and what is added to them."""
+        """Returns what ranks compare of another part: its config, stored weights and what is added to them."""
         if name in self._given:
             return Identity.of({}, self._given[name], None)
         added = {
@@ -335,7 +334,7 @@ class DiffusersFolder:
 def _model_index(
     path: Path, parts: Mapping[str, Any], pipeline_class: str | None
 ) -> dict[str, Any]:
-    """The folder's model index, of another pipeline if one is named, without parts that are given as None.
+    """Reads the model index, of another pipeline if one is named, without parts that are given as None.
 
     Raises:
         ConfigurationError: There is no such pipeline, or it has no such part.
@@ -402,12 +401,12 @@ def _load_others(
 
 
 def _is_component(entry: Any) -> bool:
-    """Whether an entry of `model_index.json` says of which library and class a part is; others are settings."""
+    """Returns whether an entry of `model_index.json` has library and class of a part; others are settings."""
     return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
 def _is_absent(entry: Any) -> bool:
-    """Whether an entry of `model_index.json` says that a part is left out."""
+    """Returns whether an entry of `model_index.json` says that a part is left out."""
     return isinstance(entry, list | tuple) and list(entry) == [None, None]
 
 
@@ -447,14 +446,14 @@ def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: S
 
 
 def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -> PipelineCall:
-    """The call of a diffusers pipeline with its own parts, all of them here."""
+    """Returns the call of a diffusers pipeline with its own parts, all of them here."""
     parts = dict(pipeline.components)
     absent = frozenset(name for name, part in parts.items() if part is None)
     return PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device, absent)
 
 
 def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
-    """The arguments of a diffusers pipeline's call.
+    """Makes the arguments of a diffusers pipeline's call.
 
     Raises:
         ConfigurationError: An option is unknown, or cannot be used here.
@@ -494,7 +493,7 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
 
 
 def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
-    """What a pipeline's call draws, with its denoising loop done by `sample`.
+    """Runs a pipeline's call with its denoising loop done by `sample`, and returns what it draws.
 
     Raises:
         ConfigurationError: The call fails before the loop, or with a denoiser that predicts zeros.
@@ -578,7 +577,7 @@ def refuse_prompts(
 
 
 def _of_each_prompt(name: str, value: Any, num_prompts: int) -> Any:
-    """One text for all prompts, such as a negative prompt, as one for each: some pipelines take no other."""
+    """Returns one text for all prompts, such as a negative prompt, for each: some pipelines take no other."""
     if not re.fullmatch(r"(negative_)?prompt(_\d+)?", name):
         return value
     if isinstance(value, str):

@@ -42,7 +42,6 @@ class Read:
     """What one patch or band read in one call of a layer.
 
     Attributes:
-        step: The denoising step that read.
         layer: Name of the block, or of the module.
         kind: "key_value", counted in tokens, or "halo" or "statistics", in rows.
         reader: Which patch, or band.
@@ -86,7 +85,7 @@ class Freshness:
 
     @classmethod
     def joined(cls, several: Iterable[Freshness | None]) -> Freshness:
-        """What all ranks read, of whom some may have noted nothing."""
+        """Joins what all ranks read, of whom some may have noted nothing."""
         return cls([read for each in several if each is not None for read in each.reads])
 
     def note(
@@ -97,7 +96,7 @@ class Freshness:
         self.reads.append(Read(step, layer, kind, reader, there))
 
     def of(self, **wanted: Any) -> Freshness:
-        """Only reads with given attributes, such as `step=1, reader=0`."""
+        """Keeps only reads with given attributes, such as `step=1, reader=0`."""
         return Freshness(
             [
                 read
@@ -121,14 +120,14 @@ class Freshness:
         return total
 
     def by(self, attribute: Attribute) -> dict[Any, Freshness]:
-        """The reads of each step, layer, kind or reader, in the order in which they were first seen."""
+        """Groups reads by step, layer, kind or reader, in the order in which they were first seen."""
         groups: dict[Any, Freshness] = {}
         for read in self.reads:
             groups.setdefault(getattr(read, attribute), Freshness()).reads.append(read)
         return groups
 
     def table(self, rows: Attribute = "step", columns: Attribute = "reader") -> str:
-        """Mean fresh shares as text, a dash where nothing was read; the mean of each row stands last."""
+        """Shows mean fresh shares as text, a dash where nothing was read; the mean of each row stands last."""
         groups, heads = self.by(rows), list(self.by(columns))
         width = max([6, len(rows), *(len(str(name)) for name in groups)])
         widths = [max(7, len(str(head)) + 2) for head in (*heads, "mean")]
@@ -171,7 +170,7 @@ class SamplingStatistics:
     freshness: Freshness | None = None
 
     def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
-        """The statistics of two parts of a request; what was planned for one of them says nothing of both."""
+        """Joins the statistics of two parts of a request; what was planned for one says nothing of both."""
         synchronous = None
         if self.num_synchronous is not None and other.num_synchronous is not None:
             synchronous = self.num_synchronous + other.num_synchronous
@@ -198,7 +197,7 @@ class SamplingStatistics:
 def measured(
     sampler: Any, request: Any, *links: Links, freshness: Freshness | None = None
 ) -> Iterator[Stopwatch]:
-    """Everything inside is one request on the rank of the first links; the sampler gets new statistics of it."""
+    """Counts everything inside as one request on the rank of the first links, in new statistics of the sampler."""
     before = [each.traffic.copy() for each in links]
     sampler.statistics = statistics = SamplingStatistics(freshness=freshness)
     watch = Stopwatch(statistics, links[0].rank if links else 0, request.latents.device)
@@ -230,7 +229,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def working(self, instruction: Instruction) -> Iterator[None]:
-        """Everything inside is work on this instruction, unless it is waiting."""
+        """Takes everything inside for work on this instruction, unless it is waiting."""
         self._instruction, self._start_s = instruction, time.perf_counter()
         try:
             yield
@@ -240,7 +239,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Everything inside is waiting."""
+        """Takes everything inside for waiting."""
         self._note()
         try:
             yield
@@ -249,7 +248,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def learning(self) -> Iterator[None]:
-        """Everything inside is no part of a step, but done once for many requests."""
+        """Takes everything inside for no part of a step, but done once for many requests."""
         self._note()
         instruction, self._instruction = self._instruction, None
         start = self._clock.stamp()
@@ -260,11 +259,11 @@ class Stopwatch:
             self._instruction, self._start_s = instruction, time.perf_counter()
 
     def step_done(self) -> None:
-        """A denoising step ends here."""
+        """Ends a denoising step."""
         self._ends.append(self._clock.stamp())
 
     def stop(self) -> None:
-        """The request ends here; waits for the device."""
+        """Ends the request; waits for the device."""
         self._clock.settle()
         seconds = self._clock.seconds
         self.statistics.step_s = [seconds(*ends) for ends in itertools.pairwise(self._ends)]

@@ -50,7 +50,7 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device) -> World:
-        """A world of this process only."""
+        """Makes a world of this process only."""
         return cls(Alone(device), "gloo")
 
     @property
@@ -64,7 +64,7 @@ class World:
         return self.links.num_ranks
 
     def gather(self, value: Any) -> list[Any]:
-        """Plain data of all ranks, on all ranks."""
+        """Gathers plain data of all ranks, on all ranks."""
         return self.links.gather_object(value)
 
     def enter(self, phase: str) -> None:
@@ -75,7 +75,7 @@ class World:
     def agree(
         self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
     ) -> Any:
-        """What `make` returns on this rank, if it works on all; else the same error on all ranks.
+        """Returns what `make` returns on this rank, if it works on all; else the same error on all ranks.
 
         Args:
             phase: What is done, for messages.
@@ -156,7 +156,7 @@ class World:
         return [error for error, _ in outcomes]
 
     def measured_link(self) -> Link:
-        """How fast messages of denoisers travel between ranks, measured; collective, the same on all ranks.
+        """Measures how fast messages of denoisers travel between ranks; collective, the same on all ranks.
 
         Between hosts if there are several, since every mesh of all ranks has messages that go there.
         """
@@ -183,7 +183,7 @@ class World:
         self._stop()
 
     def abandon(self) -> None:
-        """The same at once, with messages under way."""
+        """Does the same at once, with messages under way."""
         if isinstance(self.links, ProcessLinks):
             self.links.abandon()
         self._stop()
@@ -256,9 +256,7 @@ class _Place(NamedTuple):
     """Where a rank computes.
 
     Attributes:
-        host: Name of its host.
         gpu: What no other GPU is called, whatever numbers processes give to those that they see; None on a CPU.
-        has_nccl: Whether its torch has NCCL.
     """
 
     host: str
@@ -267,7 +265,6 @@ class _Place(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> _Place:
-        """The place of this rank."""
         gpu = None
         if device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -275,7 +272,7 @@ class _Place(NamedTuple):
 
 
 def _why_not_nccl(places: Sequence[_Place]) -> str:
-    """Why denoisers cannot send over NCCL, which wants a GPU of its own for each rank; empty if they can."""
+    """Says why denoisers cannot send over NCCL, which wants a GPU of its own for each rank; empty if they can."""
     seen: dict[tuple[str, str], int] = {}
     for rank, (host, gpu, has_nccl) in enumerate(places):
         if gpu is None:

@@ -59,7 +59,7 @@ class JointKeys:
 
     @classmethod
     def of(cls, marked: Tensor) -> JointKeys | None:
-        """Those of an attention, where keys of the image are marked; None if none is."""
+        """Finds those of an attention, where keys of the image are marked; None if none is."""
         positions = marked.nonzero().flatten().tolist()
         if not positions:
             return None
@@ -97,9 +97,6 @@ class ModelCall(NamedTuple):
 
     Attributes:
         interception: Of the model, installed.
-        forward: The model's own.
-        args: Of the call.
-        kwargs: Of the call.
         latents: Of the request; rows are the last but one axis.
     """
 
@@ -110,7 +107,7 @@ class ModelCall(NamedTuple):
     latents: Tensor
 
     def signature(self) -> Any:
-        """Of two calls with equal signatures the analysis is the same."""
+        """Returns what two calls with the same analysis have in common."""
         leaves, tree = pytree.tree_flatten((self.args, self.kwargs))
         shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in leaves]
         return str(tree), tuple(shapes), tuple(self.latents.shape)
@@ -143,7 +140,7 @@ def analyse(call: ModelCall) -> CallAnalysis:
 
 
 class _Look:
-    """Runs of one call with marks in different places."""
+    """Runs one call with marks in different places."""
 
     def __init__(self, call: ModelCall) -> None:
         self._interception, self._forward = call.interception, call.forward
@@ -153,7 +150,6 @@ class _Look:
         self.num_marked = power if power < num_rows else max(num_rows // 2, 1)
 
     def find_sample(self, latents: Tensor) -> int:
-        """The first argument with the rows and columns of the latents."""
         for leaf, x in enumerate(self._leaves):
             if _is_float(x) and x.ndim >= 3 and x.shape[-2:] == latents.shape[-2:]:
                 return leaf
@@ -176,7 +172,7 @@ class _Look:
     def run(
         self, leaf: int, axis: int | None, name_spreaders: bool = False
     ) -> tuple[Marks, dict[str, dict[int, int]], Any]:
-        """One run with marks in the last part of an axis of an argument, or in all of it."""
+        """Runs it with marks in the last part of an axis of an argument, or in all of it."""
         given = self._leaves[leaf]
         marked = given.clone()
         leaves = [marked if x is given else x for x in self._leaves]  # ControlNets share theirs
@@ -192,7 +188,7 @@ class _Look:
         return stand_ins.marks, watch.embedders, out
 
     def axes(self, tree: Any) -> dict[int, int]:
-        """Results with marks in exactly the last part of one axis, and that axis."""
+        """Returns results with marks in exactly the last part of one axis, and that axis."""
         found = {}
         for i, x in enumerate(pytree.tree_leaves(tree)):
             for axis in range(x.ndim if _is_marked(x) else 0):
@@ -203,7 +199,7 @@ class _Look:
         return found
 
     def candidates(self, sample: int) -> list[tuple[int, int]]:
-        """Arguments and axes that may grow with the rows: not the last axis, not the one of samples."""
+        """Returns arguments and axes that may grow with the rows: not the last axis, not the one of samples."""
         num_samples = self._leaves[sample].shape[0]
         return [
             (leaf, axis - x.ndim)
@@ -227,7 +223,6 @@ class _EmbedderSearch(ForwardOnlyRun):
         self.embedders: dict[str, dict[int, int]] = {}
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at one call of a module."""
         before = self._stand_ins.num_exchanging
         out = site.diffpipe_original(*args, **kwargs)
         takes_sample = any(x is self._sample for x in (*args, *kwargs.values()))
@@ -267,7 +262,7 @@ class Marks:
     num_untouched: int | None = None
 
     def unit(self, num_rows: int) -> int:
-        """Rows of the latents that strides and patches take together.
+        """Returns the rows of the latents that strides and patches take together.
 
         Raises:
             ConfigurationError: They do not divide the rows.
@@ -301,7 +296,6 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Calls the stand-in, or the function as it is."""
         kwargs = kwargs or {}
         refuse(func)
         rule = self._rules.get(func)
@@ -356,7 +350,7 @@ class StandIns(TorchFunctionMode):
 
 
 def _centres(window: Window, size: int, device: torch.device) -> Tensor:
-    """The input index under the centre of the kernel, for every output index."""
+    """Returns the input index under the centre of the kernel, for every output index."""
     first = (window.reach // 2) - window.padding
     centres = torch.arange(window.outputs(size), device=device) * window.stride + first
     return centres.clamp(0, size - 1)

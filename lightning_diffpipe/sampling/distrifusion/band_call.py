@@ -62,9 +62,6 @@ class CallState:
     """What is known of one call of the model, over the steps of a request.
 
     Attributes:
-        analysis: About the call.
-        bands: Of all ranks.
-        exchange: With the other bands.
         group_norm: Rule in displaced steps.
         constants: Linear layers of texts.
         moments: Of all bands, by call of group norm and step.
@@ -140,7 +137,6 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answers by the rule, if there is one."""
         kwargs = kwargs or {}
         if self._suspended:
             self._num_linears += func is F.linear
@@ -190,7 +186,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     # ------------------------------------------------------------ what rules ask for
 
     def with_halo(self, x: Tensor, above: int, below: int) -> Tensor:
-        """A band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the picture, above and below it.
+        """Returns a band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the picture, around it.
 
         Raises:
             GraphError: Some band, of any rank, has fewer rows than its neighbours want of it.
@@ -232,7 +228,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         return torch.cat([parts[0], x, parts[1]], -2)
 
     def next_keys(self, key: Tensor) -> JointKeys | None:
-        """Where the image is among the keys of this attention; None if it may stay as it is."""
+        """Returns where the image is among the keys of this attention; None if it may stay as it is."""
         joint = self._state.analysis.keys[self._num_attentions]
         self._num_attentions += 1
         if joint is not None and self._step.alone:
@@ -241,7 +237,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         return joint
 
     def with_all_bands(self, key: Tensor, value: Tensor, joint: JointKeys) -> tuple[Tensor, Tensor]:
-        """Keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
+        """Returns the keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
         start, stop = joint.before, key.shape[-2] - joint.after
         mine = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
         others = self._state.exchange.swap(
@@ -261,7 +257,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         )
 
     def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
-        """Moments of the whole picture, as the rule has it; None if the band is all it may know."""
+        """Returns the moments of the whole picture, as the rule has it; None if the band is all it may know."""
         state, step = self._state, self._step
         rule = "synchronous" if step.synchronous else state.group_norm
         call = self._count()  # in every kind of step, so that later calls keep their positions
@@ -302,7 +298,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         return stale(before, now, band, shares)
 
     def constant(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What a linear layer returns, remembered if its input is a text that stays the same."""
+        """Computes a linear layer, or remembers it if its input is a text that stays the same."""
         self._num_linears += 1
         return self._state.constants.get(self._num_linears - 1, x, compute)
 
@@ -336,7 +332,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         return x.narrow(axis, *self._bands.part_of(x.shape[axis]))
 
     def _shapes(self, mine: Tensor, axis: int) -> dict[int, TensorShape]:
-        """Shapes of the same on other bands."""
+        """Returns the shapes of the same on other bands."""
         shapes = {}
         for peer in self._bands.peers:
             sizes = list(mine.shape)
@@ -363,7 +359,7 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A convolution with rows of the neighbours around the band."""
+    """Convolves with rows of the neighbours around the band."""
     rows, columns = windows_of(weight, bias, stride, padding, dilation)
     if x is not call.padded:  # explicit padding already brought the rows
         x = call.with_halo(x, *rows.halo(x.shape[-2]))
@@ -377,7 +373,7 @@ def pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> Tensor:
-    """Padding of rows with rows of the neighbours."""
+    """Pads rows with rows of the neighbours."""
     if len(pad) < 4 or not any(pad[2:]) or x.ndim < 4:
         return F.pad(x, pad, mode, value)
     if x.ndim != 4 or len(pad) > 4 or mode != "constant" or value or min(pad) < 0:
@@ -394,7 +390,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Group norm with the moments of the whole picture."""
+    """Normalises with the moments of the whole picture."""
     moments = call.moments_of(x, num_groups)
     if moments is None:
         return F.group_norm(x, num_groups, weight, bias, eps)
@@ -411,7 +407,7 @@ def attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention to the keys and values of all bands."""
+    """Attends to the keys and values of all bands."""
     joint = call.next_keys(key)
     if joint is not None:
         if attn_mask is not None or is_causal:
@@ -423,12 +419,12 @@ def attention(
 
 
 def linear(call: BandCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer; of texts, computed once."""
+    """Computes a linear layer; of texts, once."""
     return call.constant(x, lambda: F.linear(x, weight, bias))
 
 
 def interpolate(call: BandCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Nearest up-sampling repeats rows, each by itself."""
+    """Repeats rows, each by itself, as nearest up-sampling does."""
     mode = kwargs.get("mode", args[2] if len(args) > 2 else "nearest")
     if mode != "nearest":
         raise unsupported(f"F.interpolate(mode={mode!r})")
@@ -444,7 +440,7 @@ def average_pool(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Pooling in patches sees nothing beyond a band of whole patches."""
+    """Pools in patches, which see nothing beyond a band of whole patches."""
     sizes = (kernel_size, stride or kernel_size, padding)
     k, s, p = (v if isinstance(v, int) else v[0] for v in sizes)
     if k != s or p or x.shape[-2] % s:
@@ -455,7 +451,7 @@ def average_pool(
 
 
 def reshape(call: BandCall, x: Tensor, *shape: Any, **kwargs: Any) -> Tensor:
-    """Code that puts tokens back on a square grid (DiT's) gets the grid of the band.
+    """Gives code that puts tokens back on a square grid (DiT's) the grid of the band.
 
     It reshapes (B, h w, ...) to (B, h, w, p, q, C), with h = w, and (B, C, h, p, w, q) to (B, C, h p, w q).
     """

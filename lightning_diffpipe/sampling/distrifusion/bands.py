@@ -42,7 +42,7 @@ class Bands:
 
     @classmethod
     def split(cls, num_rows: int, num_bands: int, unit: int, rank: int) -> Bands:
-        """Balanced bands of whole units, larger ones first.
+        """Cuts rows into balanced bands of whole units, larger ones first.
 
         Raises:
             ConfigurationError: The rows are no whole units, or there are fewer units than bands.
@@ -93,11 +93,11 @@ class Bands:
         return tuple(rows / self.num_rows for rows in self.rows)
 
     def part_of(self, size: int) -> tuple[int, int]:
-        """Start and length of this band on a whole axis that grows with the rows."""
+        """Returns the start and length of this band on a whole axis that grows with the rows."""
         return size * self.start // self.num_rows, size * self.size // self.num_rows
 
     def resized(self, size: int, rank: int) -> int:
-        """Length on another rank of an axis that has `size` on this one."""
+        """Returns the length on another rank of an axis that has `size` on this one."""
         return size * self.rows[rank] // self.size
 
 
@@ -129,7 +129,7 @@ def refuse(func: Any) -> None:
 def input_first(
     args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Arguments of a function with its first one by position, by whatever name torch gives it.
+    """Returns the arguments of a function with its first by position, by whatever name torch gives it.
 
     Example:
         >>> input_first((), {"input": 1, "weight": 2})
@@ -142,7 +142,7 @@ def input_first(
 
 
 def unsupported(what: str) -> GraphError:
-    """The error for an operator that bands cannot compute."""
+    """Returns the error for an operator that bands cannot compute."""
     return GraphError(
         f"{what} mixes rows of the latents, and there is no rule for it on bands of rows; sample this model "
         "with PipeFusion, sequence parallelism or one process"
@@ -183,7 +183,7 @@ class Window:
         return (size + 2 * self.padding - self.reach - 1) // self.stride + 1
 
     def halo(self, rows: int) -> tuple[int, int]:
-        """Rows a band needs of its neighbours, above and below.
+        """Returns the rows that a band needs of its neighbours, above and below.
 
         Raises:
             GraphError: The window does not fit bands of so many rows.
@@ -200,7 +200,7 @@ class Window:
 def windows_of(
     weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *_: Any
 ) -> tuple[Window, Window]:
-    """The windows on rows and columns of a convolution with these arguments after its input."""
+    """Returns the windows on rows and columns of a convolution with these arguments after its input."""
 
     def pair(value: Any) -> Sequence[int]:
         return (value, value) if isinstance(value, int) else (value[0], value[-1])

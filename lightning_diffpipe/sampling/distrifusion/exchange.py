@@ -97,7 +97,7 @@ class Exchange:
         self._step, self._synchronous, self._keep = -1, True, True
 
     def start_step(self, step: int, synchronous: bool, keep: bool) -> None:
-        """From now on calls belong to this step.
+        """Begins a step, to which calls belong from now on.
 
         Args:
             step: From 0.
@@ -157,7 +157,7 @@ class Exchange:
         return None if before is None else before.read()
 
     def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
-        """Predictions of all bands, in order, now."""
+        """Gathers the predictions of all bands, in order, now."""
         wait = start_all_gather(self._links, mine, shapes, "prediction")
         with self._stopwatch.waiting():
             return wait()
@@ -271,7 +271,7 @@ class Constants:
                 self._note(out, (func, origin, repr(args[1:]), repr(kwargs)))
 
     def get(self, layer: int, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """The result of a layer, which is known by its position among linear layers."""
+        """Returns the result of a layer, which is known by its position among linear layers."""
         if layer not in self._candidates or x.is_inference():
             return compute()
         if layer not in self._stored:

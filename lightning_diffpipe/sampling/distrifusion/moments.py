@@ -55,41 +55,41 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, num_groups: int) -> Moments:
-        """The moments of one band `(samples, channels, ...)`, computed in at least float32."""
+        """Returns the moments of one band `(samples, channels, ...)`, computed in at least float32."""
         flat = _grouped(x, num_groups)
         variance, mean = torch.var_mean(flat, -1, correction=0)
         return cls(variance.double(), mean.double())
 
     def packed(self, dtype: torch.dtype) -> Tensor:
-        """As one tensor that can be sent, `(2, ...)`."""
+        """Returns one tensor that can be sent, `(2, ...)`."""
         return torch.stack([self.variance, self.mean]).to(dtype)
 
     @classmethod
     def unpacked(cls, tensors: Sequence[Tensor]) -> Moments:
-        """The moments of all bands, from what they sent."""
+        """Returns the moments of all bands, from what they sent."""
         stacked = torch.stack([tensor.double() for tensor in tensors])
         return cls(stacked[:, 0], stacked[:, 1])
 
     def combined(self, shares: Sequence[float]) -> Moments:
-        """The moments of the whole picture, from those of the bands and what share of it each is."""
+        """Returns the moments of the whole picture, from those of the bands and what share of it each is."""
         # Filled on the device; a list would be copied there, for which the host waits.
         share = torch.stack([self.mean.new_full((1, 1), share) for share in shares])
         mean = (share * self.mean).sum(0)
         return Moments((share * (self.variance + (self.mean - mean) ** 2)).sum(0), mean)
 
     def with_band(self, band: int, own: Moments) -> Moments:
-        """A copy with other moments for one band."""
+        """Returns a copy with other moments for one band."""
         variance, mean = self.variance.clone(), self.mean.clone()
         variance[band], mean[band] = own.variance, own.mean
         return Moments(variance, mean)
 
     def band(self, band: int) -> Moments:
-        """The moments of one band."""
+        """Returns the moments of one band."""
         return Moments(self.variance[band], self.mean[band])
 
 
 def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> Moments:
-    """Other bands are as they were one step ago, in `before`; `now` is of this band.
+    """Takes other bands to be as they were one step ago, in `before`; `now` is of this band.
 
     Returns:
         Moments of the whole picture.
@@ -100,7 +100,7 @@ def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> 
 def corrected(
     before: Moments, now: Moments, band: int, shares: Sequence[float]
 ) -> tuple[Moments, Tensor]:
-    """The whole picture has changed as much as this band did.
+    """Takes the whole picture to have changed as much as this band did.
 
     Returns:
         Its moments, and how often the variance was negative and the band's own was taken.
@@ -117,7 +117,7 @@ def corrected(
 def predicted(
     before: Moments, earlier: Moments | None, now: Moments, band: int, shares: Sequence[float]
 ) -> Moments:
-    """Other bands go on as they did since `earlier`, two steps ago, and share what surprised this band.
+    """Lets other bands go on as they did since `earlier`, two steps ago, and share what surprised this band.
 
     Returns:
         Moments of the whole picture.
@@ -132,7 +132,7 @@ def predicted(
 
 
 def _next_change(own: Tensor, last: Tensor | None, band: int) -> Tensor:
-    """The change of all bands, from that of this band and the last one of all, `(bands, samples, groups)`."""
+    """Returns the change of all bands, from that of this band and the last of all, `(bands, samples, groups)`."""
     if last is None:
         return own
     own_last = last[band]
@@ -154,7 +154,7 @@ def normalised(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Group norm with given moments, computed in at least float32."""
+    """Normalises groups with given moments, computed in at least float32."""
     flat = _grouped(x, num_groups)
     scale = torch.rsqrt(moments.variance + eps).to(flat.dtype)
     flat = (flat - moments.mean.to(flat.dtype)[..., None]) * scale[..., None]

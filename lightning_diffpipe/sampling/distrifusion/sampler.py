@@ -274,7 +274,7 @@ class DistriFusionRun(ForwardOnlyRun):
             )
 
     def _compare(self, analysis: CallAnalysis, whole: ModelCall) -> None:
-        """One synchronous call against a plain one of rank 0; all ranks decide together.
+        """Compares a synchronous call with a plain one of rank 0; all ranks decide together.
 
         Where all rows at once do not fit into rank 0's memory, nothing is compared.
         """
@@ -335,7 +335,6 @@ class Profiles(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Calls, and looks at the result."""
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.is_floating_point() and out.ndim:
             size = out.detach().double().abs()
@@ -350,7 +349,7 @@ class Profiles(TorchFunctionMode):
 def first_difference(
     whole: list[Profile], band: list[Profile], bands: Bands, tolerance: float
 ) -> str | None:
-    """The name of the first function whose result on the band is no part of that on the whole."""
+    """Returns the name of the first function whose result on the band is no part of that on the whole."""
     for (name, plain), (_, mine) in zip(whole, band, strict=False):
         if len(plain) != len(mine):
             return name
@@ -409,7 +408,7 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
 
 @contextlib.contextmanager
 def drawing_alike(links: Links, device: torch.device) -> Iterator[None]:
-    """A context in which default generators of all processes go on from where those of rank 0 are; collective.
+    """Lets default generators of all processes go on from where those of rank 0 are; collective.
 
     Every band steps the whole latents, so all must draw the same. A generator in the request is the same on all
     ranks, as the request is; where a scheduler is given none, it draws from the default ones. On other ranks they

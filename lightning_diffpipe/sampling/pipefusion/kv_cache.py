@@ -35,9 +35,7 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         place: Number of the block call, and of the attention call inside it.
-        block: The block.
         tokens: Owners of its keys.
-        part: What is computed.
         attend: Torch's attention.
         options: Of it, besides the mask.
         q: `(B, heads, tokens, width)`; of the tokens of the part, and of a ghost if the block is fed one.
@@ -58,11 +56,11 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
 
     def own(self) -> Selection:
-        """The tokens of the part among all keys."""
+        """Returns the tokens of the part among all keys."""
         return self.tokens.owned(self.part, self.block.num_text)
 
     def own_mask(self, ghost: bool) -> Tensor | None:
-        """The mask over the part's own keys; None if there is none, or one that is over all keys.
+        """Returns the mask over the part's own keys; None if there is none, or one that is over all keys.
 
         Args:
             ghost: The block is fed a ghost token instead of no text.
@@ -82,7 +80,7 @@ class AttentionCall(NamedTuple):
         return self.mask if mine is None else mine.take(self.mask, -1)
 
     def answer(self) -> Tensor:
-        """What attention itself makes of it."""
+        """Returns what attention itself makes of it."""
         return self.attend(self.q, self.k, self.v, attn_mask=self.mask, **self.options)
 
 
@@ -202,7 +200,7 @@ class KvCache:
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
     def _place_of_samples(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Where to store what a synchronous step computes for all tokens of some samples."""
+        """Returns where to store what a synchronous step computes for all tokens of some samples."""
         # Of other samples there may be one more or less.
         all_samples = call.part.samples is None
         num_samples = len(call.k) if all_samples else call.block.sizes[call.place[1]].batch
@@ -220,7 +218,7 @@ class KvCache:
         return buffer.key[samples], buffer.value[samples]
 
     def _over_all_keys(self, call: AttentionCall, buffer: _Buffer) -> Tensor | None:
-        """A mask over all keys, of one over the keys of a patch."""
+        """Returns a mask over all keys, of one over the keys of a patch."""
         mask = call.own_mask(self._ghost)
         if mask is None:
             return call.mask
@@ -243,7 +241,7 @@ class KvCache:
         return self._buffers[call.place]
 
     def _keys_of(self, call: AttentionCall, patches: frozenset[Part]) -> Selection:
-        """Where the keys of some patches are among all keys; the same object for the same patches."""
+        """Returns where the keys of some patches are among all keys; the same object for the same patches."""
         key = (patches, id(call.tokens))
         if key not in self._visible:
             index = [call.tokens.owned(patch, call.block.num_text).index for patch in patches]

@@ -58,11 +58,9 @@ class PartRunner:
     """What all runs of one request on one rank share.
 
     Attributes:
-        layout: Of the model.
         stage: What this rank runs.
         interception: Of the model's blocks, and of modules whose results are stored.
         attention: How tokens attend.
-        device: Where it runs.
         fill: Value of everything that must not be read.
     """
 
@@ -93,7 +91,7 @@ class PartRunner:
         self.of_step.clear()
 
     def same_tokens(self, one: TokenAxis, other: TokenAxis) -> bool:
-        """Whether two axes hold the same tokens in the same order."""
+        """Returns whether two axes hold the same tokens in the same order."""
         key = (id(one), id(other))
         if key not in self._same:
             same = one.axis == other.axis and torch.equal(one.owner, other.owner)
@@ -265,7 +263,7 @@ class PartRun(ForwardOnlyRun):
         return handler
 
     def _slices(self, call: int) -> Slices:
-        """Tokens of the part in the results of a call, own or received."""
+        """Returns the part's tokens in the results of a call, own or received."""
         stage = self.runner.stage
         visit = stage.visit_of[call]
         if call not in self.slices and visit not in self._received:
@@ -276,7 +274,7 @@ class PartRun(ForwardOnlyRun):
         return self.slices[call]
 
     def _whole(self, call: int) -> Any:
-        """Results of a call at full size; what is not known, or not looked at, is a dummy."""
+        """Returns the results of a call at full size; what is not known, or not looked at, is a dummy."""
         block, glue = self.runner.layout.blocks[call], self.runner.layout.glue
         pieces = [(run.part, run.slices[call]) for run in self.earlier]
         pieces.append((self.part, self._slices(call)))
@@ -303,7 +301,7 @@ class PartRun(ForwardOnlyRun):
         pieces: Sequence[tuple[Part, Tensor]],
         sample_axis: int | None = None,
     ) -> Tensor:
-        """Tokens of parts in a tensor of full size."""
+        """Puts tokens of parts into a tensor of full size."""
         runner = self.runner
         full = torch.full(shape.shape, runner.fill, dtype=shape.dtype, device=runner.device)
         for part, values in pieces:

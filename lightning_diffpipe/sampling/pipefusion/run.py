@@ -40,7 +40,6 @@ class PipeFusionSetting:
     """Everything decided about a request before it runs; the same on all ranks.
 
     Attributes:
-        layout: Of the model, for the request's shapes.
         stages: Who runs which blocks.
         patches: What each patch computes.
         shares: For each patch, what each rank of a stage computes of it.
@@ -133,7 +132,7 @@ class PipeFusionRun:
         return latents
 
     def _turns(self) -> Iterator[Turn]:
-        """All turns in order, with their receives announced as soon as it is known what they are."""
+        """Gives all turns in order, with their receives announced as soon as it is known what they are."""
         turns, start = self.plan.turns, 0
         layout, stage = self._setting.layout, self._setting.stages.stages[self._links.rank]
         latents, last_step = self._request.latents, self.plan.num_steps - 1
@@ -209,7 +208,7 @@ class PipeFusionRun:
         return latents
 
     def _loop_at(self, turn: Turn, latents: Tensor) -> tuple[Loop, Callable[[], Tensor]]:
-        """The loop of a turn's patch, and what runs it up to its prediction.
+        """Returns the loop of a turn's patch, and what runs it up to its prediction.
 
         In synchronous steps the first loop predicts, and all others go along. The first rank reads the latents that
         loops are given, and the last one steps its rows of them.
@@ -231,7 +230,7 @@ class PipeFusionRun:
         return loop, functools.partial(loop.predict, seen, complete=complete)
 
     def _completed(self, turn: Turn, number: int, prediction: Tensor) -> Tensor:
-        """A prediction with rows of all patches; those of later ones are of the step before, as keys are."""
+        """Gives a prediction the rows of all patches, those of later ones from the step before, as keys are."""
         self._collect_rows(prediction, turn.patch, "prediction")
         if turn.patch is None:
             self._predictions[number] = prediction.clone()
@@ -253,7 +252,7 @@ class PipeFusionRun:
             layout.put_rows(x, part.units, values)
 
     def _guided(self, loop: Loop, prediction: Tensor, units: Units | None) -> Tensor:
-        """Halves of the ranks send each other these rows only, if the loop allows it."""
+        """Lets halves of the ranks send each other these rows only, if the loop allows it."""
         layout, rows = self._setting.layout, None if loop.mixes else units
         return loop.guided(
             prediction,
@@ -262,13 +261,12 @@ class PipeFusionRun:
         )
 
     def _part(self, turn: Turn) -> Part:
-        """What this rank computes in a turn."""
         return self._shares(turn.patch, turn.microbatch)[1][self._sequence.rank]
 
     def _shares(
         self, patch: int | None, microbatch: tuple[int, int]
     ) -> tuple[Part, Sequence[Part]]:
-        """What all ranks of the stage compute together, and the part of each."""
+        """Returns what all ranks of the stage compute together, and the part of each."""
         setting, n = self._setting, self._sequence.num_ranks
         if patch is not None:
             return setting.patches[patch], setting.shares[patch]
@@ -280,7 +278,7 @@ class PipeFusionRun:
         return together, [replace(together, units=units[k], text=(k, n)) for k in range(n)]
 
     def _share(self, part: Part) -> tuple[Part, Sequence[Part]]:
-        """The same, for a part of this rank."""
+        """Returns the same for a part of this rank."""
         for patch, shares in enumerate(self._setting.shares):
             if part == shares[self._sequence.rank]:
                 return self._setting.patches[patch], shares
@@ -317,7 +315,7 @@ class PipeFusionRun:
         return InputScaler(self._request)
 
     def _given(self, latents: Tensor, step: int) -> Tensor:
-        """What the model is given of this rank's rows in a step."""
+        """Returns what the model is given of this rank's rows in a step."""
         rows = self._setting.layout.take_rows(latents, self._own_units)
         return self._scaler.scale(rows, self._request.timesteps[step], step)
 
@@ -373,7 +371,6 @@ class _Inbox:
         self._posted: deque[tuple[_Announced, Incoming]] = deque()
 
     def expect(self, messages: Iterable[_Announced]) -> None:
-        """Announces further messages."""
         self._to_come = itertools.chain(self._to_come, messages)
         if not self._posted:
             self._post()

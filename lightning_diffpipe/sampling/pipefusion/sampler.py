@@ -146,7 +146,7 @@ class PipeFusion:
     def setting(
         self, layout: Layout, positions: Sequence[int], request: Request
     ) -> PipeFusionSetting:
-        """The setting of a request whose layout and split are known."""
+        """Returns the setting of a request whose layout and split are known."""
         stages = Stages.split(layout, positions)
         units = layout.split_units(self.num_patches)
         patches = tuple(self._part(m, each, (0, 1)) for m, each in enumerate(units))

@@ -125,17 +125,17 @@ class _OverRanks:
             )
 
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
-        """The same without ghosts, for tokens of all ranks at some positions."""
+        """Does the same without ghosts, for tokens of all ranks at some positions."""
         raise NotImplementedError
 
 
 def divides_text(layout: Layout) -> bool:
-    """Whether a rank owns the same text tokens in all blocks: ranks divide them by their number."""
+    """Returns whether a rank owns the same text tokens in all blocks: ranks divide them by their number."""
     return len({block.num_text for block in layout.blocks if block.num_text}) <= 1
 
 
 def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
-    """Positions among the tokens of a part as positions among all tokens."""
+    """Returns positions among all tokens, of positions among the tokens of a part."""
     index = call.own().index
     if index is None:
         return list(owned)
@@ -191,7 +191,7 @@ class Ulysses(_OverRanks):
         return self._back(self._inner.attend(call), heads, owned)
 
     def _back(self, out: Tensor, heads: Sequence[range], owned: Sequence[Selection]) -> Tensor:
-        """Heads of all tokens for tokens with all heads."""
+        """Trades heads of all tokens for tokens with all heads."""
         # The heads of a token side by side, as attention gives them and models want them.
         out, axis = out.transpose(1, 2), out.ndim - 3
         me, total, width = self._links.rank, sum(map(len, heads)), out.shape[-1]
@@ -212,7 +212,6 @@ class Ulysses(_OverRanks):
     def _trade(
         self, outgoing: dict[int, list[Tensor]], shapes: dict[int, list[TensorShape]]
     ) -> dict[int, list[Tensor]]:
-        """Sends one message to each peer, and receives one from each."""
         messages = exchange(
             self._links,
             {peer: pack(tensors) for peer, tensors in outgoing.items()},
@@ -293,7 +292,7 @@ Attended = tuple[Tensor, Tensor]
 
 
 def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Attended:
-    """Attention to some of the keys: the result and the logarithm of its normaliser.
+    """Attends to some of the keys, and returns the logarithm of the normaliser, too.
 
     Args:
         q: `(batch, heads, queries, width)`.
@@ -336,7 +335,7 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
 
 
 def merged(total: Attended | None, part: Attended) -> Attended:
-    """Attention to the keys of both."""
+    """Merges attention to different keys."""
     if total is None:
         return part
     norm = torch.logaddexp(total[1], part[1])
@@ -345,7 +344,7 @@ def merged(total: Attended | None, part: Attended) -> Attended:
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Attended:
-    """A few queries after the other, so that scores of all queries and keys never exist together."""
+    """Takes a few queries after the other, so that scores of all queries and keys never exist together."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, v = k.to(wide).transpose(-2, -1), v.to(wide)
     batch, heads, num_queries, _ = q.shape
@@ -369,5 +368,5 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 
 def _weights(scores: Tensor, norm: Tensor, own: Tensor) -> Tensor:
-    """Weights of scores under a normaliser; zero where the own one says that no key is seen. NaN stays NaN."""
+    """Weighs scores by a normaliser: with zero where the own one says that no key is seen. NaN stays NaN."""
     return (scores - norm).exp_().masked_fill_(own == -math.inf, 0.0)

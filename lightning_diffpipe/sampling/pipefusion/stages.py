@@ -113,7 +113,7 @@ class Stages:
 
 
 def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: int) -> set[str]:
-    """Names of the parameters a rank reads: of its blocks, and of everything that is no block.
+    """Returns the names of parameters a rank reads: of its blocks, and of everything that is no block.
 
     All others may be placeholders.
     """
@@ -128,7 +128,7 @@ def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: 
 
 
 def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:
-    """Positions that make the slowest rank as fast as possible.
+    """Finds positions that make the slowest rank as fast as possible.
 
     Raises:
         PartitionError: There are fewer blocks than ranks.
@@ -143,7 +143,7 @@ def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tu
 
 
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
-    """Seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
+    """Measures the seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
 
     Blocks of one kind, known by their arithmetic, get the median of all of them, so that noise does not decide
     about the split. What the last block is followed by until the prediction is out is added to it. A first
@@ -163,7 +163,7 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
 
 
 def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
-    """Seconds of each call of a block, and of what comes after the last."""
+    """Measures the seconds of each call of a block, and of what comes after the last."""
     times: list[float] = []
     end_s, clock = 0.0, clock_for(request.latents.device)
 
@@ -187,7 +187,7 @@ def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
 def _crossing(
     layout: Layout, rank_of: Sequence[int], visit_of: Sequence[int], rank: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Calls whose results cross from `rank` to the rank after it, in each visit."""
+    """Returns the calls whose results cross from `rank` to the rank after it, in each visit."""
     end = len(layout.blocks)
     visits: list[list[int]] = [[] for _ in range(max(visit_of) + 1)]
     for call, readers in enumerate(layout.readers):

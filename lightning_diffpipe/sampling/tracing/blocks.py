@@ -64,7 +64,7 @@ class BlockTracer:
         self._check()
 
     def runs_without_text(self) -> bool:
-        """Whether the block can be fed image tokens only."""
+        """Returns whether the block can be fed image tokens only."""
         block = self._block
         units = max((t.num_units for t in block.attention if t is not None), default=1)
         part = Part(units=range(0, max(units // 2, 1)))
@@ -72,7 +72,7 @@ class BlockTracer:
         return self._runs(flat) is not None
 
     def cuts_samples(self) -> bool:
-        """Whether the block can be fed half of the samples."""
+        """Returns whether the block can be fed half of the samples."""
         if self._runs_on_half():
             return True
         # Whole numbers, such as classes, cannot be marked. That an axis of theirs counts samples shows in that the
@@ -123,7 +123,7 @@ class BlockTracer:
         return found
 
     def _map(self, leaf: int, axis: int) -> dict[Target, Tensor]:
-        """Where the indices of an axis go, if one-to-one: the source of each place, or -1."""
+        """Returns where the indices of an axis go, if one-to-one: the source of each place, or -1."""
         size = self._flat[leaf].shape[axis]
         words = CodeWords(size)
         first = torch.arange(size) == 0
@@ -164,7 +164,6 @@ class BlockTracer:
         return changed
 
     def _note(self, target: Target, source: Tensor, leaf: int, axis: int) -> None:
-        """An axis that reaches keys or a mask."""
         _, call, reached = target
         if reached == 0:
             if torch.equal(source, torch.arange(len(source))):
@@ -221,7 +220,7 @@ class BlockTracer:
 
 
 def cut_arguments(block: Block, flat: Sequence[Any], part: Part, ghost: bool) -> list[Any]:
-    """Arguments of a block for a part of its tokens and samples."""
+    """Cuts the arguments of a block to a part of its tokens and samples."""
     flat = list(flat)
     for leaf, tokens in block.inputs.items():
         flat[leaf] = tokens.fed(part, block.num_text, ghost).take(flat[leaf], tokens.axis)
@@ -234,7 +233,7 @@ def cut_arguments(block: Block, flat: Sequence[Any], part: Part, ghost: bool) ->
 
 
 def _place(size: int, source: Tensor, owner: Tensor) -> Tensor:
-    """Owners of the indices of an axis, from the owners of the places they reach."""
+    """Returns the owners of an axis' indices, from the owners of the places they reach."""
     result = torch.full((size,), NOBODY)
     result[source[source >= 0]] = owner[source >= 0]
     return result

@@ -108,19 +108,17 @@ class _Follower(TorchFunctionMode):
         self._position, self._inside, self._storing = 0, 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes whose numbers are looked at."""
         if func not in _LOOKS_AT_NO_NUMBER:
             self.touch((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def touch(self, tree: Any) -> None:
-        """Everything in a tree is looked at."""
+        """Notes that everything in a tree is looked at."""
         for x in pytree.tree_leaves(tree):
             if id(x) in self._known:
                 self._touched.add(self._known[id(x)].key)
 
     def answer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Answers the call of a block."""
         here, self._position = self._position, self._position + 1
         for x in pytree.tree_leaves((args, kwargs)):
             known = self._known.get(id(x))
@@ -133,7 +131,6 @@ class _Follower(TorchFunctionMode):
         return block.nested(leaves)
 
     def make(self, name: str, forward: Forward) -> Forward:
-        """Makes the wrapper of a module between blocks."""
 
         def followed(*args: Any, **kwargs: Any) -> Any:
             if self._storing:
@@ -149,7 +146,6 @@ class _Follower(TorchFunctionMode):
         return followed
 
     def found(self) -> Glue:
-        """What was found out."""
         block_results = {
             (here, leaf) for here, block in enumerate(self._blocks) for leaf in block.outputs
         }
@@ -188,7 +184,7 @@ class _Follower(TorchFunctionMode):
     def _axis_of_tokens(
         self, place: Place, flat: list[Any], spec: Any, leaf: int, tokens: TokenAxis
     ) -> int | None:
-        """Axis of tokens in the result of a call that is local."""
+        """Returns the axis of tokens in the result of a call that is local."""
         if self._tried is not None:
             known = self._tried.get(place)
             if known is None or known.leaf != leaf or known.given.axis != tokens.axis:
@@ -228,7 +224,7 @@ class _Trial:
         self._x = self._random(x)
 
     def axis_of_tokens(self) -> int | None:
-        """Axis of the result that runs over the same tokens; None if the module is not local."""
+        """Returns the axis of the result that runs over the same tokens; None if the module is not local."""
         size = self._x.shape[self._axis]
         if size < _MIN_TOKENS or not self._x.is_floating_point():
             return None
@@ -315,7 +311,6 @@ class _NoIndexOfNaN(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Calls, and looks at what is whole."""
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") in _CASTS | _SEARCHES and isinstance(out, Tensor):
             if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
@@ -338,11 +333,10 @@ class _Call:
     copies: list[Tensor] = field(default_factory=list)
 
     def is_at(self, other: _Call) -> bool:
-        """Whether the same module was called at the same place."""
         return (self.where, self.name, self.parent) == (other.where, other.name, other.parent)
 
     def equals(self, other: _Call) -> bool:
-        """Whether the same came out, and stayed as it was."""
+        """Returns whether the same came out, and stayed as it was."""
         own = (self.shapes, len(self.copies))
         if not self.is_at(other) or own != (other.shapes, len(other.copies)):
             return False
@@ -366,7 +360,6 @@ class _CallRecorder:
         self._inside, self._open = False, list[int]()
 
     def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Answers the call of a block."""
         self._block, self._inside = self._block + 1, True
         try:
             return forward(*args, **kwargs)
@@ -374,7 +367,6 @@ class _CallRecorder:
             self._inside = False
 
     def make(self, name: str, forward: Forward) -> Forward:
-        """Makes the wrapper of a module."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             where = self._block if self._inside else BETWEEN
@@ -400,7 +392,7 @@ class _CallRecorder:
 
 
 def _around_blocks(model: nn.Module, blocks: Collection[str]) -> tuple[set[str], set[str]]:
-    """Modules that contain no block and are none: those between blocks, and those inside of one."""
+    """Finds modules that contain no block and are none: those between blocks, and those inside of one."""
     within = tuple(f"{name}." for name in blocks)
     names = {
         name
@@ -412,7 +404,7 @@ def _around_blocks(model: nn.Module, blocks: Collection[str]) -> tuple[set[str],
 
 
 def _independent(first: list[_Call], second: list[_Call]) -> set[int]:
-    """Calls with the same tensors as results in two runs."""
+    """Finds calls with the same tensors as results in two runs."""
     if len(first) != len(second):
         return set()
     return {
@@ -423,7 +415,7 @@ def _independent(first: list[_Call], second: list[_Call]) -> set[int]:
 
 
 def _outermost(calls: list[_Call], chosen: set[int]) -> set[int]:
-    """Those of the chosen that lie in no other."""
+    """Keeps those of the chosen that lie in no other."""
     return {i for i in chosen if not any(p in chosen for p in _around(calls, i))}
 
 
@@ -435,7 +427,7 @@ def _around(calls: list[_Call], i: int) -> list[int]:
 
 
 def _places(calls: list[_Call], in_request: set[int], in_step: set[int]) -> dict[int, Place]:
-    """Names for what is stored. Calls inside those are not counted, since they come but once."""
+    """Names what is stored. Calls inside those are not counted, since they come but once."""
     chosen = in_request | in_step
     turns: Counter[tuple[int, str]] = Counter()
     places: dict[int, Place] = {}

@@ -35,12 +35,12 @@ Units = range | tuple[range, ...]
 
 
 def ranges_of(units: Units) -> tuple[range, ...]:
-    """Units as ranges."""
+    """Returns units as ranges."""
     return (units,) if isinstance(units, range) else units
 
 
 def text_token(number: int | Tensor) -> int | Tensor:
-    """The owner code of a text token; units are their own codes."""
+    """Returns the owner code of a text token; units are their own codes."""
     return _FIRST_TEXT - number
 
 
@@ -59,7 +59,7 @@ class Part:
     samples: tuple[int, int] | None = None
 
     def samples_of(self, size: int) -> slice:
-        """The samples, among `size` of them."""
+        """Returns the samples, among `size` of them."""
         k, n = self.samples or (0, 1)
         return slice(size * k // n, size * (k + 1) // n)
 
@@ -79,7 +79,7 @@ class Selection:
         return self.size if self.index is None else len(self.index)
 
     def take(self, x: Tensor, axis: int) -> Tensor:
-        """A dense copy of these positions; the tensor itself if they are all."""
+        """Copies these positions densely; the tensor itself if they are all."""
         if self.index is None:
             return x
         if len(self._runs) == 1:
@@ -102,7 +102,7 @@ class Selection:
             at += stop - start
 
     def _index_on(self, device: torch.device) -> Tensor:
-        """The index on a device; copied there once, as the host waits for a copy."""
+        """Returns the index on a device; copied there once, as the host waits for a copy."""
         assert self.index is not None
         if self._there is None or self._there.device != device:
             self._there = self.index.to(device)
@@ -110,7 +110,7 @@ class Selection:
 
 
 def _runs(index: list[int]) -> list[tuple[int, int]]:
-    """Consecutive numbers as half-open intervals."""
+    """Joins consecutive numbers to half-open intervals."""
     runs: list[tuple[int, int]] = []
     for i in index:
         if runs and runs[-1][1] == i:
@@ -147,11 +147,11 @@ class TokenAxis:
         return int(self.owner.max()) + 1
 
     def owned(self, part: Part, num_text: int) -> Selection:
-        """The tokens of a part, in a block with so many text tokens."""
+        """Returns the tokens of a part, in a block with so many text tokens."""
         return self.fed(part, num_text, ghost=False)
 
     def fed(self, part: Part, num_text: int, ghost: bool) -> Selection:
-        """The tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
+        """Returns the tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
         key = (part.units, part.text, num_text, ghost)
         if key in self._selected:
             return self._selected[key]
@@ -172,7 +172,7 @@ class TokenAxis:
         return self._selected[key]
 
     def own_among_fed(self, part: Part, num_text: int, ghost: bool) -> Selection | None:
-        """The tokens of a part among those a block is fed for it; None if it is fed no ghost."""
+        """Returns the tokens of a part among those a block is fed for it; None if it is fed no ghost."""
         own, fed = self.owned(part, num_text), self.fed(part, num_text, ghost)
         if len(own) == len(fed):
             return None
@@ -195,7 +195,6 @@ class AttentionSize:
     """One call of attention.
 
     Attributes:
-        batch: Samples.
         heads: Of queries.
         key_heads: Of keys and values; fewer than `heads` with grouped queries.
         head_size: Width of a query or key.
@@ -216,7 +215,6 @@ class Block:
     """One call of one block.
 
     Attributes:
-        name: Of the module.
         inputs: Token axes of arguments, by position among the leaves of `(args, kwargs)`.
         outputs: Token axes of results, by position among the leaves.
         attention: Of the keys of each attention call; None for cross-attention, whose keys belong to nobody.
@@ -225,8 +223,6 @@ class Block:
         input_samples: Axes of arguments that count samples.
         output_samples: Axes of results that count samples.
         results: Shape of every result, or its value if it is no tensor.
-        tree: How the results are nested.
-        arguments: Shapes of its arguments.
         flops: Cost of the call, for splitting layers over ranks.
     """
 
@@ -244,18 +240,18 @@ class Block:
     flops: int = 0
 
     def dummy(self, fill: float, device: torch.device) -> list[Any]:
-        """Results of the right shapes without memory."""
+        """Makes results of the right shapes without memory."""
         return [
             without_memory(r, fill, device) if isinstance(r, TensorShape) else r
             for r in self.results
         ]
 
     def nested(self, leaves: list[Any]) -> Any:
-        """Results as the block would return them."""
+        """Nests results as the block would return them."""
         return pytree.tree_unflatten(leaves, self.tree)
 
     def shapes(self, part: Part) -> list[TensorShape]:
-        """Shapes of the tokens of a part, for each result that has tokens."""
+        """Returns the shapes of a part's tokens, for each result that has tokens."""
         shapes = []
         for leaf, tokens in sorted(self.outputs.items()):
             shape = list(self.results[leaf].shape)
@@ -274,7 +270,7 @@ class Block:
 
 
 def without_memory(shape: TensorShape, fill: float, device: torch.device) -> Tensor:
-    """A tensor of one number for all, such as a placeholder."""
+    """Makes a tensor of one number for all, such as a placeholder."""
     return torch.full((), fill, dtype=shape.dtype, device=device).expand(shape.shape)
 
 
@@ -285,7 +281,6 @@ class LocalCall(NamedTuple):
         leaf: Which of the leaves of its `(args, kwargs)` has the tokens.
         given: Tokens of that.
         made: Tokens of the result.
-        shape: Of the result.
         passed: The result is passed; see `Glue`.
     """
 
@@ -312,7 +307,7 @@ class Glue:
     made_for: Mapping[Place, tuple[frozenset[int], TensorShape]] = field(default_factory=dict)
 
     def same_as(self, other: Glue) -> bool:
-        """Whether other code does the same."""
+        """Returns whether other code does the same."""
 
         def calls(glue: Glue) -> dict[Place, tuple[int, int, TensorShape, bool]]:
             return {p: (c.leaf, c.made.axis, c.shape, c.passed) for p, c in glue.local.items()}
@@ -337,7 +332,6 @@ class Layout:
         constants: Modules whose result is the same at every step, by place, with the shapes of their
             arguments in a run on all tokens.
         step_constants: Those whose result is the same for every patch of a step.
-        glue: What is known about code between blocks.
         attention_by_name: Blocks look up attention by its name whenever they call it.
         glue_parameters: Parameters inside blocks that code between blocks reads.
     """
@@ -366,7 +360,7 @@ class Layout:
         return list(dict.fromkeys(block.name for block in self.blocks))
 
     def split_units(self, num_parts: int, what: str = "num_patches") -> list[range]:
-        """Balanced contiguous ranges of units, longer ones first.
+        """Cuts units into balanced contiguous ranges, longer ones first.
 
         Raises:
             ConfigurationError: There are more parts than units.
@@ -400,7 +394,7 @@ class Layout:
             )
 
     def split_range(self, units: range, num_parts: int) -> list[range]:
-        """Shares of one patch for the ranks of a stage.
+        """Shares one patch among the ranks of a stage.
 
         Raises:
             ConfigurationError: There are more ranks than units.
@@ -413,14 +407,14 @@ class Layout:
         return _balanced(units, num_parts)
 
     def rows(self, x: Tensor, units: range | None) -> Tensor:
-        """A view of the rows of some units of a tensor shaped like the latents; None means all."""
+        """Returns a view of the rows of some units of a tensor shaped like the latents; None means all."""
         if units is None:
             return x
         per_unit = self.rows_per_unit
         return x.narrow(self.axis, units.start * per_unit, len(units) * per_unit)
 
     def take_rows(self, x: Tensor, units: Units | None) -> Tensor:
-        """A dense copy of the rows of some units."""
+        """Copies the rows of some units, densely."""
         if units is None:
             return x.clone(memory_format=torch.contiguous_format)
         return torch.cat([self.rows(x, each) for each in ranges_of(units)], self.axis)
@@ -445,7 +439,7 @@ def _balanced(units: range, num_parts: int) -> list[range]:
 
 
 def shapes_of(arguments: Any) -> tuple[Any, ...]:
-    """Shapes of tensors among the leaves of arguments; everything else by type."""
+    """Returns the shapes of tensors among the leaves of arguments; everything else by type."""
     return tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x)
         for x in pytree.tree_leaves(arguments)
@@ -453,7 +447,7 @@ def shapes_of(arguments: Any) -> tuple[Any, ...]:
 
 
 def shapes_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Shapes of the tensors given to a module; None if there may be others inside containers."""
+    """Returns the shapes of tensors given to a module; None if there may be others inside containers."""
     given = (*args, *kwargs.values())
     if any(isinstance(x, (list, tuple, dict)) for x in given):
         return None

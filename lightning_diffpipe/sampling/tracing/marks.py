@@ -58,7 +58,6 @@ class AttentionIntercepted(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Calls the handler for attention, everything else as it is."""
         kwargs = kwargs or {}
         if func is not _ATTENTION:
             return func(*args, **kwargs)
@@ -81,7 +80,7 @@ Answer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 @contextlib.contextmanager
 def calls_answered(model: nn.Module, names: Collection[str], answer: Answer) -> Iterator[None]:
-    """A context in which calls of these modules are answered, but for those inside each other."""
+    """Answers calls of these modules meanwhile, but for those inside each other."""
     inside = False
 
     def make(name: str, forward: Forward) -> Forward:
@@ -138,7 +137,6 @@ class WithoutProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Answers linear layers, calls everything else as it is."""
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         return self._linear(*args, **(kwargs or {}))
@@ -191,7 +189,7 @@ class CodeWords:
         self._index = {sum(1 << bit for bit in bits): index for index, bits in enumerate(words)}
 
     def decode(self, lines: Sequence[Tensor]) -> Tensor:
-        """Which index reached each place.
+        """Finds out which index reached each place.
 
         Args:
             lines: For every bit, which places were marked.
@@ -205,7 +203,7 @@ class CodeWords:
 
 
 def lines(x: Tensor, axis: int, base: Tensor | None = None) -> Tensor:
-    """Which indices of `axis` hold a NaN anywhere; for booleans, which differ from `base`."""
+    """Returns which indices of `axis` hold a NaN anywhere; for booleans, which differ from `base`."""
     if x.is_floating_point() and x.numel():
         others = [a for a in range(x.ndim) if a != axis % x.ndim]
         return (x.amax(others) if others else x).isnan().cpu()  # in one pass
@@ -214,7 +212,7 @@ def lines(x: Tensor, axis: int, base: Tensor | None = None) -> Tensor:
 
 
 def marked(x: Tensor, axis: int, mask: Tensor) -> Tensor:
-    """A copy with NaN, or flipped booleans, at the marked indices of `axis`."""
+    """Copies a tensor, with NaN, or flipped booleans, at the marked indices of `axis`."""
     y = x.clone(memory_format=torch.contiguous_format)
     at = (*[slice(None)] * (axis % x.ndim), mask.to(x.device))
     if y.dtype == torch.bool:
@@ -225,14 +223,14 @@ def marked(x: Tensor, axis: int, mask: Tensor) -> Tensor:
 
 
 def can_be_marked(x: Any) -> bool:
-    """Whether NaN, or a flip, can be written into it."""
+    """Returns whether NaN, or a flip, can be written into it."""
     return isinstance(x, Tensor) and (
         x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
     )
 
 
 def has_nan(x: Any) -> bool:
-    """Whether a mark has reached it."""
+    """Returns whether a mark has reached it."""
     return isinstance(x, Tensor) and bool(x.isnan().any())
 
 

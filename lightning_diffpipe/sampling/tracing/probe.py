@@ -152,7 +152,7 @@ class _Probe:
         return size
 
     def _owners(self, num_rows: int, per_unit: int) -> list[tuple[str, _Owners]]:
-        """Names of the candidates in the order of their calls, each with the owners of the keys it attends to."""
+        """Names the candidates in the order of their calls, each with the owners of the keys it attends to."""
         words = CodeWords(num_rows // per_unit)
         names: list[str] = []
         keys: list[list[list[Tensor]]] = []  # per bit, per call: lines of each attention call
@@ -333,7 +333,7 @@ def _listed(rows: Tensor) -> list[int]:
 
 
 def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:
-    """Calls of one kind have the same axes."""
+    """Describes a call; those of one kind have the same axes."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     return str(
         (
@@ -362,7 +362,7 @@ class LayoutStore:
         self._known: list[tuple[_Key, Layout]] = []
 
     def layout_for(self, request: Request) -> Layout:
-        """A layout that fits the request: a known one, or one found by probing.
+        """Finds a layout that fits the request: a known one, or one found by probing.
 
         Raises:
             LayoutError: The model cannot be sampled in parts, or fails while it is probed.
@@ -388,7 +388,7 @@ def _key(request: Request) -> _Key:
 
 
 def fits(layout: Layout, request: Request) -> bool:
-    """Whether blocks are called as the layout says, on the same shapes, with the same code between them."""
+    """Returns whether blocks are called as the layout says, on the same shapes, with the same code between them."""
     calls: list[tuple[str, Any]] = []
 
     def run(answer: Answer) -> Tensor:
