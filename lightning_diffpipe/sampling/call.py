@@ -243,14 +243,14 @@ class Call:
             compute,
             self.denoiser,
             self.rows,
-            None if self.divided is None else self.index,
-            self.divided == "calls",
-            exchange,
-            self.channels,
-            "predictions" in self.mixes,
+            branch=None if self.divided is None else self.index,
+            by_calls=self.divided == "calls",
+            exchange=exchange,
+            channels=self.channels,
             # All loops of a request begin with the same numbers, as if there were one.
-            drawing_from(self.random_states, self.whole.device, goes_back=bool(self.loop)),
+            head=drawing_from(self.random_states, self.whole.device, goes_back=bool(self.loop)),
             draws=not self.loop,  # the first is the one that ends the call
+            mixes="predictions" in self.mixes,
         )
         self.loop.append(loop)
         return loop

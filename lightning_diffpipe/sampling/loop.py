@@ -25,7 +25,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -373,20 +373,11 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
     )
 
 
-class Stepped(tuple):
-    """What a scheduler returns: a tuple, or an object with `prev_sample`."""
+class Stepped(NamedTuple):
+    """What a scheduler returns: a tuple, or an object with these names."""
 
-    __slots__ = ()
-
-    @property
-    def prev_sample(self) -> Tensor:
-        """The latents after the step."""
-        return self[0]
-
-    @property
-    def pred_original_sample(self) -> Tensor:
-        """What the clean latents are taken for."""
-        return self[1]
+    prev_sample: Tensor
+    pred_original_sample: Tensor
 
 
 class Prediction(tuple):
@@ -445,7 +436,7 @@ class Step:
 
     def answer(self, latents: Tensor) -> Any:
         """Returns what a scheduler returns that has stepped elsewhere."""
-        return Stepped((latents, latents))
+        return Stepped(latents, latents)
 
     def count(self) -> None:
         """Lets the scheduler take this step on zeros: some scale model inputs by what they have stepped."""
@@ -469,10 +460,11 @@ Compute = Callable[[dict[str, Any]], Any]
 Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+@dataclass(eq=False)
 class PipelineLoop(Loop):
     """A pipeline's call in the middle of its loop. One thread owns it.
 
-    Args:
+    Attributes:
         call: What is run.
         compute: Answers a call of the denoiser that ranks share, given its arguments.
         denoiser: The name of that.
@@ -481,32 +473,26 @@ class PipelineLoop(Loop):
         by_calls: Branches are two calls of the denoiser, and not two halves of its batch.
         exchange: Sends this branch's prediction, and returns those of both.
         channels: Channels of a prediction that the loop looks at; None means all.
-        mixes: The loop brings rows of predictions together.
         head: A context for what comes before the first call of the denoiser.
         draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
             as in one process; the default ones, too, if no patch is stepped on this rank.
     """
 
-    def __init__(
-        self,
-        call: PipelineCall,
-        compute: Compute,
-        denoiser: str,
-        rows: list[int] | None = None,
-        branch: int | None = None,
-        by_calls: bool = False,
-        exchange: Exchange | None = None,
-        channels: int | None = None,
-        mixes: bool = False,
-        head: contextlib.AbstractContextManager[None] | None = None,
-        draws: bool = False,
-    ) -> None:
-        self._call, self._compute, self._denoiser, self._rows = call, compute, denoiser, rows
-        self._head = head or contextlib.nullcontext()
-        self._branch, self._by_calls, self.is_divided = branch, by_calls, branch is not None
-        self.mixes, self._draws = mixes, draws
+    call: PipelineCall
+    compute: Compute
+    denoiser: str
+    rows: list[int] | None
+    branch: int | None
+    by_calls: bool
+    exchange: Exchange | None
+    channels: int | None
+    head: contextlib.AbstractContextManager[None]
+    draws: bool
+    mixes: bool
+
+    def __post_init__(self) -> None:
+        self.is_divided = self.branch is not None
         self._complete: Complete | None = None
-        self._exchange, self._channels = exchange, channels
         self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
         self._event: _Denoise | Step | None = None
         self._answer: Any = None
@@ -517,7 +503,7 @@ class PipelineLoop(Loop):
     # --- inside -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._result = self._call.run(
+        self._result = self.call.run(
             lambda name, arguments: self._wait(_Denoise(name, arguments)),
             lambda _, plain, arguments: self._wait(Step(plain, arguments)),
         )
@@ -538,7 +524,7 @@ class PipelineLoop(Loop):
         self._complete = complete
         if again:
             for number, event in enumerate(self._asked):
-                if event is not self._event and self._branch in (None, number):
+                if event is not self._event and self.branch in (None, number):
                     anew = self._computed(event)
                     for old, new in zip(event.answer, anew, strict=True):
                         old.copy_(new)
@@ -547,7 +533,7 @@ class PipelineLoop(Loop):
         while isinstance(self._event, _Denoise):
             own = self._answered(self._event)
             if own is not None:
-                return self._cut(own[0] if self._channels is None else own[0][:, : self._channels])
+                return self._cut(own[0] if self.channels is None else own[0][:, : self.channels])
         return self._cut(self._at_step()[1])
 
     def change(
@@ -555,7 +541,7 @@ class PipelineLoop(Loop):
     ) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
-        self._denoiser, self._compute, self._channels = denoiser, compute, channels
+        self.denoiser, self.compute, self.channels = denoiser, compute, channels
         if self._stepped is None:  # others have stepped
             event = self._at_step()
             self._count(event)
@@ -567,32 +553,32 @@ class PipelineLoop(Loop):
 
     def _answered(self, event: _Denoise) -> Any:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
-        if event.name != self._denoiser:
-            part = self._call.parts[event.name]
+        if event.name != self.denoiser:
+            part = self.call.parts[event.name]
             if event.arguments.keys() & {"controls", "listed"}:
-                part = Controlled(part, self._call.controls)
+                part = Controlled(part, self.call.controls)
             self._go_on(part(**event.arguments))
             return None
         if event not in self._asked:
             self._asked.append(event)
-        if self._branch is None:
+        if self.branch is None:
             event.answer = self._computed(event)
             self._go_on(event.answer)
             return None
-        if not self._by_calls:
+        if not self.by_calls:
             return self._computed(event)
         number = len(self._asked) - 1
-        if number == self._branch:
+        if number == self.branch:
             event.answer = tuple(self._computed(event))
         else:
-            event.answer = _filled(self._call.parts[event.name], event.arguments)
+            event.answer = _filled(self.call.parts[event.name], event.arguments)
         if number == 1:
-            return self._asked[self._branch].answer
+            return self._asked[self.branch].answer
         self._go_on(Prediction(event.answer))
         return None
 
     def _computed(self, event: _Denoise) -> Any:
-        out = self._compute(event.arguments)
+        out = self.compute(event.arguments)
         if self._complete is None:
             return out
         return Prediction((self._complete(self._asked.index(event), out[0]),))
@@ -601,22 +587,22 @@ class PipelineLoop(Loop):
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
     ) -> Tensor:
         """See `Loop`."""
-        if self._branch is None:
+        if self.branch is None:
             return prediction
         assert isinstance(self._event, _Denoise)
-        assert self._exchange is not None
+        assert self.exchange is not None
         event = self._event
         both = []
-        for values in self._exchange(take(prediction).contiguous()):
+        for values in self.exchange(take(prediction).contiguous()):
             whole = torch.full_like(prediction, _NAN)
             put(whole, values)
             both.append(self._embedded(whole))
-        if self._by_calls:
-            other = self._asked[1 - self._branch].answer[0]
-            other[:, : both[0].shape[1]].copy_(both[1 - self._branch])
+        if self.by_calls:
+            other = self._asked[1 - self.branch].answer[0]
+            other[:, : both[0].shape[1]].copy_(both[1 - self.branch])
             self._go_on(Prediction(event.answer))
         else:
-            answer = _filled(self._call.parts[event.name], event.arguments)[0]
+            answer = _filled(self.call.parts[event.name], event.arguments)[0]
             answer[:, : both[0].shape[1]].copy_(torch.cat(both))
             self._go_on(Prediction((answer,)))
         return self._cut(self._at_step()[1])
@@ -644,11 +630,11 @@ class PipelineLoop(Loop):
         if self._stepped is None:
             with torch.inference_mode():  # as in the steps before
                 self._count(step)
-        alone = self._stepped is not None and self._rows is None
+        alone = self._stepped is not None and self.rows is None
         self._go_on(self._stepped if alone else step.answer(latents))
         if self._event is not None:
             raise SamplingError(
-                f"{type(self._call.pipeline).__name__} goes on denoising after the last step that its first run, "
+                f"{type(self.call.pipeline).__name__} goes on denoising after the last step that its first run, "
                 "with a denoiser that predicts zeros, had shown"
             )
         return self._result
@@ -664,7 +650,7 @@ class PipelineLoop(Loop):
         self._run_to_step()
         self._asked = []
         if self._event is None:
-            with self._head:
+            with self.head:
                 self._go_on(None)
             return
         if latents is None:
@@ -676,7 +662,7 @@ class PipelineLoop(Loop):
 
     def _count(self, step: Step) -> None:
         """Lets this loop's own scheduler go along with a step that another has taken."""
-        if self._draws:
+        if self.draws:
             step.draw(from_default=self.is_stepped_elsewhere)
         else:
             step.count()
@@ -684,7 +670,7 @@ class PipelineLoop(Loop):
     def _run_to_step(self) -> None:
         """Leaves predictions that this rank has no need of."""
         while isinstance(self._event, _Denoise):
-            self._go_on(_filled(self._call.parts[self._event.name], self._event.arguments))
+            self._go_on(_filled(self.call.parts[self._event.name], self._event.arguments))
 
     def _go_on(self, answer: Any) -> None:
         self._answer = answer
@@ -692,27 +678,27 @@ class PipelineLoop(Loop):
 
     def _at_step(self) -> Step:
         if not isinstance(self._event, Step):
-            is_alone = self._rows is None and self._branch is None
+            is_alone = self.rows is None and self.branch is None
             raise (LoopInterruptedError if is_alone else SamplingError)(
-                f"{type(self._call.pipeline).__name__} ended its loop earlier than its first run had shown; a "
+                f"{type(self.call.pipeline).__name__} ended its loop earlier than its first run had shown; a "
                 "callback may interrupt it only where one rank draws all prompts by itself, with method=single"
             )
         return self._event
 
     def _cut(self, x: Tensor) -> Tensor:
-        return x if self._rows is None else x[self._rows]
+        return x if self.rows is None else x[self.rows]
 
     def _embedded(self, x: Tensor) -> Tensor:
-        if self._rows is None:
+        if self.rows is None:
             return x
         if isinstance(self._event, Step):
             num_rows = len(self._event[3])
         else:
             assert isinstance(self._event, _Denoise)
             num_rows = len(self._event.arguments[latents_name(self._event.arguments)])
-            num_rows //= 1 if self._by_calls else 2
+            num_rows //= 1 if self.by_calls else 2
         whole = x.new_full((num_rows, *x.shape[1:]), _NAN)
-        whole[self._rows] = x
+        whole[self.rows] = x
         return whole
 
 

@@ -44,7 +44,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
     unsupported,
     windows_of,
 )
-from lightning_diffpipe.sampling.tracing.marks import lines
+from lightning_diffpipe.sampling.tracing.marks import has_nan, lines
 
 _NAN = float("nan")
 _VIEWS = {"__getitem__", "narrow", "split", "chunk", "unbind", "select", "index_select", "__get__"}
@@ -163,7 +163,7 @@ class _Look:
         """Marks the last rows of the latents; they must come out as the last rows of the prediction."""
         marks, embedders, out = self.run(sample, -2)
         outputs = self.axes(out)
-        reached = [i for i, x in enumerate(pytree.tree_leaves(out)) if _is_marked(x)]
+        reached = [i for i, x in enumerate(pytree.tree_leaves(out)) if has_nan(x)]
         if not reached or set(reached) != outputs.keys():
             named = self.run(sample, -2, name_spreaders=True)[0].spreader
             raise unsupported(f"{named}()" if named else "an operator")
@@ -191,7 +191,7 @@ class _Look:
         """Returns results with marks in exactly the last part of one axis, and that axis."""
         found = {}
         for i, x in enumerate(pytree.tree_leaves(tree)):
-            for axis in range(x.ndim if _is_marked(x) else 0):
+            for axis in range(x.ndim if has_nan(x) else 0):
                 size = self._marked_part(x.shape[axis])
                 marked = lines(x, axis)
                 if 0 < size == int(marked.sum()) < len(marked) and marked[-size:].all():
@@ -236,10 +236,6 @@ class _EmbedderSearch(ForwardOnlyRun):
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _is_marked(x: Any) -> bool:
-    return _is_float(x) and bool(x.isnan().any())
 
 
 @dataclass

@@ -169,11 +169,6 @@ class Window:
         return self.padding == 0 and self.reach == self.stride - 1
 
     @property
-    def above(self) -> int:
-        """Inputs read before a band."""
-        return self.padding
-
-    @property
     def below(self) -> int:
         """Inputs read after a band; negative if some of its own are not."""
         return self.reach - self.padding - self.stride + 1
@@ -194,7 +189,7 @@ class Window:
             raise unsupported("a convolution that leaves rows out at the lower border")
         if not self.padding and self.below > 0:
             raise unsupported("a convolution without padding, which makes the picture smaller,")
-        return self.above, max(self.below, 0)
+        return self.padding, max(self.below, 0)
 
 
 def windows_of(
