@@ -464,11 +464,6 @@ def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
     What a layer is given has axes of rows, tokens and channels, or is what a control answers, which is asked for
     some rows only; a text has tokens and channels.
 
-    Args:
-        name: Of the argument.
-        entries: Of the list.
-        sample: Shape of one row of the latents.
-
     Raises:
         ConfigurationError: It may be either.
     """

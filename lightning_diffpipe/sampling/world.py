@@ -253,14 +253,12 @@ def _meet(patience_s: float) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a rank computes.
-
-    Attributes:
-        gpu: What no other GPU is called, whatever numbers processes give to those that they see; None on a CPU.
-    """
+    """Where a rank computes."""
 
     host: str
-    gpu: str | None
+    gpu: (
+        str | None
+    )  # what no other GPU is called, whatever numbers processes give to those that they see
     has_nccl: bool
 
     @classmethod

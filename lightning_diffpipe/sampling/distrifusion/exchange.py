@@ -213,16 +213,9 @@ _FOLLOWED = frozenset({F.gelu, F.silu, torch.Tensor.view})
 
 @dataclass(frozen=True)
 class _ComparedInput:
-    """What is known of a tensor's content for as long as nothing is written to it.
+    """What is known of a tensor's content, next to a copy, for as long as nothing is written to it."""
 
-    Attributes:
-        tensor: Held, so that no other has its id.
-        version: When it was looked at.
-        copy: What it was compared with, or copied to.
-        equal: Whether it has the same content.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # so that no other has its id
     version: int
     copy: Tensor
     equal: bool = True

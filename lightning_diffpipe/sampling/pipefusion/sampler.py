@@ -149,11 +149,13 @@ class PipeFusion:
         """Returns the setting of a request whose layout and split are known."""
         stages = Stages.split(layout, positions)
         units = layout.split_units(self.num_patches)
-        patches = tuple(self._part(m, each, (0, 1)) for m, each in enumerate(units))
         n = self.sequence_links.num_ranks
+        # Text is computed with patch 0.
+        patches = tuple(Part(each, None if m else (0, 1)) for m, each in enumerate(units))
         shares = tuple(
             tuple(
-                self._part(m, share, (k, n)) for k, share in enumerate(layout.split_range(each, n))
+                Part(share, None if m else (k, n))
+                for k, share in enumerate(layout.split_range(each, n))
             )
             for m, each in enumerate(units)
         )
@@ -177,9 +179,6 @@ class PipeFusion:
             n,
         )
         return PipeFusionSetting(layout, stages, patches, shares, plan)
-
-    def _part(self, patch: int, units: range, text: tuple[int, int]) -> Part:
-        return Part(units, text=text if patch == 0 else None)
 
     def sample(
         self,

@@ -48,14 +48,7 @@ _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusio
 
 
 class _OverRanks:
-    """What both ways share.
-
-    Args:
-        links: Between the ranks.
-        share: Tells, for this rank's part, what all ranks compute together and the part of each.
-        ghost: Blocks are fed a ghost token instead of no text.
-        inner: Keys and values of other patches.
-    """
+    """What both ways share; `share` tells what all ranks compute together and the part of each."""
 
     def __init__(
         self,

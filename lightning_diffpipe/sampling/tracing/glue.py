@@ -187,9 +187,9 @@ class _Follower(TorchFunctionMode):
         """Returns the axis of tokens in the result of a call that is local."""
         if self._tried is not None:
             known = self._tried.get(place)
-            if known is None or known.leaf != leaf or known.given.axis != tokens.axis:
+            if known is None or known.leaf != leaf or known.given != tokens:
                 return None
-            return known.made.axis if torch.equal(known.given.owner, tokens.owner) else None
+            return known.made.axis
         module = self._model.get_submodule(place[1])
         before = self._known, self._storing
         self._known, self._storing = {}, True  # what runs meanwhile is none of the request's

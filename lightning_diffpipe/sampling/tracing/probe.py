@@ -407,4 +407,4 @@ def fits(layout: Layout, request: Request) -> bool:
     except (IndexError, RuntimeError, ValueError):
         return False
     same_calls = calls == [(block.name, block.arguments) for block in layout.blocks]
-    return same_calls and glue.same_as(layout.glue)
+    return same_calls and glue == layout.glue
