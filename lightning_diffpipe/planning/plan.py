@@ -456,6 +456,10 @@ def check_options(plan: PipelinePlan) -> None:
         plan.num_pipelines,
         plan.num_microbatches,
     )
+    if options.schedule == "auto":
+        raise PlanError(
+            f"plan: options.schedule: a plan needs the schedule of its programs; choose from {', '.join(SCHEDULES)}"
+        )
     if batch % pipelines:
         raise PlanError(
             f"plan: options.global_batch_size: {batch} samples cannot be divided evenly among "

@@ -407,6 +407,8 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
             "auto",
             "options.num_microbatches: a plan needs a number",
         ),
+        # History: a KeyError, as nobody had asked before the schedule was looked up.
+        (("options", "schedule"), "auto", "options.schedule: a plan needs the schedule"),
         (("options", "color"), 1, "unknown key 'options.color'"),
         (("planned", "iteration_s"), -1, "planned.iteration_s: expected a number >= 0; got -1"),
         (("planned", "bubble_ratio"), ..., "missing key 'planned.bubble_ratio'"),
