@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -139,26 +139,9 @@ def explain(
     parts = () if plan.costs is None else _parts(plan, plan.costs)
     if profile is None or cluster is None:
         return Explanation(plan, parts, plan.changes)
-    until_s = time.perf_counter() + budget_s
-    below_s = plan.planned.iteration_s * (1 - WORTH_A_LINE)
-    changes: list[PlannedChange] = []
-    for change in _tries(plan, profile, cluster, disk_bytes_per_s):
-        left_s = max(until_s - time.perf_counter(), 0.0)  # those still to come share it
-        try:
-            options = replace(change.options, **change.changes)
-            found = find_plan(change.profile, cluster, options, below_s, left_s / 2)
-        except DiffPipeError:
-            continue  # No faster, or not possible: too many stages, too few samples, too little memory.
-        step_s = found.planned.iteration_s + change.more_s
-        if step_s < below_s:
-            details = _moved(plan, found)
-            if change.description == BEST:
-                pipelines = count_of(found.num_pipelines, "pipeline")
-                stages = count_of(found.num_stages, "stage")
-                microbatches = count_of(found.num_microbatches, "microbatch", "es")
-                details = f": {pipelines} of {stages}, {microbatches}, {found.options.schedule}"
-            changes.append(PlannedChange(f"{change.description}{details}", step_s))
-    return Explanation(plan, parts, tuple(sorted(changes, key=lambda each: each.iteration_s)))
+    tries = _tries(plan, profile, cluster, disk_bytes_per_s)
+    changes = sorted(_helpful(plan, tries, cluster, budget_s), key=lambda each: each.iteration_s)
+    return Explanation(plan, parts, tuple(changes))
 
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
@@ -240,6 +223,30 @@ class _Try:
     profile: ModelProfile
     more_s: float = 0.0
     changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _helpful(
+    plan: PipelinePlan, tries: Iterable[_Try], cluster: Cluster, budget_s: float
+) -> Iterator[PlannedChange]:
+    """Yields the changes that make the step shorter, of those that can be planned within the budget."""
+    until_s = time.perf_counter() + budget_s
+    below_s = plan.planned.iteration_s * (1 - WORTH_A_LINE)
+    for change in tries:
+        left_s = max(until_s - time.perf_counter(), 0.0)  # those still to come share it
+        try:
+            options = replace(change.options, **change.changes)
+            found = find_plan(change.profile, cluster, options, below_s, left_s / 2)
+        except DiffPipeError:
+            continue  # No faster, or not possible: too many stages, too few samples, too little memory.
+        step_s = found.planned.iteration_s + change.more_s
+        if step_s < below_s:
+            details = _moved(plan, found)
+            if change.description == BEST:
+                pipelines = count_of(found.num_pipelines, "pipeline")
+                stages = count_of(found.num_stages, "stage")
+                microbatches = count_of(found.num_microbatches, "microbatch", "es")
+                details = f": {pipelines} of {stages}, {microbatches}, {found.options.schedule}"
+            yield PlannedChange(f"{change.description}{details}", step_s)
 
 
 def _tries(

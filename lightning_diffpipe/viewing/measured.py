@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from lightning_diffpipe.planning.cost import PipelineCosts, Table
@@ -118,20 +119,23 @@ def measured_timeline(
     spans = sorted((s for own in met for s in _at_work(own)), key=lambda s: (s.rank, s.start_s))
     begin_s = min((span.start_s for span in spans), default=0.0)
     begun = tuple(_earlier(span, begin_s) for span in spans)
-    # Every message travels from when it was sent until its reader went on, at most.
-    waits, transfers = {(s.rank, s.instruction): s for own in shifted for s in own}, []
-    for span in (span for own in shifted for span in own):
+    return Timeline(begun, len(noted), tuple(_transfers(shifted, begin_s)))
+
+
+def _earlier(span: Span, by_s: float) -> Span:
+    return replace(span, start_s=span.start_s - by_s, stop_s=span.stop_s - by_s)
+
+
+def _transfers(noted: list[list[Span]], begin_s: float) -> Iterator[Transfer]:
+    """Yields every message from when it was sent until its reader went on, at most."""
+    waits = {(span.rank, span.instruction): span for own in noted for span in own}
+    for span in chain.from_iterable(noted):
         if isinstance(span.instruction, Send):
             message = Message.of(span.instruction, span.rank)
             wait = waits.get((message.to_rank, message.wait()))
             if wait is not None:
                 stop_s = max(wait.stop_s, span.start_s) - begin_s
-                transfers.append(Transfer(message, span.start_s - begin_s, stop_s))
-    return Timeline(begun, len(noted), tuple(transfers))
-
-
-def _earlier(span: Span, by_s: float) -> Span:
-    return replace(span, start_s=span.start_s - by_s, stop_s=span.stop_s - by_s)
+                yield Transfer(message, span.start_s - begin_s, stop_s)
 
 
 def without_posts(timeline: Timeline) -> Timeline:
@@ -250,6 +254,11 @@ class GapPart:
     added_s: float
     ratio: float | None = None
 
+    def __str__(self) -> str:
+        ratio = "" if self.ratio is None else f" ({self.ratio:.2f} x its planned time)"
+        signed = f"{'+' if self.added_s >= 0 else '-'}{seconds(abs(self.added_s))}"
+        return f"  {signed:>10}  {self.name}{ratio}"
+
 
 @dataclass(frozen=True, slots=True)
 class Gap:
@@ -288,12 +297,7 @@ class Gap:
             f"{seconds(self.planned_s)}; bubble ratio {percent(self.measured_ratio)}, planned "
             f"{percent(self.planned_ratio)}."
         ]
-        for part in self.parts:
-            if abs(part.added_s) < 1e-3 * self.planned_s:
-                continue
-            ratio = "" if part.ratio is None else f" ({part.ratio:.2f} x its planned time)"
-            signed = f"{'+' if part.added_s >= 0 else '-'}{seconds(abs(part.added_s))}"
-            lines.append(f"  {signed:>10}  {part.name}{ratio}")
+        lines += [str(p) for p in self.parts if abs(p.added_s) >= 1e-3 * self.planned_s]
         if self.unfilled_s is not None:
             saved_s, without = self.unfilled_s - self.pipeline_s, seconds(self.unfilled_s)
             lines.append(
@@ -323,30 +327,37 @@ def explain_gap(
         loading_s: In which the data loader was waited for there.
     """
     pipeline_s, planned_s = measured.iteration_s, plan.planned.iteration_s
-    parts, before_s, unfilled_s = list[GapPart](), planned_s, None
+    parts, unfilled_s = list[GapPart](), None
     rest = PACE if plan.runs_free else PIPELINE
     if plan.costs is not None and not plan.runs_free:
         rest = MESSAGES
-        substituted = plan.costs
-        for name, kinds, fields in _as_measured(plan.costs, measured):
-            substituted = replace(substituted, **fields)
-            now_s = simulate(plan.lowered, substituted).iteration_s
-            should_s, took_s = (
-                sum(s.duration_s for s in timeline.spans if isinstance(s.instruction, kinds))
-                for timeline in (plan.timeline, measured)
-            )
-            ratio = took_s / should_s if should_s > 0 and took_s > 0 else None
-            parts.append(GapPart(name, now_s - before_s, ratio))
-            before_s = now_s
-        if plan.pieces:
-            unfilled_s = _unfilled_s(plan, substituted)
-    outside = (GapPart(OPTIMIZER, after_s), GapPart(LOADING, loading_s))
-    parts += [GapPart(rest, pipeline_s - before_s), *outside]
-    step_s, ratios = (
-        pipeline_s + after_s + loading_s,
-        (plan.planned.bubble_ratio, measured.bubble_ratio),
+        parts, costs = _computed_parts(plan, plan.costs, measured)
+        unfilled_s = _unfilled_s(plan, costs) if plan.pieces else None
+    explained_s = planned_s + sum(part.added_s for part in parts)
+    parts.append(GapPart(rest, pipeline_s - explained_s))
+    parts += [GapPart(OPTIMIZER, after_s), GapPart(LOADING, loading_s)]
+    step_s, bubbles = pipeline_s + after_s + loading_s, plan.planned.bubble_ratio
+    return Gap(
+        planned_s, pipeline_s, step_s, bubbles, measured.bubble_ratio, tuple(parts), unfilled_s
     )
-    return Gap(planned_s, pipeline_s, step_s, *ratios, tuple(parts), unfilled_s)
+
+
+def _computed_parts(
+    plan: PipelinePlan, costs: PipelineCosts, measured: Timeline
+) -> tuple[list[GapPart], PipelineCosts]:
+    """Returns what each kind of work adds when measured seconds replace planned ones, and the costs so measured."""
+    parts, before_s = list[GapPart](), plan.planned.iteration_s
+    for name, kinds, fields in _as_measured(costs, measured):
+        costs = replace(costs, **fields)
+        now_s = simulate(plan.lowered, costs).iteration_s
+        should_s, took_s = (
+            sum(s.duration_s for s in timeline.spans if isinstance(s.instruction, kinds))
+            for timeline in (plan.timeline, measured)
+        )
+        ratio = took_s / should_s if should_s > 0 and took_s > 0 else None
+        parts.append(GapPart(name, now_s - before_s, ratio))
+        before_s = now_s
+    return parts, costs
 
 
 def _as_measured(costs: PipelineCosts, measured: Timeline) -> Iterator[_OfKinds]:
@@ -355,38 +366,41 @@ def _as_measured(costs: PipelineCosts, measured: Timeline) -> Iterator[_OfKinds]
     Frozen pieces are cut anew at run time, so that only their sum is known.
     """
     took_s: defaultdict[Instruction, float] = defaultdict(float)
-    ranks_s: defaultdict[type[Instruction], defaultdict[int, float]] = defaultdict(
-        lambda: defaultdict(float)
-    )
+    nothing_s = [0.0] * measured.num_ranks
+    ranks_s: defaultdict[type[Instruction], list[float]] = defaultdict(nothing_s.copy)
     for span in measured.spans:
         took_s[span.instruction] += span.duration_s
         ranks_s[type(span.instruction)][span.rank] += span.duration_s
 
-    def table(planned: Table, *kinds: type[Staged]) -> Table:
-        def cell(planned_s: float, stage: int, microbatch: int) -> float:
-            found = [took_s[i] for kind in kinds if (i := kind(stage, microbatch)) in took_s]
-            return sum(found) if found else planned_s
-
-        return tuple(
-            tuple(cell(planned_s, stage, m) for m, planned_s in enumerate(row))
-            for stage, row in enumerate(planned)
-        )
-
-    yield "forward", _FORWARD, {"forward_s": table(costs.forward_s, *_FORWARD)}
+    yield "forward", _FORWARD, {"forward_s": _with_measured(costs.forward_s, took_s, _FORWARD)}
     halves = {
-        "backward_s": table(costs.backward_s, *_BACKWARD),
-        "weight_gradient_s": table(costs.weight_gradient_s, BackwardWeight),
+        "backward_s": _with_measured(costs.backward_s, took_s, _BACKWARD),
+        "weight_gradient_s": _with_measured(costs.weight_gradient_s, took_s, (BackwardWeight,)),
         "split_s": (),  # was measured with them
     }
     yield "backward", _BACKWARD, halves
-    share = sum(ranks_s[Encode].values()) / (sum(costs.encode_s) or 1.0)
+    share = sum(ranks_s[Encode]) / (sum(costs.encode_s) or 1.0)
     yield "frozen work", (Encode,), {"encode_s": tuple(share * s for s in costs.encode_s)}
-    sums_s, exchanges_s = ranks_s[ReduceGradients], ranks_s[ExchangeFrozen]
     meetings = {
-        "all_reduce_s": tuple(sums_s[rank] for rank in range(measured.num_ranks)),
-        "all_gather_s": max(exchanges_s.values(), default=0.0),
+        "all_reduce_s": tuple(ranks_s[ReduceGradients]),
+        "all_gather_s": max(ranks_s[ExchangeFrozen]),
     }
     yield "sums and exchanges", (ReduceGradients, ExchangeFrozen), meetings
+
+
+def _with_measured(
+    planned: Table, took_s: Mapping[Instruction, float], kinds: tuple[type[Staged], ...]
+) -> Table:
+    """Returns a table of seconds by stage and microbatch, those of some kinds as measured where they ran."""
+
+    def cell(planned_s: float, stage: int, microbatch: int) -> float:
+        found = [took_s[i] for kind in kinds if (i := kind(stage, microbatch)) in took_s]
+        return sum(found) if found else planned_s
+
+    return tuple(
+        tuple(cell(planned_s, stage, m) for m, planned_s in enumerate(row))
+        for stage, row in enumerate(planned)
+    )
 
 
 def _unfilled_s(plan: PipelinePlan, costs: PipelineCosts) -> float:

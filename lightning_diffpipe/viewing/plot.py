@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import (
@@ -27,6 +28,9 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.schedule import Message
 from lightning_diffpipe.planning.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS: dict[type[Instruction], str] = {
     Forward: "#4c78a8",
@@ -70,14 +74,7 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
         len(timelines), 1, figsize=(12, 1.2 + 0.5 * rows), sharex=True, squeeze=False
     )
     for axis, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
-        for span in timeline.spans:
-            color = COLORS.get(type(span.instruction), "#999999")
-            axis.barh(
-                span.rank, span.duration_s, left=span.start_s, height=0.8, color=color,
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
-        axis.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
-        axis.invert_yaxis()
+        _draw_bars(axis, timeline)
         axis.set_title(f"{name}: bubble ratio {100 * timeline.bubble_ratio:.1f}%", loc="left")
     axes[-1, 0].set_xlabel("seconds")
     used = {type(span.instruction) for t in timelines.values() for span in t.spans}
@@ -89,6 +86,17 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_bars(axis: Axes, timeline: Timeline) -> None:
+    for span in timeline.spans:
+        color = COLORS.get(type(span.instruction), "#999999")
+        axis.barh(
+            span.rank, span.duration_s, left=span.start_s, height=0.8, color=color,
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+    axis.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
+    axis.invert_yaxis()
 
 
 Event = dict[str, object]
@@ -119,23 +127,26 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
         events.append(_named("process_name", name, process))
         for rank in range(timeline.num_ranks):
             events.append(_named("thread_name", f"rank {rank}", process, rank))
-        for span in timeline.spans:
-            kind, instruction = type(span.instruction), span.instruction
-            event: Event = {
-                "ph": "X", "name": str(instruction), "cat": kind.__name__, "pid": process,
-                "tid": span.rank, "ts": 1e6 * span.start_s, "dur": 1e6 * span.duration_s,
-            }  # fmt: skip
-            if kind in _COLORS:
-                event["cname"] = _COLORS[kind]
-            if isinstance(instruction, Staged):
-                event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
-            events.append(event)
-        events += _arrows(timeline, process, numbers)
+        events += [*_slices(timeline, process), *_arrows(timeline, process, numbers)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slices(timeline: Timeline, process: int) -> Iterator[Event]:
+    for span in timeline.spans:
+        kind, instruction = type(span.instruction), span.instruction
+        event: Event = {
+            "ph": "X", "name": str(instruction), "cat": kind.__name__, "pid": process,
+            "tid": span.rank, "ts": 1e6 * span.start_s, "dur": 1e6 * span.duration_s,
+        }  # fmt: skip
+        if kind in _COLORS:
+            event["cname"] = _COLORS[kind]
+        if isinstance(instruction, Staged):
+            event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+        yield event
 
 
 def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterator[Event]:

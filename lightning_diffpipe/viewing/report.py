@@ -141,21 +141,7 @@ def cache_advice(advice: CacheAdvice) -> str:
     """Says what storing encodings would gain and cost, and how to do it; see `planning/caching.py`."""
     lines = ["Cache or fill? Encodings of frozen layers can be stored instead of made anew."]
     if advice.cached:
-        gain = advice.filled_step_s - advice.cached_step_s
-        change = percent(abs(gain) / advice.filled_step_s) if advice.filled_step_s else "0%"
-        disk = f"{size(advice.sample_bytes)} a sample"
-        if advice.disk_bytes is not None:
-            disk += f", {size(advice.disk_bytes)} in all"
-        disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
-        passes = advice.break_even_passes
-        first = "never" if math.isinf(passes) else f"from pass {math.floor(passes) + 1}"
-        lines += [
-            f"  as planned  {seconds(advice.filled_step_s)} a step",
-            f"  stored      {seconds(advice.cached_step_s)} a step ({change} {'less' if gain >= 0 else 'more'}), "
-            f"{seconds(advice.writing_s)} of it reading: {', '.join(advice.cached)}",
-            f"  on disk     {disk}",
-            f"  pays        {first}" + ("" if math.isinf(passes) else " over the data on"),
-        ]
+        lines += _both_ways(advice)
     if advice.computed:
         names = ", ".join(advice.computed)
         why = "follows noise or other random numbers, or is quicker to compute"
@@ -172,6 +158,24 @@ def cache_advice(advice: CacheAdvice) -> str:
     else:
         lines.append("  Nothing can be stored: fill bubbles.")
     return "\n".join(lines)
+
+
+def _both_ways(advice: CacheAdvice) -> list[str]:
+    gain = advice.filled_step_s - advice.cached_step_s
+    change = percent(abs(gain) / advice.filled_step_s) if advice.filled_step_s else "0%"
+    disk = f"{size(advice.sample_bytes)} a sample"
+    if advice.disk_bytes is not None:
+        disk += f", {size(advice.disk_bytes)} in all"
+    disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
+    passes = advice.break_even_passes
+    pays = f"from pass {math.floor(passes) + 1} over the data on" if passes < math.inf else "never"
+    return [
+        f"  as planned  {seconds(advice.filled_step_s)} a step",
+        f"  stored      {seconds(advice.cached_step_s)} a step ({change} {'less' if gain >= 0 else 'more'}), "
+        f"{seconds(advice.writing_s)} of it reading: {', '.join(advice.cached)}",
+        f"  on disk     {disk}",
+        f"  pays        {pays}",
+    ]
 
 
 def diff(a: PipelinePlan, b: PipelinePlan) -> str:
@@ -199,7 +203,7 @@ def diff(a: PipelinePlan, b: PipelinePlan) -> str:
 
 
 def _differences(a: PipelinePlan, b: PipelinePlan) -> Iterator[str]:
-    """Layers of other names (the first one), stages elsewhere, and programs in another order."""
+    """Yields layers of other names (the first one), stages elsewhere, and programs in another order."""
     others = (i for i, (old, new) in enumerate(zip(a.layers, b.layers, strict=False)) if old != new)
     for i in itertools.islice(others, 1):
         yield f"another model: layer {i} is {b.layers[i]} instead of {a.layers[i]}"

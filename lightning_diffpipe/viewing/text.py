@@ -72,7 +72,7 @@ def waiting(schedule: Schedule, at: int, rank: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits and a unit.
+    """Writes seconds with three digits and a unit.
 
     Example:
         >>> seconds(0.0123), seconds(2.5), seconds(0.00000042)
@@ -87,7 +87,7 @@ def seconds(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes with a binary prefix.
+    """Writes bytes with a binary prefix.
 
     Example:
         >>> size(3 * 2**30), size(1500), size(12)
@@ -100,7 +100,7 @@ def size(num_bytes: float) -> str:
 
 
 def operations(flops: float) -> str:
-    """Operations with a decimal prefix; a question mark if unknown.
+    """Writes operations with a decimal prefix; a question mark if unknown.
 
     Example:
         >>> operations(2.96e12), operations(1500), operations(0)
@@ -123,7 +123,7 @@ def percent(share: float) -> str:
 
 
 def count_of(number: int, what: str, ending: str = "s") -> str:
-    """A number of things.
+    """Writes a number of things.
 
     Example:
         >>> count_of(1, "stage"), count_of(8, "microbatch", "es")
@@ -133,7 +133,7 @@ def count_of(number: int, what: str, ending: str = "s") -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned to the right, but the first column to the left.
+    """Aligns columns to the right, but the first column to the left.
 
     Example:
         >>> print(table(["stage", "time"], [["0", "1 s"], ["1", "12 s"]]))
