@@ -179,14 +179,11 @@ class StepProbe:
         """
         fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
-        provenance, attributes = tracer.provenance, tracer.attributes
         out, returned, tail = self._followed(tracer)
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
-        if seeded is None:
-            seeded = _give_seeds(tracer.records)
+        seeded = _give_seeds(tracer.records) if seeded is None else seeded
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
-        names = {record.name for record in tracer.records} | {call.name for call in tracer.calls}
         found = _layers(tracer.records, trained, rows, reached)
         return LayerGraph(
             layers=found,
@@ -197,27 +194,26 @@ class StepProbe:
             fine_names=tuple(tracer.fine_names),
             seeded=frozenset(seeded),
             leaky=frozenset(leaky),
-            watched=frozenset(uncalled_owners(self._module, names, layers)),
+            watched=frozenset(uncalled_owners(self._module, tracer.called, layers)),
             signature=batch_signature(self._batch),
             num_samples=count_samples(self._batch, self._form),
             mode=self._mode,
             of_more_samples=of_more_samples,
             form=self._form,
             hooks=_readers_of_hooked(tracer, found, returned),
-            weighted=weight_of(out) is not None,
-            # Of the code between layers:
+            weighted=weight_of(out) is not None,  # what follows is of the code between layers
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
             host_random=tracer.drew_host_random,
-            folded=tuple(provenance.folded),
-            glue_writes=frozenset(provenance.glue_writes),
-            glue_parameter_writes=frozenset(provenance.glue_parameter_writes),
+            folded=tuple(tracer.provenance.folded),
+            glue_writes=frozenset(tracer.provenance.glue_writes),
+            glue_parameter_writes=frozenset(tracer.provenance.glue_parameter_writes),
             autocast=frozenset(tracer.autocast),
-            generators=provenance.generators.found(),
-            toggled=attributes.toggled(),
-            left=attributes.left(),
-            counters=attributes.counters() if fake else {},
-            changes_gradients=provenance.changes_gradients,
-            batch_writes=frozenset(provenance.batch_writes),
+            generators=tracer.provenance.generators.found(),
+            toggled=tracer.attributes.toggled(),
+            left=tracer.attributes.left(),
+            counters=tracer.attributes.counters() if fake else {},
+            changes_gradients=tracer.provenance.changes_gradients,
+            batch_writes=frozenset(tracer.provenance.batch_writes),
         )
 
     def _followed(self, tracer: Tracer) -> tuple[Any, set[Any], set[Any]]:

@@ -479,6 +479,11 @@ class Tracer:
         """The layers, in call order."""
         return self.provenance.records
 
+    @property
+    def called(self) -> set[str]:
+        """Names of the layers and containers that were called."""
+        return {it.name for it in (*self.records, *self.calls)}
+
     def run(self, call: Callable[[], Any]) -> Any:
         """Runs the step.
 
