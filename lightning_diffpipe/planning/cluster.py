@@ -111,10 +111,7 @@ class Cluster:
         Raises:
             ConfigurationError: Names the key that is unknown, missing or out of range.
         """
-        node = Node.of_text(text, ConfigurationError, source)
-        if node["format"].value != FORMAT:
-            raise node["format"].expected(f'"{FORMAT}"')
-        return read_fields(cls, node, "format")
+        return read_fields(cls, Node.of_text(text, ConfigurationError, source, FORMAT), "format")
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, as `from_dict` takes them; what is at its default is left out."""

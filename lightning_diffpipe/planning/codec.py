@@ -44,8 +44,8 @@ class Node:
     source: str
 
     @classmethod
-    def of_text(cls, text: str, error: type[DiffPipeError], source: str) -> Node:
-        """Parses JSON.
+    def of_text(cls, text: str, error: type[DiffPipeError], source: str, wanted: str) -> Node:
+        """Parses a JSON document of the wanted format; others are refused before their keys are called unknown.
 
         Raises:
             DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off. Or an object has
@@ -64,7 +64,7 @@ class Node:
             return members
 
         try:
-            return cls(json.loads(text, object_pairs_hook=of_pairs), "", error, source)
+            document = cls(json.loads(text, object_pairs_hook=of_pairs), "", error, source)
         except RecursionError as cause:
             raise error(
                 f"{source}: objects or arrays lie too deep in each other to be read"
@@ -79,11 +79,9 @@ class Node:
             raise
         except ValueError as cause:
             raise error(f"{source}: a number has too many digits: {cause}") from cause
-
-    def check_format(self, wanted: str) -> None:
-        """Refuses a document of another kind, before its keys are called unknown."""
-        if isinstance(self.value, dict) and self.value.get("format", wanted) != wanted:
-            raise self["format"].expected(f'"{wanted}"')
+        if isinstance(document.value, dict) and document.value.get("format", wanted) != wanted:
+            raise document["format"].expected(f'"{wanted}"')
+        return document
 
     def expected(self, what: str) -> DiffPipeError:
         """The error for this value, which should have been `what`."""

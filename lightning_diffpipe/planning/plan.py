@@ -301,8 +301,7 @@ class PipelinePlan:
                 that the digest does not belong to the content, that a law is broken, that it
                 hangs, or that an edited plan takes another time than it promises.
         """
-        node = Node.of_text(text, PlanError, source)
-        node.check_format(FORMAT)
+        node = Node.of_text(text, PlanError, source, FORMAT)
         node.check_keys(
             ("format", "options", "stages", "programs", "planned"),
             ("digest", "layers", "forms", "pieces", "costs", "changes"),

@@ -444,9 +444,7 @@ class ModelProfile:
         Raises:
             ProfileError: Names the first key that is missing, unknown or has a bad value.
         """
-        node = Node.of_text(text, ProfileError, source)
-        node.check_format(FORMAT)
-        return read_fields(cls, node, "format")
+        return read_fields(cls, Node.of_text(text, ProfileError, source, FORMAT), "format")
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
