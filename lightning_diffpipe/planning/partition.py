@@ -393,29 +393,29 @@ _FIRST_SLACK = 0.02
 
 
 def chain_cuts(
-    weights: Sequence[float], starts: Sequence[int], num_ranks: int, slack: float = 0.0
+    weights: Sequence[float], starts: Sequence[int], num_stages: int, slack: float = 0.0
 ) -> tuple[int, ...]:
     """Cuts all chains, neighbours in pairs, so that the fullest rank has as little as can be.
 
     Args:
         weights: Time, or bytes, of every layer.
         starts: Where the chains begin.
-        num_ranks: Stages of every chain.
+        num_stages: Of every chain; where there are several, a rank has one of each.
         slack: See `opposite_cuts`.
 
     Returns:
         The first layer of every stage.
 
     Raises:
-        PartitionError: A chain has fewer layers than there are ranks.
+        PartitionError: A chain has fewer layers than stages.
     """
     firsts: list[int] = []
     chains = list(pairwise((*starts, len(weights))))
     for (first, stop), other in zip(chains[::2], [*chains[1::2], None], strict=False):
         if other is None:
-            firsts += [first + cut for cut in minimax_cuts(weights[first:stop], num_ranks)]
+            firsts += [first + cut for cut in minimax_cuts(weights[first:stop], num_stages)]
             continue
-        down, up = opposite_cuts(weights[first:stop], weights[slice(*other)], num_ranks, slack)
+        down, up = opposite_cuts(weights[first:stop], weights[slice(*other)], num_stages, slack)
         firsts += [first + cut for cut in down] + [other[0] + cut for cut in up]
     return tuple(firsts)
 

@@ -19,7 +19,6 @@ from lightning_diffpipe.planning.partition import (
     Cut,
     chain_cuts,
     check_partition,
-    minimax_cuts,
     partition_fronts,
 )
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
@@ -337,10 +336,7 @@ def baseline_cuts(
         weights = [float(layer.parameter_bytes) for layer in layers]
     else:
         weights = [layer.forward_s.at(size) + layer.backward_s.at(size) for layer in layers]
-    if shape.spec.opposite:
-        firsts = chain_cuts(weights, model.starts, shape.num_ranks)
-    else:
-        firsts = minimax_cuts(weights, shape.num_stages)
+    firsts = chain_cuts(weights, model.starts, shape.num_stages // len(model.starts))
     for replicas in replicas_of(options, shape):
         yield tuple(zip(firsts, (*firsts[1:], len(layers)), replicas, strict=True))
 

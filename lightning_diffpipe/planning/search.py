@@ -349,9 +349,8 @@ class Search:
         self, weights: Sequence[float], shape: Shape, slack: float = 0.0
     ) -> tuple[int, ...]:
         """The first layer of every stage where no stage, or no rank of chains that run apart, has much more."""
-        if shape.spec.opposite:
-            return chain_cuts(weights, self.model.starts, shape.num_ranks, slack)
-        return minimax_cuts(weights, shape.num_stages)
+        starts = self.model.starts
+        return chain_cuts(weights, starts, shape.num_stages // len(starts), slack)
 
     def _work_s(self, shape: Shape) -> list[float]:
         """Seconds of every layer for a microbatch."""

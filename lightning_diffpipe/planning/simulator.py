@@ -429,11 +429,9 @@ class _Numbers:
                 sent = _number(self.written, (kind, stage, microbatch, rank))
                 return rank, _NO_WORK, sent, *_NOTHING_SENT
             case Send(kind, stage, microbatch, to_rank):
-                message = Message(kind, stage, microbatch, rank, to_rank)
                 sent = _number(self.written, (kind, stage, microbatch, to_rank))
-                like, _ = self.messages.setdefault(
-                    (kind, stage, microbatch), (len(self.messages), message)
-                )
+                message = len(self.messages), Message.of(instruction, rank)
+                like, _ = self.messages.setdefault((kind, stage, microbatch), message)
                 return rank, _NO_WORK, -1, sent, like, _number(self.edges, (rank, to_rank))
             case Receive() | ShareResults():
                 return rank, _NO_WORK, -1, *_NOTHING_SENT
