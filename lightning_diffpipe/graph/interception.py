@@ -155,7 +155,7 @@ class Interception:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Interception]:
-        """A context in which all sites are in place."""
+        """Keeps all sites in place inside."""
         try:
             yield self.install()
         finally:

@@ -167,7 +167,7 @@ def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
 
 @contextlib.contextmanager
 def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """A context in which placeholders have values; after it they are the placeholders that they were.
+    """Gives placeholders values inside; after it they are the placeholders that they were.
 
     Args:
         values: By placeholder, of its shape and dtype, on its device.

@@ -83,24 +83,24 @@ class Bounds:
 
     @cached_property
     def _start_s(self) -> tuple[float, ...]:
-        """By layer: earliest time at which a microbatch can reach it."""
+        """Returns for each layer the earliest time at which a microbatch can reach it."""
         return self.model.sums(0, self.shape.sizes[-1]).forward
 
     @cached_property
     def _end_s(self) -> tuple[float, ...]:
-        """By layer: shortest time from there back to the first layer."""
+        """Returns for each layer the shortest time from there back to the first layer."""
         if self.shape.spec.splits_backward or self.model.is_folded:
             return (0.0,) * (self.model.num_layers() + 1)
         return self.model.sums(0, self.shape.sizes[-1]).backward
 
     def _work_s(self, replicas: int) -> tuple[float, ...]:
-        """Running sums over layers of the busiest replica's work."""
+        """Returns running sums over layers of the busiest replica's work."""
         if replicas not in self._works:
             self._works[replicas] = self.model.work_s(0, self.shape.sizes[::replicas])
         return self._works[replicas]
 
     def stage_s(self, first: int, stop: int, replicas: int, back_s: float = 0.0) -> float:
-        """The bound that one stage sets for the whole step; `back_s` on links to the first layer."""
+        """Returns the bound that one stage sets for the whole step; `back_s` on links to the first layer."""
         work = self._work_s(replicas)
         group = replicas * self.shape.num_pipelines
         sync_s = 0.0
@@ -115,7 +115,7 @@ class Bounds:
         return self.frozen_s + self._start_s[first] + work[stop] - work[first] + tail_s
 
     def cuts_s(self, cuts: Sequence[Cut]) -> float:
-        """The bound of a whole cut; counts the way over every link to a stage and back as well.
+        """Returns the bound of a whole cut; counts the way over every link to a stage and back as well.
 
         Frozen work counts only where it runs before the pipeline.
         """
@@ -147,16 +147,16 @@ class Bounds:
 
     @cached_property
     def _placement(self) -> Placement | None:
-        """Where stages run, if ranks hold several."""
+        """Returns where stages run, if ranks hold several."""
         return self.shape.placement() if self.shape.spec.place else None
 
     @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
-        """Running sums over layers, of the bytes that are summed over replicas."""
+        """Returns running sums over layers of the bytes that are summed over replicas."""
         return self.model.byte_sums(0, "gradient_bytes")
 
     def reach(self, first: int, replicas: int, later_ranks: int, limit_s: float) -> int:
-        """How far a stage that starts at `first` can reach if it is to be bound by `limit_s`, and fit into memory.
+        """Returns how far a stage from `first` on can reach to be bound by `limit_s`, and to fit into memory.
 
         Of memory weights and activations count, with that many ranks of the pipeline after it.
         """
@@ -170,7 +170,7 @@ class Bounds:
         return first + bisect_right(stops, limit_s * (1 + _SLACK), key=bound_s)
 
     def alive_sizes(self, replicas: int, later_ranks: int) -> tuple[int, ...]:
-        """Samples of the microbatches whose activations the first replica of a stage keeps at least, at a time."""
+        """Returns samples of the microbatches whose activations a first replica keeps at least, at a time."""
         own = self.shape.sizes[::replicas]
         return (
             own if self.shape.spec.keeps_all else own[: forwards_ahead(replicas, later_ranks) + 1]
@@ -179,7 +179,7 @@ class Bounds:
     def best_cuts(
         self, replicas: Sequence[int], limit_s: float = math.inf
     ) -> tuple[float, tuple[Cut, ...]] | None:
-        """The cuts with the smallest bound, without links and messages.
+        """Returns the cuts with the smallest bound, without links and messages.
 
         Args:
             replicas: Ranks of every stage.
@@ -203,7 +203,7 @@ class Bounds:
 
 
 def ranks_after(replicas: Sequence[int]) -> list[int]:
-    """By stage: ranks of the stages after it."""
+    """Returns for each stage the ranks of the stages after it."""
     return [sum(replicas[stage + 1 :]) for stage in range(len(replicas))]
 
 
@@ -238,7 +238,7 @@ class StageNeeds:
         return cls(model, tuple(map(len, ranks)), tuple(held), boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
-        """What a stage from `first` to each of `stops` needs on its fullest rank.
+        """Returns what a stage from `first` to each of `stops` needs on its fullest rank.
 
         Of an exchange counts what is read here, not what is packed for others, which depends on all cuts.
         """
@@ -261,7 +261,7 @@ class StageNeeds:
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
 
     def fastest(self, bounds: Bounds, limit_s: float) -> tuple[Cut, ...] | None:
-        """Of the cuts that fit into memory the one with the smallest bound; None if none is below `limit_s`.
+        """Finds, of the cuts that fit into memory, that of the smallest bound; None if none is below `limit_s`.
 
         Args:
             bounds: Of the same shape.
@@ -287,7 +287,7 @@ class StageNeeds:
         return best_chain(num_layers, self.replicas, fitting, limit_s)
 
     def smallest(self, below_bytes: float = math.inf) -> tuple[Cut, ...] | None:
-        """The cut whose fullest rank needs least; None if all need `below_bytes` or more."""
+        """Finds the cut whose fullest rank needs least; None if all need `below_bytes` or more."""
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
             kept = self.model.need_bytes(0, *max(self.held[stage])[0])

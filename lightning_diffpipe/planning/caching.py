@@ -152,7 +152,7 @@ def check_data(
 
 
 def cacheable_encoders(profile: ModelProfile) -> tuple[str, ...]:
-    """All but those of which the profile says that their results do not follow from the sample alone."""
+    """Returns all but those of which the profile says that their results do not follow from the sample alone."""
     return tuple(e.name for e in profile.encoders if e.cacheable is not False)
 
 
@@ -163,13 +163,13 @@ def reading_s(
     options: PlanOptions,
     disk_bytes_per_s: float = DISK_BYTES_PER_S,
 ) -> float:
-    """Seconds in which each rank reads the results of these encoders for its share of a step's samples."""
+    """Returns seconds in which each rank reads the results of these encoders for its share of a step's samples."""
     sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in names)
     return options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
 
 
 def with_stored(profile: ModelProfile, names: Collection[str]) -> ModelProfile:
-    """The profile of a run that reads the results of some encoders: they take no time, but stay in memory."""
+    """Returns the profile of a run that reads results of some encoders: they take no time, but stay in memory."""
     none = Seconds.per_sample(0.0)
     return replace(
         profile,

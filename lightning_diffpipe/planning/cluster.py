@@ -48,11 +48,11 @@ class Link:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """Time for a message."""
+        """Returns the time for a message."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
-        """Time of an all-reduce over a ring: every byte passes `2 (n - 1) / n` times."""
+        """Returns the time of an all-reduce over a ring: every byte passes `2 (n - 1) / n` times."""
         if num_ranks <= 1 or num_bytes <= 0:
             return 0.0
         passed = 2 * (num_ranks - 1) / num_ranks * num_bytes
@@ -93,7 +93,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Cluster:
-        """From plain values, such as a Hydra group; None leaves a value at its default.
+        """Makes a cluster of plain values, such as a Hydra group; None leaves a value at its default.
 
         Raises:
             ConfigurationError: Names the key that is unknown, missing or out of range.
@@ -114,11 +114,11 @@ class Cluster:
         return read_fields(cls, Node.of_text(text, ConfigurationError, source, FORMAT), "format")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, as `from_dict` takes them; what is at its default is left out."""
+        """Returns plain values, as `from_dict` takes them; what is at its default is left out."""
         return dict(write(self))
 
     def changed(self, values: Mapping[str, object]) -> Cluster:
-        """With other values, as `from_dict` takes them; of a link, what is not given stays.
+        """Returns the cluster with other values, as `from_dict` takes them; of a link, what is not given stays.
 
         A link between hosts that was as those inside a host differs from them by the values given.
 
@@ -141,17 +141,17 @@ class Cluster:
         return json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n"
 
     def host_of(self, rank: int) -> int:
-        """The host of a rank."""
+        """Returns the host of a rank."""
         return rank // self.ranks_per_host if self.ranks_per_host else 0
 
     def p2p_between(self, rank: int, peer: int) -> Link:
-        """The link between two ranks."""
+        """Returns the link between two ranks."""
         if self.p2p_between_hosts is not None and self.host_of(rank) != self.host_of(peer):
             return self.p2p_between_hosts
         return self.p2p
 
     def all_reduce_among(self, ranks: tuple[int, ...]) -> Link:
-        """The link that an all-reduce among these ranks runs at: its slowest part.
+        """Returns the link that an all-reduce among these ranks runs at: its slowest part.
 
         Between hosts as many rings run side by side as a host has ranks, each over an adapter of its own. A
         group with fewer ranks on some host has so many rings less, but at least the adapter of one rank.

@@ -84,7 +84,7 @@ class Node:
         return document
 
     def expected(self, what: str) -> DiffPipeError:
-        """The error for this value, which should have been `what`."""
+        """Returns the error for this value, which should have been `what`."""
         got = "nothing" if self.value is None else _shown(self.value)
         return self.error(f"{self.source}: {self.where or 'document'}: expected {what}; got {got}")
 
@@ -109,7 +109,7 @@ class Node:
         return isinstance(self.value, dict) and self.value.get(key) is not None
 
     def __getitem__(self, key: str) -> Node:
-        """The member `key` of an object."""
+        """Returns the member `key` of an object."""
         if not isinstance(self.value, dict):
             raise self.expected("an object")
         if key not in self.value:
@@ -117,33 +117,33 @@ class Node:
         return Node(self.value[key], self._address(key), self.error, self.source)
 
     def members(self) -> Iterator[tuple[str, Node]]:
-        """Keys and members of an object."""
+        """Yields keys and members of an object."""
         if not isinstance(self.value, dict):
             raise self.expected("an object")
         for key in self.value:
             yield key, self[key]
 
     def elements(self) -> Iterator[Node]:
-        """The elements of an array."""
+        """Yields the elements of an array."""
         if not isinstance(self.value, list):
             raise self.expected("an array")
         for index, value in enumerate(self.value):
             yield Node(value, f"{self.where}[{index}]", self.error, self.source)
 
     def text(self) -> str:
-        """This value as a string."""
+        """Returns this value as a string."""
         if not isinstance(self.value, str):
             raise self.expected("a string")
         return self.value
 
     def flag(self) -> bool:
-        """This value as true or false."""
+        """Returns this value as true or false."""
         if not isinstance(self.value, bool):
             raise self.expected("true or false")
         return self.value
 
     def number(self, minimum: float = 0.0, maximum: float = math.inf) -> float:
-        """This value as a finite number in a range."""
+        """Returns this value as a finite number in a range."""
         good = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
         highest = min(maximum, LARGEST_NUMBER)
         if not good or not minimum <= self.value <= highest:  # type: ignore[operator]
@@ -153,7 +153,7 @@ class Node:
         return float(self.value)  # type: ignore[arg-type]
 
     def integer(self, minimum: int = 0) -> int:
-        """This value as a whole number."""
+        """Returns this value as a whole number."""
         value = self.value
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -164,7 +164,7 @@ class Node:
         return value
 
     def made(self, make: Callable[..., _T], *values: Any, **fields: Any) -> _T:
-        """What is made of this value; complaints of its maker name the address."""
+        """Makes something of this value; complaints of its maker name the address."""
         try:
             return make(*values, **fields)
         except DiffPipeError as cause:
@@ -185,7 +185,7 @@ def _shown(value: object) -> str:
 
 
 def stored(default: Any = MISSING, **how: object) -> Any:
-    """A field of a dataclass that is read and written in another way than its type says.
+    """Makes a field of a dataclass that is read and written in another way than its type says.
 
     Args:
         default: Of the field.
@@ -196,7 +196,7 @@ def stored(default: Any = MISSING, **how: object) -> Any:
 
 
 def read(cls: type[_T], node: Node) -> _T:
-    """A dataclass from an object; its own `from_node`, if it has one, has the say.
+    """Reads a dataclass from an object; its own `from_node`, if it has one, has the say.
 
     Raises:
         DiffPipeError: Of the node's type: a key is missing, unknown, or has a bad value.
@@ -206,7 +206,7 @@ def read(cls: type[_T], node: Node) -> _T:
 
 
 def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
-    """A dataclass from an object, field by field; keys of `also` are there besides.
+    """Reads a dataclass from an object, field by field; keys of `also` are there besides.
 
     Raises:
         DiffPipeError: See `read`.
@@ -224,7 +224,7 @@ def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
 
 
 def write(value: object) -> Any:
-    """Plain values, ready for JSON."""
+    """Returns plain values, ready for JSON."""
     if hasattr(value, "to_plain"):
         return value.to_plain()
     if is_dataclass(value):
@@ -237,7 +237,7 @@ def write(value: object) -> Any:
 
 
 def _stored_fields(cls: Any) -> dict[str, Field[Any]]:
-    """The fields that are read and written, by their keys in the document."""
+    """Returns the fields that are read and written, by their keys in the document."""
     return {
         own.metadata.get("key", own.name): own
         for own in fields(cls)
@@ -250,7 +250,7 @@ def _default(own: Field[Any]) -> object:
 
 
 def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A value of a type: a number, a string, a tuple of a type, or a dataclass.
+    """Reads a value of a type: a number, a string, a tuple of a type, or a dataclass.
 
     Args:
         hint: The type.

@@ -64,7 +64,7 @@ _R = TypeVar("_R")
 def _remembered(
     method: Callable[Concatenate[CostModel, _P], _R],
 ) -> Callable[Concatenate[CostModel, _P], _R]:
-    """A method that is computed once for the same arguments; the partitioner asks many thousand times."""
+    """Computes a method once for the same arguments, as the partitioner asks many thousand times."""
 
     @wraps(method)
     def wrapped(model: CostModel, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -94,7 +94,7 @@ class CostModel:
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def num_layers(self, backbone: int = 0) -> int:
-        """Layers of a backbone."""
+        """Counts the layers of a backbone."""
         return len(self.profile.backbones[backbone].layers)
 
     @property
@@ -104,7 +104,7 @@ class CostModel:
 
     @_remembered
     def sums(self, backbone: int, samples: float) -> _Sums:
-        """Running sums of the times of all layers, for that many samples."""
+        """Returns running sums of the times of all layers, for that many samples."""
         layers = self.profile.backbones[backbone].layers
         return _Sums(
             _running(layer.forward_s.at(samples) for layer in layers),
@@ -114,7 +114,7 @@ class CostModel:
 
     @_remembered
     def work_s(self, backbone: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
-        """Running sums of forwards and backwards of all layers, for microbatches of these sizes together."""
+        """Returns running sums of forwards and backwards of all layers, for all microbatches of these sizes."""
         total = [0.0] * (self.num_layers(backbone) + 1)
         for size, count in Counter(sizes).items():
             sums = self.sums(backbone, size)
@@ -124,7 +124,7 @@ class CostModel:
 
     @_remembered
     def need_bytes(self, backbone: int, samples: float, microbatches: int) -> tuple[float, ...]:
-        """Running sums of what all layers keep, with activations of that many samples."""
+        """Returns running sums of what all layers keep, with activations of that many samples."""
         runs = [LayerRun(backbone, 0, stop) for stop in range(self.num_layers(backbone) + 1)]
         return tuple(
             self.resident_bytes(run) + self.activation_bytes(run, samples, microbatches)
@@ -132,24 +132,24 @@ class CostModel:
         )
 
     def forward_s(self, run: LayerRun, samples: float) -> float:
-        """Forward of a microbatch of that many samples."""
+        """Returns seconds of the forward of a microbatch of that many samples."""
         sums = self.sums(run.backbone, samples).forward
         repeated = self.profile.backbones[run.backbone].repeated_s
         again_s = repeated.at(samples) if repeated is not None and run.first else 0.0
         return again_s + sums[run.stop] - sums[run.first]
 
     def backward_s(self, run: LayerRun, samples: float) -> float:
-        """Whole backward of a microbatch."""
+        """Returns seconds of the whole backward of a microbatch."""
         sums = self.sums(run.backbone, samples).backward
         return sums[run.stop] - sums[run.first]
 
     def weight_gradient_s(self, run: LayerRun, samples: float) -> float:
-        """The part of the backward that only makes weight gradients."""
+        """Returns seconds of the part of the backward that only makes weight gradients."""
         sums = self.sums(run.backbone, samples).weight_gradient
         return sums[run.stop] - sums[run.first]
 
     def split_s(self, run: LayerRun, samples: float) -> float:
-        """What two halves of the backward take longer than the whole."""
+        """Returns what two halves of the backward take longer than the whole."""
         backbone = self.profile.backbones[run.backbone]
         whole_s = self.sums(run.backbone, samples).backward[-1]
         if backbone.split_s is None or not whole_s:
@@ -157,26 +157,26 @@ class CostModel:
         return backbone.split_s.at(samples) * self.backward_s(run, samples) / whole_s
 
     def parameter_bytes(self, run: LayerRun) -> int:
-        """Bytes of the parameters."""
+        """Returns bytes of the parameters."""
         return self._sum_bytes(run, "parameter_bytes")
 
     def gradient_bytes(self, run: LayerRun) -> int:
-        """Bytes of the gradients, as they are summed over replicas."""
+        """Returns bytes of the gradients, as they are summed over replicas."""
         return self._sum_bytes(run, "gradient_bytes")
 
     def activation_bytes(self, run: LayerRun, samples: float, microbatches: int = 1) -> float:
-        """Bytes kept between forward and backward of so many samples, in so many microbatches."""
+        """Returns bytes kept between forward and backward of so many samples, in so many microbatches."""
         of_samples = samples * self._sum_bytes(run, "activation_bytes_per_sample")
         return of_samples + microbatches * self._sum_bytes(run, "activation_bytes_per_microbatch")
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
-        """Bytes of all tensors that are alive across the cut after the run."""
+        """Returns bytes of all tensors that are alive across the cut after the run."""
         layers = self.profile.backbones[run.backbone].layers
         last = run.stop == len(layers)
         return 0.0 if last else samples * layers[run.stop - 1].boundary_bytes_per_sample
 
     def crossing_bytes(self, runs: Sequence[LayerRun], placement: Placement) -> tuple[int, ...]:
-        """Bytes of a sample after every stage that have to travel: without what later ranks have already."""
+        """Returns bytes of a sample that travel after every stage: without what later ranks have already."""
         crossing = [round(self.boundary_bytes(run, 1)) for run in runs]
         if placement.num_stages == placement.num_ranks:
             return tuple(crossing)
@@ -194,7 +194,7 @@ class CostModel:
         return tuple(max(num_bytes, 0) for num_bytes in crossing)
 
     def nested_bytes(self, first: int, stop: int) -> float:
-        """Bytes of a sample that cross two cuts if the layers before `first` and from `stop` on share a rank."""
+        """Returns bytes of a sample over two cuts, if layers before `first` and from `stop` on share a rank."""
         layers, num_bytes = self.profile.backbones[0].layers, 0.0
         for cut in (first, stop):
             num_bytes += layers[cut - 1].boundary_bytes_per_sample
@@ -225,7 +225,7 @@ class CostModel:
 
     @_remembered
     def read_bytes_per_sample(self, run: LayerRun) -> int:
-        """Bytes of the encodings that a stage of these layers reads."""
+        """Returns bytes of the encodings that a stage of these layers reads."""
         return sum(
             encoder.result_bytes_per_sample
             if not encoder.results
@@ -239,7 +239,7 @@ class CostModel:
 
     @_remembered
     def group_size(self, sizes: tuple[int, ...], num_ranks: int) -> int:
-        """Samples on which frozen layers run at a time: the cheapest, where the profile tells."""
+        """Returns samples on which frozen layers run at a time: the cheapest, where the profile tells."""
         if any(len(layer.forward_s.points) > 1 for layer in self.profile.frozen_layers):  # measured
             return cheapest_group_size(self.encode_s, sizes, num_ranks)
         return group_size_of(sizes, num_ranks)
@@ -248,17 +248,17 @@ class CostModel:
     def encode_parts(
         self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None
     ) -> tuple[EncodePart, ...]:
-        """Even shares of the frozen work; None as `group_size` if it cannot be split."""
+        """Returns even shares of the frozen work; None as `group_size` if it cannot be split."""
         return encode_parts(sizes, num_ranks, group_size is not None, group_size or 1)
 
     @_remembered
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
-        """All frozen encoders for that many samples, on one rank, a group at a time."""
+        """Returns seconds of all frozen encoders for that many samples, on one rank, a group at a time."""
         layers = self.profile.frozen_layers
         return sum(grouped_s(layer.forward_s.at, samples, group_size) for layer in layers)
 
     def resident_bytes(self, run: LayerRun) -> float:
-        """Weights, gradients and optimizer state of a stage."""
+        """Returns bytes of weights, gradients and optimizer state of a stage."""
         trained = self.gradient_bytes(run)
         return self.parameter_bytes(run) + trained * (1 + self.optimizer_bytes_factor)
 
@@ -268,7 +268,7 @@ class CostModel:
 
     @_remembered
     def byte_sums(self, backbone: int, name: str) -> tuple[int, ...]:
-        """Running sums over all layers of a number of bytes in their profiles."""
+        """Returns running sums over all layers of a number of bytes in their profiles."""
         layers = self.profile.backbones[backbone].layers
         return tuple(accumulate((getattr(layer, name) for layer in layers), initial=0))
 
@@ -333,7 +333,7 @@ class PipelineCosts:
         return 0.0
 
     def repeated(self, num_batches: int) -> PipelineCosts:
-        """The same for so many batches in a row."""
+        """Returns the same for so many batches in a row."""
 
         def longer(table: Table) -> Table:
             return tuple(row * num_batches for row in table)
@@ -342,11 +342,11 @@ class PipelineCosts:
         return replace(self, sizes=self.sizes * num_batches, **tables)
 
     def _weight_s(self, stage: int, microbatch: int) -> float:
-        """The part of a backward that makes weight gradients; rounding, or a plan by hand, may exceed the whole."""
+        """Returns the weight-gradient part of a backward; rounding, or a plan by hand, may exceed the whole."""
         return min(self.weight_gradient_s[stage][microbatch], self.backward_s[stage][microbatch])
 
     def _added_s(self, stage: int, microbatch: int) -> float:
-        """What splitting adds to either half of a backward."""
+        """Returns what splitting adds to either half of a backward."""
         return self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
 
     def message_s(self, message: Message) -> float:
@@ -356,7 +356,7 @@ class PipelineCosts:
         return self.activation_s[message.stage][message.microbatch]
 
     def link_s(self) -> float:
-        """Seconds of all messages between stages."""
+        """Returns seconds of all messages between stages."""
         return sum(sum(row) for table in (self.activation_s, self.gradient_s) for row in table)
 
     def reduce_s(self, rank: int) -> float:
@@ -410,7 +410,7 @@ class PipelineLinks:
         return tuple((self.cluster.all_reduce_among(group), len(group)) for group in groups)
 
     def all_gather_s(self, num_bytes: float) -> float:
-        """Bytes from all ranks of a pipeline to all of them: half an all-reduce."""
+        """Returns seconds for bytes from all ranks of a pipeline to all of them: half an all-reduce."""
         group = tuple(range(self.placement.num_ranks))
         return self.cluster.all_reduce_among(group).all_reduce_s(num_bytes, len(group)) / 2
 
@@ -423,7 +423,7 @@ def pipeline_costs(
     parts: Sequence[EncodePart] = (),
     group_size: int | None = None,
 ) -> PipelineCosts:
-    """Tables for one of several equal pipelines.
+    """Makes the tables of one of several equal pipelines.
 
     Args:
         model: The cost model.
@@ -480,7 +480,7 @@ TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradi
 
 
 def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
-    """The JSON form: tables as `{samples: [seconds of each stage]}`."""
+    """Writes the JSON form: tables as `{samples: [seconds of each stage]}`."""
     first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
     document: dict[str, object] = write(costs)
     for name in (*TABLES, "split_s"):

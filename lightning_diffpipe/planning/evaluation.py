@@ -101,7 +101,7 @@ class PlacedSchedule:
     )
 
     def schedule(self) -> Schedule:
-        """Without frozen work; made anew, as many large ones would slow down everything else."""
+        """Makes the schedule without frozen work; anew, as many large ones would slow down everything else."""
         count = len(self.sizes)
         if self.placement is self.base:
             return self.spec(self.base, count)
@@ -128,7 +128,7 @@ class PlacedSchedule:
         return not self.spec.flushes and self.base.num_ranks > 1
 
     def weight_versions(self, rank: int) -> int:
-        """Versions of its weights that a rank stores."""
+        """Returns versions of its weights that a rank stores."""
         if not self.runs_free:
             return 1
         return max(self.spec.weight_versions(self.base, s) for s in self.base.stages_of(rank))
@@ -139,7 +139,7 @@ class PlacedSchedule:
         return tuple(map(self.peak, range(self.placement.num_ranks)))
 
     def outline(self, starts: tuple[int, ...]) -> Outline:
-        """What decides how long it takes if microbatches begin at these stages; only made where it is simulated."""
+        """Returns what decides how long it takes if microbatches begin at these stages; made when simulated."""
         if starts not in self._outlines:
             self._outlines[starts] = outline_of(self.schedule().starting_at(starts), self.sizes)
         return self._outlines[starts]
@@ -176,7 +176,7 @@ class Evaluator:
             self.model = CostModel(folded(self.model.profile), self.model.cluster, factor, True)
 
     def runs(self, proposal: Proposal) -> tuple[LayerRun, ...]:
-        """The calls of every stage, of all passes; a rank alone runs them as they come."""
+        """Returns the calls of every stage, of all passes; a rank alone runs them as they come."""
         backbone = self.calls.profile.backbones[0]
         if not backbone.passes:
             return proposal.runs
@@ -185,7 +185,7 @@ class Evaluator:
         return runs_of(backbone, proposal.cuts)
 
     def unfilled(self) -> Evaluator:
-        """The same without filling; what has been found of pipelines without their frozen work is shared."""
+        """Returns the same without filling; what has been found of pipelines without frozen work is shared."""
         options = replace(self.options, filling="none")
         return Evaluator(self.calls, options, self._pipelines)
 
@@ -195,13 +195,13 @@ class Evaluator:
         return self.options.filling != "none" and bool(self.model.profile.encoders)
 
     def parts(self, shape: Shape) -> tuple[EncodePart, ...]:
-        """The frozen parts before the pipeline."""
+        """Returns the frozen parts before the pipeline."""
         if not self.model.profile.encoders:
             return ()
         return self.model.encode_parts(shape.sizes, shape.num_ranks, self.group_size(shape))
 
     def group_size(self, shape: Shape) -> int | None:
-        """Samples on which frozen layers run at a time; None for whole microbatches.
+        """Returns samples on which frozen layers run at a time; None for whole microbatches.
 
         Those that cannot be split run so, and those of a rank alone: they run where they are called.
         """
@@ -211,12 +211,12 @@ class Evaluator:
         return self.model.group_size(shape.sizes, shape.num_ranks) if wanted == "auto" else wanted
 
     def encode_share_s(self, shape: Shape) -> float:
-        """Frozen work of each rank if all take equal shares."""
+        """Returns seconds of frozen work of each rank if all take equal shares."""
         group = self.group_size(shape) or max(shape.sizes)
         return self.model.encode_s(sum(shape.sizes) / shape.num_ranks, group)
 
     def share_steps(self, shape: Shape) -> tuple[int, ...]:
-        """Samples of every piece of a batch that a rank may take or leave, on average over batches.
+        """Returns samples of every piece of a batch that a rank may take or leave, on average over batches.
 
         Parts of groups, as a rank may take another number of groups of the next batch; without groups whole
         microbatches.
@@ -227,7 +227,7 @@ class Evaluator:
         )
 
     def frame(self, proposal: Proposal) -> Frame:
-        """What does not depend on where a proposal cuts."""
+        """Returns what does not depend on where a proposal cuts."""
         shape = proposal.shape
         base = shape.placement(proposal.replicas)
         placement = base
@@ -252,14 +252,14 @@ class Evaluator:
         return self._frames[key]
 
     def costs(self, proposal: Proposal) -> PipelineCosts:
-        """What the simulator needs."""
+        """Returns what the simulator needs."""
         frame = self.frame(proposal)
         sizes, links = proposal.shape.sizes, frame.pipeline.links
         group = self.group_size(proposal.shape)
         return pipeline_costs(self.calls, links, self.runs(proposal), sizes, frame.parts, group)
 
     def step_s(self, proposal: Proposal) -> float:
-        """The simulated time of a step; with filling, an estimate by which proposals are compared.
+        """Simulates a step; with filling, estimates one, by which proposals are compared.
 
         The estimate: bubbles are filled without a loss, by shares as fine as they get. Often many cuts then
         take the same time, as frozen work evens out any of them, and the one that needs least of that is
@@ -287,7 +287,7 @@ class Evaluator:
         return self._steps[proposal]
 
     def _expected_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
-        """The simulated time of the pipeline, over the forms that its microbatches take."""
+        """Simulates the pipeline over the forms that its microbatches take."""
         frame, seen = self.frame(proposal), self.calls.profile.backbones[0].seen
         pipeline, start_s = frame.pipeline, exchanged_s(frame.parts, costs) if frame.parts else 0.0
         if len(seen.forms) == 1:
@@ -307,29 +307,29 @@ class Evaluator:
         return sum(share * step_s for share, step_s in zip(shares, steps_s, strict=True))
 
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
-        """The first stage that each form does not leave out."""
+        """Returns for each form the first stage that it does not leave out."""
         stops = [run.stop for run in self.runs(proposal)]
         forms = self.calls.profile.backbones[0].seen.forms
         return tuple(bisect_right(stops, first) for _, first in forms)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
-        """Memory of every rank."""
+        """Returns the memory of every rank."""
         frame, runs = self.frame(proposal), self.runs(proposal)
         peaks = peak_memory_bytes(self.calls, frame.pipeline.peaks, runs, frame.loads)
         return tuple(b + self._version_bytes(proposal, rank) for rank, b in enumerate(peaks))
 
     def _version_bytes(self, proposal: Proposal, rank: int) -> int:
-        """Bytes of the weights of before that a rank stores; only what is trained has versions."""
+        """Returns bytes of earlier weights that a rank stores; only what is trained has versions."""
         pipeline, runs = self.frame(proposal).pipeline, self.runs(proposal)
         held = sum(self.calls.gradient_bytes(runs[s]) for s in pipeline.placement.stages_of(rank))
         return round((pipeline.weight_versions(rank) - 1) * held)
 
     def fits(self, proposal: Proposal) -> bool:
-        """Whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
+        """Returns whether every rank has enough memory; cheap for cuts that share stages with earlier ones."""
         return next(self.too_full(proposal), None) is None
 
     def too_full(self, proposal: Proposal) -> Iterator[int]:
-        """The ranks that have not enough memory."""
+        """Yields the ranks that have not enough memory."""
         limit, runs = self.model.cluster.memory_bytes, self.runs(proposal)
         if limit is None:
             return
@@ -357,7 +357,7 @@ class Evaluator:
         return min(plans, key=preference)
 
     def unfilled_plan(self, proposal: Proposal) -> PipelinePlan:
-        """Frozen work before the pipeline."""
+        """Plans frozen work before the pipeline."""
         frame, costs = self.frame(proposal), self.costs(proposal)
         schedule = prefix_frozen(frame.pipeline.schedule(), frame.parts)
         timeline = simulate(schedule, costs, costs.sizes)
@@ -406,7 +406,7 @@ class Evaluator:
         )
 
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
-        """What its ranks send each other, and what those of a chain would; see `Planned`."""
+        """Returns what its ranks send each other, and what those of a chain would; see `Planned`."""
         model, shape = self.calls, proposal.shape
         placement = self.frame(proposal).pipeline.placement
         homes, samples = placement.stage_ranks, 2 * sum(shape.sizes)
@@ -425,7 +425,7 @@ class Evaluator:
         return sent
 
     def filled_plan(self, proposal: Proposal, unfilled: PipelinePlan) -> PipelinePlan:
-        """Frozen work of the next batch in the bubbles of this one."""
+        """Plans frozen work of the next batch in the bubbles of this one."""
         pipeline, sizes = self.frame(proposal).pipeline, proposal.shape.sizes
         group, schedule = self.group_size(proposal.shape), pipeline.schedule()
         costs = self.costs(proposal)
@@ -487,7 +487,7 @@ class Evaluator:
 
 
 def preference_s(filled_s: float, unfilled_s: float) -> float:
-    """What plans are compared by: the step, and a little of what it would be if nothing were filled.
+    """Returns what plans are compared by: the step, and a little of what it would be if nothing were filled.
 
     Example:
         >>> preference_s(2.0, unfilled_s=3.0) < preference_s(2.0, unfilled_s=4.0)
@@ -497,7 +497,7 @@ def preference_s(filled_s: float, unfilled_s: float) -> float:
 
 
 def preference(plan: PipelinePlan) -> float:
-    """By this the best of several plans is chosen; see `preference_s`."""
+    """Returns by what the best of several plans is chosen; see `preference_s`."""
     planned = plan.planned
     saved_s = planned.unfilled_iteration_s - planned.iteration_s
     unfilled_s = planned.unfilled_iteration_s if planned.expected_s is None else planned.expected_s
@@ -505,6 +505,6 @@ def preference(plan: PipelinePlan) -> float:
 
 
 def _no_bubble_limit_s(timeline: Timeline) -> float:
-    """All work divided by all ranks."""
+    """Divides all work by all ranks."""
     computed = (span for span in timeline.spans if isinstance(span.instruction, Compute))
     return sum(span.duration_s for span in computed) / timeline.num_ranks

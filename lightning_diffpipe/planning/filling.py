@@ -83,7 +83,7 @@ class EncodePart:
 
 
 def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
-    """Sizes of `num_parts` parts: as even as possible, larger ones first.
+    """Returns sizes of `num_parts` parts: as even as possible, larger ones first.
 
     Example:
         >>> split_evenly(10, 4)
@@ -96,7 +96,7 @@ def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
 def cheapest_group_size(
     seconds: Callable[[int], float], microbatch_sizes: Sequence[int], num_ranks: int
 ) -> int:
-    """Samples on which frozen layers run at a time, where it is known what that costs.
+    """Returns the samples on which frozen layers run at a time, where it is known what that costs.
 
     Ranks take whole groups, within `SHARES_PERIOD` batches; half of one is lost in them on average. The size,
     a power of two of which each rank gets at least two, for which a rank's groups and that loss take least
@@ -121,7 +121,7 @@ def cheapest_group_size(
 
 
 def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
-    """Samples on which frozen layers run at a time, where nothing is known of what that costs.
+    """Returns the samples on which frozen layers run at a time, where nothing is known of what that costs.
 
     A share is a number of groups, so small groups balance better, and large ones run faster: groups have
     four samples where each rank then gets two of them, and more where it gets four. Within half of that,
@@ -149,7 +149,7 @@ def num_groups_of(microbatch_sizes: Sequence[int], group_size: int) -> int:
 
 
 def group_samples(microbatch_sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Samples of every group of a batch, in order.
+    """Returns samples of every group of a batch, in order.
 
     Example:
         >>> group_samples([6, 3], group_size=4)
@@ -163,7 +163,7 @@ def group_samples(microbatch_sizes: Sequence[int], group_size: int) -> tuple[int
 
 
 def grouped_s(seconds: Callable[[float], float], samples: float, group_size: int | None) -> float:
-    """Seconds for samples that run group by group; in one go if `group_size` is None.
+    """Returns seconds for samples that run group by group; in one go if `group_size` is None.
 
     Example:
         >>> grouped_s(lambda samples: 1 + samples, 5, group_size=2)
@@ -295,7 +295,7 @@ class Filled:
 def frozen_layers(
     encoders: Sequence[EncoderProfile], group_size: int | None = None
 ) -> tuple[FrozenLayer, ...]:
-    """All frozen layers in an order in which they can run: encoders after those they need.
+    """Lists all frozen layers in an order in which they can run: encoders after those they need.
 
     Args:
         encoders: The frozen encoders.
@@ -317,7 +317,7 @@ def frozen_layers(
 
 
 def gaps_by_rank(timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """The intervals `(start, stop)` in which a rank has nothing to do, until the last is done."""
+    """Returns the intervals `(start, stop)` in which a rank has nothing to do, until the last is done."""
     gaps: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     now = [0.0] * timeline.num_ranks
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
@@ -391,7 +391,7 @@ def fill_by_shares(
 
 
 def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
-    """How many groups of samples each rank encodes, so that all are done at the same time.
+    """Returns how many groups of samples each rank encodes, so that all are done at the same time.
 
     Args:
         idle_s: Idle time of each rank.
@@ -428,7 +428,7 @@ def largest_remainders(exact: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 def even_shares(busy_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
-    """The shares with which all ranks are done at the same time, if none of them ever waits.
+    """Returns the shares with which all ranks are done at the same time, if none of them ever waits.
 
     Args:
         busy_s: What else each rank has to do.
@@ -443,7 +443,7 @@ def even_shares(busy_s: Sequence[float], group_s: float, num_groups: int) -> tup
 
 
 def all_done_s(busy_s: Sequence[float], counts: Sequence[int], group_s: float) -> float:
-    """When all ranks are done if none of them ever waits, each with so many groups.
+    """Returns when all ranks are done if none of them ever waits, each with so many groups.
 
     Example:
         >>> all_done_s([1.0, 3.0], (3, 1), group_s=1.0)
@@ -460,7 +460,7 @@ def _fill_rank(
     samples: int,
     index: int,
 ) -> list[Placed]:
-    """One rank's samples through all layers, gap after gap; what is left comes after the pipeline."""
+    """Takes one rank's samples through all layers, gap after gap; what is left comes after the pipeline."""
     todo = deque((layer, first_sample) for layer in layers if samples)
     stop, placed = first_sample + samples, list[Placed]()
     after_all: tuple[float | None, float] = None, math.inf

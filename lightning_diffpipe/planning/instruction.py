@@ -269,7 +269,7 @@ def format_program(program: Iterable[Instruction], stage: int | None = None) -> 
 
 
 def without_stage(instruction: Instruction, stage: int | None) -> str:
-    """The text of an instruction, its stage left out where it is `stage`."""
+    """Returns the text of an instruction, its stage left out where it is `stage`."""
     text = str(instruction)
     if stage is None or isinstance(
         instruction, (Encode, ExchangeFrozen, ReduceGradients, ShareResults)

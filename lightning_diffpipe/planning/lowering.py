@@ -57,7 +57,7 @@ from lightning_diffpipe.planning.schedule import Message, Placement, Schedule
 def lower(
     schedule: Schedule, frozen_parts: Sequence[EncodePart] = (), num_ahead: int = 1
 ) -> Schedule:
-    """The same schedule with communication.
+    """Adds communication to a schedule.
 
     Args:
         schedule: Compute instructions only; its order on each rank is kept.
@@ -76,7 +76,7 @@ def lower(
 
 
 def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
-    """A part of a loop without end, with communication.
+    """Adds communication to a part of a loop without end.
 
     Receives of activations are posted first, those of gradients as soon as the activation was sent.
 
@@ -110,7 +110,7 @@ def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
 
 
 def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
-    """By rank: the sends of which the end of a wait tells that they have arrived, and their memory is free.
+    """Returns, by rank, sends of which the end of a wait tells that they have arrived, so that memory is free.
 
     Whoever sends a message has read before what its program waits for before. So an activation has arrived when
     its gradient is there, if no earlier message said so; a gradient when a later activation is there.
@@ -137,7 +137,7 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
 
 
 def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
-    """The same schedule with all that ranks do together, and no messages; arguments as for `lower`."""
+    """Adds all that ranks do together, and no messages; arguments as for `lower`."""
     schedule = prefix_frozen(schedule, frozen_parts)
     kinds = {type(instruction) for program in schedule.programs for instruction in program}
     if UpdateWeights in kinds or not kinds & {Backward, BackwardInput}:
@@ -206,7 +206,7 @@ def _lower_program(
 
 
 def num_posted_ahead(placement: Placement) -> int:
-    """Messages of an edge, after the one that is worked on, for which a device has buffers; see `lower`.
+    """Counts messages of an edge, after the one worked on, for which a device has buffers; see `lower`.
 
     Two where ranks hold several stages: a receive that has to begin early needs its buffer by then.
     """
@@ -214,7 +214,7 @@ def num_posted_ahead(placement: Placement) -> int:
 
 
 def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, ...]], ...]:
-    """By rank: the receives that begin before an instruction; those of an edge in the order of the sends.
+    """Returns, by rank, the receives that begin before an instruction; those of an edge in the order of the sends.
 
     Args:
         schedule: With communication.

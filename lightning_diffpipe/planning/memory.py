@@ -25,7 +25,7 @@ class Waiting(NamedTuple):
 def peak_samples_of(
     program: Program, stages: Sequence[int], sizes: Sequence[int]
 ) -> dict[int, Waiting]:
-    """By stage of a rank: the most samples, and microbatches, whose activations wait for a backward.
+    """Returns, by stage of a rank, the most samples, and microbatches, whose activations wait for a backward.
 
     Args:
         program: Of the rank.
@@ -82,7 +82,7 @@ class FrozenLoad:
     fills: bool
 
     def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
-        """Bytes next to the activations, and those at another time, when there are none.
+        """Returns bytes next to the activations, and those at another time, when there are none.
 
         Without activations are: encoding before the pipeline; an exchange, for which what others read is
         packed, while what is read here arrives; and its end, when that is joined, but not yet freed.
@@ -96,7 +96,7 @@ class FrozenLoad:
         return read + (made + working if self.fills else 0), made + max(working, exchanged)
 
     def of_stage(self, model: CostModel, stage: int) -> StageLoad:
-        """The load of a rank that holds one stage."""
+        """Returns the load of a rank that holds one stage."""
         made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
         return StageLoad(self.read[stage], made + working if self.fills else 0.0, made, working)
 
@@ -113,7 +113,7 @@ def frozen_loads(
     group_size: int | None,
     fills: bool,
 ) -> tuple[FrozenLoad, ...]:
-    """The load of every rank; none if nothing is frozen.
+    """Returns the load of every rank; none if nothing is frozen.
 
     Args:
         placement: Where the stages run.
@@ -144,7 +144,7 @@ def peak_memory_bytes(
     runs: Sequence[LayerRun],
     loads: Sequence[FrozenLoad] = (),
 ) -> tuple[int, ...]:
-    """Bytes of every rank at its fullest moment; see `rank_bytes`.
+    """Returns bytes of every rank at its fullest moment; see `rank_bytes`.
 
     Args:
         model: The cost model.
@@ -164,7 +164,7 @@ def rank_bytes(
     runs: Sequence[LayerRun],
     load: FrozenLoad | None,
 ) -> int:
-    """Bytes of one rank at its fullest moment.
+    """Returns bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
     wait for their backward, with the encodings there are, and messages. A rank that holds several stages is
@@ -178,7 +178,7 @@ def rank_bytes(
 
 
 def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[LayerRun]) -> float:
-    """Bytes of the messages between one rank's stages and other ranks.
+    """Returns bytes of the messages between one rank's stages and other ranks.
 
     An activation that was sent is kept until a message tells that it has arrived, which its gradient does at
     the latest, so one for each microbatch that waits. After the stage there are besides a gradient that has
@@ -197,6 +197,6 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
 
 
 def boundary_samples(waiting: Waiting) -> tuple[float, float]:
-    """Samples of the messages before a stage, and after it; see `message_bytes`."""
+    """Returns samples of the messages before a stage, and after it; see `message_bytes`."""
     each = waiting.samples / max(waiting.microbatches, 1)
     return _UNDER_WAY * each, waiting.samples + _EXPECTED * each

@@ -145,7 +145,7 @@ class PlanOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> PlanOptions:
-        """From plain values; lists become tuples.
+        """Makes options of plain values; lists become tuples.
 
         Raises:
             ConfigurationError: An unknown or missing key, or a bad value.
@@ -160,7 +160,7 @@ class PlanOptions:
         return node.made(cls, **{k: tuple(v) if isinstance(v, list) else v for k, v in values})
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, ready for JSON."""
+        """Returns plain values, ready for JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 

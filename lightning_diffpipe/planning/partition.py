@@ -143,7 +143,7 @@ def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
 
 
 def placement_of(stages: Sequence[Stage]) -> Placement:
-    """Where stages run: on the ranks they name, else on consecutive ones.
+    """Returns where stages run: on the ranks they name, else on consecutive ones.
 
     Raises:
         PartitionError: Some stages name their ranks and others do not.
@@ -166,7 +166,7 @@ def placement_of(stages: Sequence[Stage]) -> Placement:
 def partition_fronts(
     num_layers: int, num_ranks: int, max_stages: int, stage_cost: StageCost
 ) -> dict[tuple[int, int], tuple[Partition, ...]]:
-    """All Pareto-optimal ways to cut the chain, for every number of stages and ranks at once.
+    """Finds all Pareto-optimal ways to cut the chain, for every number of stages and ranks at once.
 
     Args:
         num_layers: L.
@@ -281,7 +281,7 @@ _T = TypeVar("_T")
 def least_limit(
     within: Callable[[float], _T | None], low: float, high: float, precision: float
 ) -> tuple[float, _T] | None:
-    """The least limit for which there is a way, found by bisection.
+    """Finds the least limit for which there is a way, by bisection.
 
     Args:
         within: A way within a limit, or None.
@@ -474,7 +474,7 @@ def _ways(
     limit: float,
     cost: Callable[[float, float, float], float],
 ) -> _Way | None:
-    """The cheapest way to cut two chains if no rank needs more than a limit.
+    """Finds the cheapest way to cut two chains if no rank needs more than a limit.
 
     Args:
         a: Running sums over one chain.

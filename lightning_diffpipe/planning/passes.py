@@ -44,7 +44,7 @@ from lightning_diffpipe.planning.schedules.list_scheduling import ListScheduling
 
 
 def folded(profile: ModelProfile) -> ModelProfile:
-    """A profile whose layers each stand for all calls of theirs; as it is if there is one pass.
+    """Returns a profile whose layers each stand for all calls of theirs; as it is if there is one pass.
 
     The forward is that of the first pass, everything else counts as backward: then bounds hold. Of a step of
     several forms a call takes what it does on average.
@@ -73,13 +73,13 @@ def folded(profile: ModelProfile) -> ModelProfile:
 
 
 def runs_of(backbone: BackboneProfile, cuts: Sequence[Cut]) -> tuple[LayerRun, ...]:
-    """The calls of every stage of every pass, pass by pass, where the folded chain is cut so."""
+    """Returns the calls of every stage of every pass, pass by pass, where the folded chain is cut so."""
     of_stage = [_calls(backbone, first, stop) for first, stop, _ in cuts]
     return tuple(runs[p] for p in range(len(backbone.passes)) for runs in of_stage)
 
 
 def unrolled(base: Placement, backbone: BackboneProfile, runs: Sequence[LayerRun]) -> Placement:
-    """Where the stages of all passes run, and which of them get no gradient."""
+    """Returns where the stages of all passes run, and which of them get no gradient."""
     no_grad = {
         stage
         for stage, run in enumerate(runs[:-1])
@@ -95,7 +95,7 @@ def unrolled(base: Placement, backbone: BackboneProfile, runs: Sequence[LayerRun
 def schedule_of_passes(
     spec: ScheduleSpec, base: Placement, placement: Placement, num_microbatches: int
 ) -> Schedule:
-    """A schedule of all passes.
+    """Makes a schedule of all passes.
 
     Args:
         spec: The schedule of one pass.
@@ -129,7 +129,7 @@ def schedule_of_passes(
 
 
 def widened(schedule: Schedule, placement: Placement) -> Schedule:
-    """A schedule for a step that calls layers again before what was planned, where their weights lie.
+    """Makes a schedule for a step that calls layers again before what was planned, where their weights lie.
 
     Without gradients the added stages are waves of forwards; else list scheduling finds the order of all.
 
@@ -165,7 +165,7 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
 
 
 def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
-    """List scheduling of all passes; backwards run in two parts where they do in a schedule of one."""
+    """Orders all passes by list scheduling; backwards run in two parts where they do in a schedule of one."""
     num_microbatches = one_pass.num_microbatches
     splits = any(isinstance(i, BackwardInput) for program in one_pass.programs for i in program)
     order: dict[type[Work], int] = {Forward: 0, ForwardNoGrad: 0, Backward: 1}
@@ -183,7 +183,7 @@ def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
 
 
 def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:
-    """By pass: the calls that units stand for; those around passes count for the first and last units."""
+    """Returns for each pass the calls that units stand for; those around passes count for the outermost units."""
     before, runs = 0, []
     for number, (start, end) in enumerate(backbone.passes):
         is_last = number == len(backbone.passes) - 1

@@ -255,7 +255,7 @@ class PipelinePlan:
         return self.ranks_per_pipeline > 1 and not SCHEDULES[self.options.schedule].flushes
 
     def step_s(self, costs: Costs | None) -> float:
-        """Seconds of a step, by these costs."""
+        """Returns seconds of a step, by these costs."""
         if self.runs_free and isinstance(costs, PipelineCosts):
             return period_s(self.schedule, costs)
         return simulate(self.lowered, costs).iteration_s
@@ -375,7 +375,7 @@ def _check_stages(stages: tuple[Stage, ...]) -> None:
 
 
 def _canonical(value: object) -> object:
-    """The same content with all numbers as floats, so that 1 and 1.0 are the same plan."""
+    """Returns the same content with all numbers as floats, so that 1 and 1.0 are the same plan."""
     if isinstance(value, dict):
         return {key: _canonical(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
@@ -386,7 +386,7 @@ def _canonical(value: object) -> object:
 
 
 def _content(plan: PipelinePlan) -> dict[str, object]:
-    """Everything but format and digest."""
+    """Returns everything but format and digest."""
     texts = {
         str(rank): format_program(program, plan.placement.only_stage_of(rank))
         for rank, program in enumerate(plan.programs)
@@ -420,7 +420,7 @@ _NAMES = (
 
 
 def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: str) -> None:
-    """The layers that a plan cuts are those of a model.
+    """Checks that the layers that a plan cuts are those of a model.
 
     Args:
         plan: The plan.
@@ -444,7 +444,7 @@ def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: st
 
 
 def check_options(plan: PipelinePlan) -> None:
-    """The options are those of these stages, and every pipeline and microbatch gets its samples.
+    """Checks that the options are those of these stages, and every pipeline and microbatch gets its samples.
 
     Raises:
         PlanError: Not so; says which, with the numbers.
@@ -482,12 +482,12 @@ def check_options(plan: PipelinePlan) -> None:
 
 
 def _replicas(plan: PipelinePlan) -> tuple[int, ...]:
-    """Ranks of every stage; those of later passes are the same."""
+    """Returns the ranks of every stage; those of later passes are the same."""
     return tuple(stage.num_replicas for stage in plan.stages[: plan.num_stages])
 
 
 def check_costs(plan: PipelinePlan) -> None:
-    """Costs are there for every microbatch, stage, frozen part and rank, and are those of these stages.
+    """Checks that there are costs for every microbatch, stage, frozen part and rank, and of these stages.
 
     Raises:
         PlanError: A table has another length, or is of another cut; says which.
@@ -521,7 +521,7 @@ def check_costs(plan: PipelinePlan) -> None:
 
 
 def check_promise(plan: PipelinePlan) -> None:
-    """The step that is promised is what the programs take by the plan's own costs.
+    """Checks that the step that is promised is what the programs take by the plan's own costs.
 
     Raises:
         PlanError: Not so; names both.
@@ -538,7 +538,7 @@ def check_promise(plan: PipelinePlan) -> None:
 
 
 def check_encodes(plan: PipelinePlan) -> None:
-    """Every frozen part or piece is run once, on its rank.
+    """Checks that every frozen part or piece is run once, on its rank.
 
     Raises:
         PlanError: Names the part.
@@ -555,7 +555,7 @@ def check_encodes(plan: PipelinePlan) -> None:
 
 
 def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) -> None:
-    """Nothing else is asked for than a plan does; what is left open is not compared.
+    """Checks that nothing else is asked for than a plan does; what is left open is not compared.
 
     Args:
         plan: A plan that is followed as it is.
@@ -584,7 +584,7 @@ def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) ->
 
 
 def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
-    """What a plan decides, by option; without what is the same there however it is decided."""
+    """Returns what a plan decides, by option; without what is the same there however it is decided."""
     options, replicas = plan.options, _replicas(plan)
     decided: dict[str, object] = {
         "num_stages": plan.num_stages,

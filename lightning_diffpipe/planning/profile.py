@@ -62,22 +62,22 @@ class Seconds:
 
     @classmethod
     def of(cls, times: Mapping[int, float]) -> Seconds:
-        """From a mapping of samples to seconds."""
+        """Makes times of a mapping of samples to seconds."""
         return cls(tuple(sorted(times.items())))
 
     @classmethod
     def per_sample(cls, seconds: float) -> Seconds:
-        """Proportional to the number of samples."""
+        """Makes times that are proportional to the number of samples."""
         return cls(((1, seconds),))
 
     @classmethod
     def sum(cls, times: Sequence[Seconds]) -> Seconds:
-        """All of them one after the other."""
+        """Returns the times of all of them one after the other."""
         counts = {samples for seconds in times for samples, _ in seconds.points}
         return cls.of({n: sum(seconds.at(n) for seconds in times) for n in counts})
 
     def at(self, samples: float) -> float:
-        """Seconds for that many samples.
+        """Returns seconds for that many samples.
 
         Beyond the last count never less than there; below the first never less than a sample's share of it.
         """
@@ -95,11 +95,11 @@ class Seconds:
         return max(line_s, t0 * samples / n0) if samples < n0 else line_s
 
     def scaled(self, factor: float) -> Seconds:
-        """The same, that many times as long."""
+        """Returns the same, that many times as long."""
         return Seconds(tuple((samples, factor * seconds) for samples, seconds in self.points))
 
     def to_plain(self) -> dict[str, float]:
-        """The JSON form."""
+        """Returns the JSON form."""
         return {str(samples): seconds for samples, seconds in self.points}
 
     @classmethod
@@ -215,7 +215,7 @@ class FormsSeen:
     shared: bool = True
 
     def share_calling(self, position: int) -> float:
-        """How often a layer is called."""
+        """Returns how often a layer is called."""
         return sum(share for share, first in self.forms if first <= position)
 
 
@@ -335,7 +335,7 @@ class EncoderProfile:
     splittable: bool | None = None
 
     def read_at(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> EncoderProfile:
-        """The same with other positions of the layers that read its results."""
+        """Returns the same with other positions of the layers that read its results."""
         results = tuple(replace(r, readers=moved(r.readers)) for r in self.results)
         return replace(self, results=results)
 
@@ -425,7 +425,7 @@ class ModelProfile:
         return tuple(e.name for e in self.encoders if e.splittable is False)
 
     def trained_s(self, samples: float) -> float:
-        """Seconds of one forward and backward of all backbones on one rank."""
+        """Returns seconds of one forward and backward of all backbones on one rank."""
         times_s = (x.forward_s.at(samples) + x.backward_s.at(samples) for x in self.layers)
         return sum(times_s)
 
@@ -448,7 +448,7 @@ class ModelProfile:
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
-    """A profile of one backbone that has the layers of all, one after the other.
+    """Makes a profile of one backbone that has the layers of all, one after the other.
 
     If there is one it stays, but with the calls of both passes where it is conditioned on its own estimate.
 
@@ -497,7 +497,7 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
 
 
 def _with_estimate(profile: ModelProfile) -> ModelProfile:
-    """A profile with the calls of `self_conditioning`: all layers without gradients, then as they are."""
+    """Adds the first calls of `self_conditioning`: all layers without gradients, before those with them."""
     (backbone,), share = profile.backbones, profile.self_conditioning.probability
     if not share or backbone.passes:
         return profile
@@ -534,7 +534,7 @@ def _with_estimate(profile: ModelProfile) -> ModelProfile:
 
 
 def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
-    """A profile of one backbone per chain from that of all their layers in call order; as it is if there is one.
+    """Makes one backbone per chain of a profile of all their layers in call order; as it is if there is one.
 
     Args:
         profile: A profile of one backbone.

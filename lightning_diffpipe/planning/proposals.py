@@ -63,19 +63,19 @@ class Shape:
         return SCHEDULES[self.schedule]
 
     def placement(self, replicas: Sequence[int] = ()) -> Placement:
-        """Where the stages run, given the ranks of each."""
+        """Returns where the stages run, given the ranks of each."""
         if self.spec.place:
             return self.spec.place(self.num_stages, self.num_ranks)
         return Placement.of_replicas(replicas)
 
 
 def is_long(shape: Shape) -> bool:
-    """Whether a pipeline has so many microbatches that simulating it takes long; a rank alone is quick."""
+    """Returns whether a pipeline has so many microbatches that simulating it takes long; a rank alone is quick."""
     return shape.num_ranks > 1 and len(shape.sizes) > MOST_MICROBATCHES
 
 
 def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
-    """All shapes that meet the options.
+    """Yields all shapes that meet the options.
 
     Raises:
         ConfigurationError: No number of pipelines or microbatches meets the options.
@@ -104,7 +104,7 @@ def shapes(model: CostModel, options: PlanOptions) -> Iterator[Shape]:
 def _chained_shapes(
     model: CostModel, options: PlanOptions, schedules: Sequence[str]
 ) -> Iterator[Shape]:
-    """One stage on each rank, or on several."""
+    """Yields shapes with one stage on each rank, or on several."""
     counts = pipeline_counts(model, options)
     free = options.num_stages == options.num_microbatches == options.num_replicas == "auto"
     for num_pipelines in counts:
@@ -127,7 +127,7 @@ def _chained_shapes(
 
 
 def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> Iterator[Shape]:
-    """Several stages on each rank, no replicas."""
+    """Yields shapes with several stages on each rank, without replicas."""
     wanted, num_layers = options.num_stages, model.num_layers()
     chains = [b - a for a, b in pairwise((*model.starts, num_layers))]  # lengths
     replicas = options.num_replicas if isinstance(options.num_replicas, tuple) else ()
@@ -176,7 +176,7 @@ def _cannot_place(model: CostModel, options: PlanOptions, spec: ScheduleSpec) ->
 
 
 def _pipelines_possible(model: CostModel, options: PlanOptions) -> list[int]:
-    """How many pipelines may stand side by side: numbers that divide ranks and batch."""
+    """Returns how many pipelines may stand side by side: numbers that divide ranks and batch."""
     num_ranks, batch = model.cluster.num_ranks, options.global_batch_size
     possible = [p for p in range(1, num_ranks + 1) if num_ranks % p == 0 and batch % p == 0]
     if options.data_parallel == "auto":
@@ -190,7 +190,7 @@ def _pipelines_possible(model: CostModel, options: PlanOptions) -> list[int]:
 
 
 def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
-    """How many pipelines with one stage or more on each rank may stand side by side."""
+    """Returns how many pipelines with one stage or more on each rank may stand side by side."""
     num_ranks, batch = model.cluster.num_ranks, options.global_batch_size
     possible = _pipelines_possible(model, options)
     wanted = options.num_microbatches
@@ -241,7 +241,7 @@ def _stage_counts(model: CostModel, options: PlanOptions, num_ranks: int) -> tup
 def microbatch_counts(
     model: CostModel, options: PlanOptions, num_pipelines: int
 ) -> tuple[int, ...]:
-    """Numbers of microbatches to try.
+    """Returns numbers of microbatches to try.
 
     Of few samples all; of more the divisors, which leave no microbatch larger than others, powers of two and
     three times them, and as many times the ranks of a pipeline, as schedules that move groups need them.
@@ -261,7 +261,7 @@ def microbatch_counts(
 
 
 def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]:
-    """Ways to share the ranks of a pipeline among its stages.
+    """Yields ways to share the ranks of a pipeline among its stages.
 
     With many ranks only equal shares. Shares that leave a replica without a microbatch are left
     out unless they are asked for.
@@ -288,7 +288,7 @@ def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]
 
 
 def count_of_cuts(model: CostModel, shape: Shape) -> int:
-    """In how many ways the layers and ranks of a shape can be shared among its stages."""
+    """Counts the ways in which the layers and ranks of a shape can be shared among its stages."""
     if len(model.starts) > 1:
         sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers()))]
         return prod(comb(size - 1, shape.num_ranks - 1) for size in sizes)
@@ -299,7 +299,7 @@ def count_of_cuts(model: CostModel, shape: Shape) -> int:
 
 
 def all_cuts(model: CostModel, options: PlanOptions, shape: Shape) -> Iterator[tuple[Cut, ...]]:
-    """Every way to cut."""
+    """Yields every way to cut."""
     num_layers, starts = model.num_layers(), model.starts
     inner = shape.num_stages // len(starts) - 1
     for replicas in replicas_of(options, shape):
@@ -312,7 +312,7 @@ def all_cuts(model: CostModel, options: PlanOptions, shape: Shape) -> Iterator[t
 def baseline_cuts(
     model: CostModel, options: PlanOptions, shape: Shape
 ) -> Iterator[tuple[Cut, ...]]:
-    """The cuts that the rule named by `options.partition` makes of a shape.
+    """Yields the cuts that the rule named by `options.partition` makes of a shape.
 
     `uniform` (equal numbers of layers), `parameters` (equal parameter bytes) and `minimax` (the slowest
     stage as fast as possible) say nothing of replicas: all ways to share the ranks are proposed.
@@ -342,7 +342,7 @@ def baseline_cuts(
 
 
 def diffusionpipe_cuts(model: CostModel, shape: Shape) -> Iterator[tuple[Cut, ...]]:
-    """The front of (W, Y), DiffusionPipe's recurrences.
+    """Finds the front of (W, Y) by DiffusionPipe's recurrences.
 
     Differs from the paper in one point: a microbatch is not split over the replicas of a stage but the
     replicas take turns, so that a stage of `r` replicas takes `1 / r` of its time.
@@ -368,7 +368,7 @@ def diffusionpipe_cuts(model: CostModel, shape: Shape) -> Iterator[tuple[Cut, ..
 def pipedream_cuts(
     model: CostModel, num_ranks: int, samples: float, num_stages: int
 ) -> Iterator[tuple[Cut, ...]]:
-    """The one cut of PipeDream's recurrence, with the number of stages as one more index.
+    """Finds the one cut of PipeDream's recurrence, with the number of stages as one more index.
 
         T(i..j, m) = 1/m max(sum of T_l, sum of W_l)
         A(j, m)    = min over i, m' of max(A(i, m - m'), 2 C_i, T(i+1..j, m'))

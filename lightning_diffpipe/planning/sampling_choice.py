@@ -63,7 +63,7 @@ _AXES = ("data", "guidance", "parallel", "sequence")
 
 
 def mesh_of(axes: Mapping[str, int]) -> str:
-    """The axes that have several ranks, as text.
+    """Returns the axes that have several ranks, as text.
 
     Example:
         >>> mesh_of({"data": 2, "guidance": 1, "parallel": 4, "sequence": 1})
@@ -120,7 +120,7 @@ class SamplingWish:
     refused: tuple[Refusal, ...] = ()
 
     def admits(self, method: str, axes: Mapping[str, int]) -> bool:
-        """Whether a method on a mesh is as asked.
+        """Returns whether a method on a mesh is as asked.
 
         Args:
             method: Its name.
@@ -211,7 +211,7 @@ class DenoiserProfile:
     num_halos: int = 0
 
     def spreads_heads(self, num_ranks: int) -> bool:
-        """Whether Ulysses works on so many ranks."""
+        """Returns whether Ulysses works on so many ranks."""
         heads, key_heads = self.num_heads, self.num_key_heads or self.num_heads
         if not heads:
             return True
@@ -276,7 +276,7 @@ def candidates(
     num_steps: int,
     wish: SamplingWish | None = None,
 ) -> Iterator[SamplingChoice]:
-    """Every way to sample that is as wished, with its expected time. See `choose_sampling`."""
+    """Yields every way to sample that is as wished, with its expected time. See `choose_sampling`."""
     wish = wish or SamplingWish()
     found: list[SamplingChoice] = []
     for data in range(1, num_ranks + 1):
@@ -342,30 +342,29 @@ class _Ways:
 
     @property
     def of_samples(self) -> float:
-        """Share of all samples."""
         return math.ceil(self.profile.num_samples / self.data) / self.profile.num_samples
 
     @property
     def of_work(self) -> float:
-        """Share of all samples and branches."""
+        """Returns the share of all samples and branches."""
         return self.of_samples / self.guidance
 
     @property
     def prediction_bytes(self) -> float:
-        """Of one prediction of one branch, for their samples."""
+        """Returns bytes of one prediction of one branch, for their samples."""
         return self.of_samples * self.profile.latent_bytes
 
     def way(self, method: str, seconds: float, **more: Any) -> SamplingChoice:
-        """A method on these ranks, or on as many as `more` says."""
+        """Makes a choice of these ranks, or of as many as `more` says."""
         own = {"data": self.data, "guidance": self.guidance, "ranks": self.ranks}
         return SamplingChoice(method, seconds, **(own | more))
 
     def exchange_s(self, parts: int) -> float:
-        """Seconds to exchange one of so many parts of a prediction with the other half of guidance."""
+        """Returns seconds to swap one of so many parts of a prediction with the other half of guidance."""
         return self.link.seconds(self.prediction_bytes / parts) if self.guidance == 2 else 0.0
 
     def bands(self) -> Iterator[SamplingChoice]:
-        """Bands of rows, waited for or one step old."""
+        """Yields methods with bands of rows, which are waited for or one step old."""
         profile, link, num_steps, others = self.profile, self.link, self.num_steps, self.ranks - 1
         peers = others / self.ranks
         sent = self.of_work * (profile.key_value_bytes * peers + 2 * profile.halo_bytes)
@@ -393,7 +392,7 @@ class _Ways:
         yield self.way("distrifusion", seconds, warmup_steps=warmup)
 
     def pipefusion(self, stages: int, per_stage: int, patches: int) -> SamplingChoice:
-        """Stages of so many ranks, which share the tokens of every patch."""
+        """Makes a choice with stages of so many ranks, which share the tokens of every patch."""
         profile, halves = self.profile, self.guidance == 2
         warmup = 1 if self.wish.warmup_steps is None else self.wish.warmup_steps
         plan = PipeFusionPlan(
@@ -410,7 +409,7 @@ class _Ways:
         blocks_s = self.of_work * (profile.step_s - profile.glue_s) / stages
 
         def stage_s(parts: int, turns: int) -> list[float]:
-            """Seconds of every stage for one of so many parts of a step, which takes some turns."""
+            """Returns seconds of every stage for one of so many parts of a step, which takes some turns."""
             computed = max(blocks_s - call_s, 0.0) / per_stage / parts
             each = turns * (glue_s + call_s) + computed + trade.seconds(self.link, turns, parts)
             return [each] * (stages - 1) + [each + self.exchange_s(parts * per_stage)]
@@ -456,7 +455,7 @@ class _Trade:
         stages: int = 1,
         mode: str | None = None,
     ) -> _Trade:
-        """Among some ranks that hold one of some stages; nothing if there is one rank."""
+        """Counts what ranks send that hold one of some stages: nothing if there is one rank."""
         peers, calls = ranks - 1, profile.num_attention / stages
         if not peers:
             return cls("", 0.0, 0.0)
@@ -467,7 +466,7 @@ class _Trade:
         return cls("ring", sent / stages, calls * peers)
 
     def seconds(self, link: Link, turns: int = 1, parts: int = 1) -> float:
-        """Of some turns, which together compute one of so many parts of a step."""
+        """Returns seconds of some turns, which together compute one of so many parts of a step."""
         sent_s = self.num_bytes / parts / link.bandwidth_bytes_per_s
         return sent_s + turns * self.num_messages * link.latency_s
 
@@ -480,7 +479,7 @@ def choose_sampling(
     memory_bytes: int | None = None,
     wish: SamplingWish | None = None,
 ) -> SamplingChoice:
-    """The fastest way to sample a request, and why.
+    """Chooses the fastest way to sample a request, and says why.
 
     Args:
         profile: Of the denoiser.
@@ -534,7 +533,7 @@ def choose_sampling(
 
 
 def memory_of_rank(profile: DenoiserProfile, choice: SamplingChoice) -> int:
-    """Bytes that the rank which needs most of them needs.
+    """Returns bytes of the rank that needs most of them.
 
     Args:
         profile: Of the denoiser.
@@ -600,7 +599,7 @@ def _best_by(
     name: Callable[[SamplingChoice], str],
     cost: Callable[[SamplingChoice], float] = lambda choice: choice.seconds,
 ) -> dict[str, float]:
-    """The lowest cost of each name: seconds, or what is asked for."""
+    """Returns the lowest cost of each name: seconds, or what is asked for."""
     best: dict[str, float] = {}
     for choice in found:
         best[name(choice)] = min(cost(choice), best.get(name(choice), math.inf))
@@ -608,6 +607,6 @@ def _best_by(
 
 
 def _listed(seconds: dict[str, float], most: int | None = None) -> str:
-    """The fastest first."""
+    """Lists the fastest first."""
     named = sorted(seconds.items(), key=lambda item: item[1])[:most]
     return ", ".join(f"{name} {value:.3g} s" for name, value in named)

@@ -63,7 +63,7 @@ class Message:
 
     @classmethod
     def of(cls, instruction: Send | Receive | Wait, rank: int) -> Message:
-        """The message that a rank sends, expects or waits for."""
+        """Returns the message that a rank sends, expects or waits for."""
         i = instruction
         ends = (rank, i.to_rank) if isinstance(i, Send) else (i.from_rank, rank)
         return cls(i.kind, i.stage, i.microbatch, *ends)
@@ -78,15 +78,15 @@ class Message:
         return self.from_rank == self.to_rank
 
     def send(self) -> Send:
-        """The instruction that sends it."""
+        """Returns the instruction that sends it."""
         return Send(self.kind, self.stage, self.microbatch, self.to_rank)
 
     def receive(self) -> Receive:
-        """The instruction that posts its receive."""
+        """Returns the instruction that posts its receive."""
         return Receive(self.kind, self.stage, self.microbatch, self.from_rank)
 
     def wait(self) -> Wait:
-        """The instruction that waits for it."""
+        """Returns the instruction that waits for it."""
         return Wait(self.kind, self.stage, self.microbatch, self.from_rank)
 
 
@@ -147,13 +147,13 @@ class Placement:
 
     @classmethod
     def of_replicas(cls, num_replicas: Sequence[int]) -> Placement:
-        """Consecutive ranks in stage order: `(1, 3)` puts stage 1 on ranks 1 to 3."""
+        """Takes consecutive ranks in stage order: `(1, 3)` puts stage 1 on ranks 1 to 3."""
         starts = [sum(num_replicas[:stage]) for stage in range(len(num_replicas))]
         return cls(tuple(tuple(range(a, a + r)) for a, r in zip(starts, num_replicas, strict=True)))
 
     @classmethod
     def round_robin(cls, num_stages: int, num_ranks: int) -> Placement:
-        """Stages dealt out like cards: stage `s` runs on rank `s mod num_ranks`."""
+        """Deals stages out like cards: stage `s` runs on rank `s mod num_ranks`."""
         return cls(tuple((stage % num_ranks,) for stage in range(num_stages)))
 
     @property
@@ -167,40 +167,40 @@ class Placement:
         return 1 + max(rank for ranks in self.stage_ranks for rank in ranks)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs this microbatch of this stage."""
+        """Returns the rank that runs this microbatch of this stage."""
         ranks = self.stage_ranks[stage]
         return ranks[microbatch % len(ranks)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages a rank holds, in ascending order."""
+        """Returns the stages a rank holds, in ascending order."""
         return tuple(s for s, ranks in enumerate(self.stage_ranks) if rank in ranks)
 
     def only_stage_of(self, rank: int) -> int | None:
-        """The stage of a rank that holds only one, else None."""
+        """Returns the stage of a rank that holds only one, else None."""
         stages = self.stages_of(rank)
         return stages[0] if len(stages) == 1 else None
 
     def microbatches_of(self, stage: int, rank: int, num_microbatches: int) -> range:
-        """The microbatches of a stage that a rank runs, in ascending order."""
+        """Returns the microbatches of a stage that a rank runs, in ascending order."""
         ranks = self.stage_ranks[stage]
         return range(ranks.index(rank), num_microbatches, len(ranks))
 
     def previous_stage(self, stage: int) -> int | None:
-        """The stage before, within the same backbone."""
+        """Returns the stage before, within the same backbone."""
         return None if stage in self.first_stages else stage - 1
 
     def next_stage(self, stage: int) -> int | None:
-        """The stage after, within the same backbone."""
+        """Returns the stage after, within the same backbone."""
         following = stage + 1
         return None if following == self.num_stages or following in self.first_stages else following
 
     def sends_gradient(self, stage: int) -> bool:
-        """Whether the stage before waits for a gradient of this one; else splitting its backward gains nothing."""
+        """Returns whether the stage before waits for its gradient; else splitting its backward gains nothing."""
         before = self.previous_stage(stage)
         return before is not None and before not in self.no_grad
 
     def backbone_of(self, stage: int) -> range:
-        """All stages of the backbone this stage belongs to."""
+        """Returns all stages of the backbone this stage belongs to."""
         start = max(first for first in self.first_stages if first <= stage)
         stops = (*self.first_stages, self.num_stages)
         return range(start, min(stop for stop in stops if stop > stage))
@@ -235,7 +235,7 @@ def route(
     through: frozenset[int] | None = None,
     known: Route = NOWHERE,
 ) -> Route:
-    """The way on which a tensor is sent least often.
+    """Finds the way on which a tensor is sent least often.
 
     Args:
         maker: The stage that makes it.
@@ -271,7 +271,7 @@ def _shortest(
     homes: Sequence[tuple[int, ...]],
     through: Iterable[int] | None,
 ) -> list[tuple[int, int]]:
-    """Steps that lead to a reader from some stage that has the tensor; none if there is no way."""
+    """Returns steps to a reader from some stage that has the tensor; none if there is no way."""
     allowed = range(reader) if through is None else through
     found: dict[int, tuple[int, list[tuple[int, int]]]] = {reader: (0, [])}
     for stage in range(reader, -1, -1):  # ways lead from earlier stages to later ones only
@@ -291,7 +291,7 @@ def _shortest(
 
 
 def as_placement(stages: int | Placement) -> Placement:
-    """A number of stages means one rank for each."""
+    """Takes a number of stages for one rank each."""
     if isinstance(stages, Placement):
         return stages
     if stages < 1:
@@ -320,7 +320,7 @@ class Schedule:
     starts: tuple[int, ...] = ()
 
     def starting_at(self, starts: Sequence[int]) -> Schedule:
-        """The same in the same order, where microbatches leave out the stages before these."""
+        """Returns the same in the same order, where microbatches leave out the stages before these."""
         if not any(starts):
             return self
         programs = tuple(
@@ -332,11 +332,11 @@ class Schedule:
         return replace(self, programs=programs, starts=tuple(starts))
 
     def runs(self, stage: int, microbatch: int) -> bool:
-        """Whether a microbatch does not leave a stage out."""
+        """Returns whether a microbatch does not leave a stage out."""
         return not self.starts or stage >= self.starts[microbatch]
 
     def of_first_microbatches(self, count: int) -> Schedule:
-        """The same for a batch of fewer microbatches, as the last one of an epoch may be; in the same order."""
+        """Returns the same for fewer microbatches, as the last batch of an epoch may have; in the same order."""
         programs = tuple(
             tuple(i for i in program if getattr(i, "microbatch", 0) < count)
             for program in self.programs
@@ -365,7 +365,7 @@ class Schedule:
         return any(isinstance(i, Send) for program in self.programs for i in program)
 
     def read_by(self, work: type[Instruction], stage: int) -> Flow | None:
-        """What instructions of this type read from another stage, if anything."""
+        """Returns what instructions of this type read from another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and before is not None:
             return Flow(self._carried(work, stage), before, stage)
@@ -374,7 +374,7 @@ class Schedule:
         return self._feedback(stage) if work is ForwardNoGrad and before is None else None
 
     def made_by(self, work: type[Instruction], stage: int) -> Flow | None:
-        """What instructions of this type make for another stage, if anything."""
+        """Returns what instructions of this type make for another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and after is not None:
             return Flow(self._carried(work, stage), stage, after)
@@ -384,25 +384,25 @@ class Schedule:
         return self._feedback(self.placement.backbone_of(stage)[0]) if is_last else None
 
     def _carried(self, work: type[Instruction], stage: int) -> Kind:
-        """What goes on from a forward: of another kind only where a stage runs both with and without gradients."""
+        """Returns what a forward hands on: of another kind only where a stage runs with and without gradients."""
         return "activation" if self.placement.no_grad else _ONWARD[work]
 
     def _feedback(self, first_stage: int) -> Flow | None:
-        """What flows from the last stage of a backbone back to its first, if anything does."""
+        """Returns what flows from the last stage of a backbone back to its first, if anything does."""
         if not self.fed_by:
             return None
         return Flow("feedback", self.placement.backbone_of(first_stage)[-1], first_stage)
 
     def made_for(self, flow: Flow) -> Sequence[int]:
-        """By microbatch of the reader the one of which the maker made what it needs; -1 where nothing is."""
+        """Returns, by microbatch of the reader, for which one the maker made what it needs; -1 where nothing is."""
         return self.fed_by if flow.kind == "feedback" else range(self.num_microbatches)
 
     def inputs_of(self, program: Program) -> Iterator[Message | None]:
-        """What each instruction reads from another stage, if anything."""
+        """Yields what each instruction reads from another stage, if anything."""
         return self._messages(program, self.read_by, range(self.num_microbatches))
 
     def outputs_of(self, program: Program) -> Iterator[Message | None]:
-        """What each instruction makes for another stage, if anything."""
+        """Yields what each instruction makes for another stage, if anything."""
         readers = [self.num_microbatches] * self.num_microbatches
         for reader, maker in enumerate(self.fed_by):
             if maker >= 0:
@@ -415,7 +415,7 @@ class Schedule:
         flow_of: Callable[[type[Instruction], int], Flow | None],
         fed: Sequence[int],
     ) -> Iterator[Message | None]:
-        """Messages by instruction; flows are looked up once for all microbatches of a stage.
+        """Yields a message, or None, for each instruction; flows are looked up once for a stage.
 
         `fed` names the reader of what flows back, by the microbatch of the instruction.
         """
@@ -435,11 +435,11 @@ class Schedule:
                 yield self.message(flow, fed[microbatch] if flow.kind == "feedback" else microbatch)
 
     def input_of(self, instruction: Instruction) -> Message | None:
-        """What an instruction reads from another stage, if anything."""
+        """Returns what an instruction reads from another stage, if anything."""
         return next(self.inputs_of((instruction,)))
 
     def message(self, flow: Flow, microbatch: int) -> Message | None:
-        """What the reader needs for one microbatch; None if nothing was, or will be, made for it."""
+        """Returns what the reader needs for one microbatch; None if nothing was, or will be, made for it."""
         rank_of = self.placement.rank_of
         if microbatch >= self.num_microbatches:
             return None
@@ -452,7 +452,7 @@ class Schedule:
         return Message(flow.kind, flow.reader, microbatch, maker, reader)
 
     def staged(self) -> Iterator[tuple[int, Staged]]:
-        """All compute instructions of stages with their rank, rank by rank."""
+        """Yields all compute instructions of stages with their rank, rank by rank."""
         for rank, program in enumerate(self.programs):
             for instruction in program:
                 if isinstance(instruction, Staged):
@@ -521,11 +521,11 @@ class ScheduleSpec:
         return self.staleness is None
 
     def weight_versions(self, placement: Placement, stage: int) -> int:
-        """Versions of its weights that each rank of a stage stores, the latest included."""
+        """Returns versions of its weights that each rank of a stage stores, the latest included."""
         return 1 if self.staleness is None else 1 + self.staleness(placement, stage)
 
     def __call__(self, stages: int | Placement, num_microbatches: int) -> Schedule:
-        """The programs of all ranks.
+        """Makes the programs of all ranks.
 
         Args:
             stages: Number of stages, one rank each, or where they run.
@@ -546,11 +546,11 @@ class ScheduleSpec:
         return Schedule(placement, num_microbatches, programs)
 
     def in_time(self, ticks: Ticks) -> ScheduleSpec:
-        """The same, in the order for stages that take so long, if that makes a difference."""
+        """Returns the same, in the order for stages that take so long, if that makes a difference."""
         return replace(self, program=partial(self.program, ticks=ticks)) if self.timed else self
 
     def takes(self, num_stages: int, num_microbatches: int) -> bool:
-        """Whether a batch may have so many microbatches: without a flush, it depends on the weight versions.
+        """Returns whether a batch may have so many microbatches: without a flush, it depends on weight versions.
 
         Where several make a batch, the weights of the batch before last have to be there when one begins.
         """
@@ -559,7 +559,7 @@ class ScheduleSpec:
         return num_microbatches >= num_stages - 1 if self.accumulates else num_microbatches == 1
 
     def can_place(self, num_stages: int, num_ranks: int, num_microbatches: int) -> bool:
-        """Whether it can give every rank of a pipeline several stages, so many in all."""
+        """Returns whether it can give every rank of a pipeline several stages, so many in all."""
         per_rank, rest = divmod(num_stages, num_ranks)
         grouped = not (self.whole_groups and num_microbatches % num_ranks)
         return num_ranks > 1 and not rest and 1 < per_rank <= self.most_per_rank and grouped

@@ -114,7 +114,7 @@ def find_plan(
 
 
 def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:
-    """The profile with its backbones joined, and the options that are possible with it."""
+    """Joins the backbones of the profile, and narrows the options to what is possible with it."""
     opposite = options.schedule != "auto" and SCHEDULES[options.schedule].opposite
     if opposite and len(profile.backbones) == 1:
         raise ConfigurationError(
@@ -145,7 +145,7 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
 def _of_either_kind(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, within_s: float
 ) -> PipelinePlan:
-    """The best plan for several backbones: as one chain, or in opposite directions."""
+    """Returns the best plan for several backbones: as one chain, or in opposite directions."""
     found, failed = [], []
     chained = joined(profile)
     opposite = [spec.name for spec in SCHEDULES.values() if spec.auto and spec.opposite]
@@ -162,12 +162,12 @@ def _of_either_kind(
 
 
 def _with_effort(plan: PipelinePlan) -> float:
-    """What plans are compared by at last: filling has to gain something."""
+    """Returns what plans are compared by at last: filling has to gain something."""
     return preference(plan) * (1 + WORTH_FILLING * (plan.options.filling != "none"))
 
 
 def _fastest(search: Search) -> list[PipelinePlan]:
-    """The best proposals as plans; none if nothing fits into memory."""
+    """Returns the best proposals as plans; none if nothing fits into memory."""
     model, options = search.model, search.options
     for shape in sorted(shapes(model, options), key=search.order):
         if search.is_over or (is_long(shape) and search.best is not None):
@@ -214,31 +214,31 @@ class Search:
         return time.perf_counter() > self.until_s
 
     def bounds(self, shape: Shape) -> Bounds:
-        """Lower bounds for a shape."""
+        """Returns lower bounds for a shape."""
         group_size = self.evaluator.group_size(shape)
         return Bounds(self.model, shape, group_size, self.evaluator.fills)
 
     def least_s(self, bounds: Bounds, pipeline_s: float) -> float:
-        """What `Evaluator.step_s` gives at least for all cuts whose pipeline alone takes at least so long."""
+        """Returns what `Evaluator.step_s` gives at least for cuts whose pipeline alone takes at least so long."""
         if not self.evaluator.fills:
             return pipeline_s
         return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
     def _most_s(self, bounds: Bounds) -> float:
-        """What a pipeline alone may take at most to be better than the best so far: `least_s` turned round."""
+        """Turns `least_s` round: what a pipeline alone may take at most to be better than the best so far."""
         if not self.evaluator.fills:
             return self.best_s
         left_s = self.best_s - bounds.all_work_s
         return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
 
     def order(self, shape: Shape) -> tuple[bool, float, int, int]:
-        """By this shapes are sorted: the long ones are only needed where nothing else fits, and the shortest do."""
+        """Returns by what shapes are sorted: long ones serve only where nothing else fits; the shortest do."""
         estimate_s, num_stages, num_microbatches = self.estimate_s(shape)
         first = num_microbatches if is_long(shape) else estimate_s
         return is_long(shape), first, num_stages, num_microbatches
 
     def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
-        """A guess that decides which shape is tried first; no result depends on it but the time."""
+        """Guesses the step to decide which shape is tried first; no result depends on it but the time."""
         sums = self.model.sums(0, shape.sizes[0])
         work_s = sums.forward[-1] + sums.backward[-1]
         steps = len(shape.sizes) + (shape.num_stages - 1) / shape.stages_per_rank
@@ -273,14 +273,14 @@ class Search:
             self._try_best_bounds(shape, bounds)
 
     def least_bytes(self, shape: Shape) -> float:
-        """What the fullest rank needs at least: an even share of the model with one microbatch."""
+        """Returns what the fullest rank needs at least: an even share of the model with one microbatch."""
         model, whole = self.model, LayerRun(0, 0, self.model.num_layers())
         holders = shape.num_stages // shape.stages_per_rank
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
         return model.frozen_bytes + need / holders
 
     def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
-        """From the cuts with the best bounds, moves layers to where they are best."""
+        """Moves layers, from the cuts with the best bounds on, to where they are best."""
         starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
             if not self._is_better(bound_s) or self._is_done_with(shape):
@@ -294,7 +294,7 @@ class Search:
                 self._climb(shape, cuts, bounds)
 
     def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
-        """Where to start moving layers, if that may lead to the best; takes less time than simulating it.
+        """Returns where to start moving layers, if that may lead to the best, in less time than to simulate it.
 
         Args:
             bounds: Those of its shape.
@@ -317,11 +317,11 @@ class Search:
         return start if len(list(too_full)) <= most_helped else None
 
     def _is_hopeless(self, bounds: Bounds, start: Proposal) -> bool:
-        """Whether cuts are so slow that moving layers gains less."""
+        """Returns whether cuts are so slow that moving layers gains less."""
         return self.least_s(bounds, bounds.cuts_s(start.cuts)) >= HOPELESS * self.best_s
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
-        """Cuts from which layers are moved, two for each share of ranks, and what no cut there beats."""
+        """Yields cuts from which layers are moved, two for each share of ranks, with what no cut there beats."""
         limit_s = self._most_s(bounds)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
@@ -348,18 +348,18 @@ class Search:
     def even_cuts(
         self, weights: Sequence[float], shape: Shape, slack: float = 0.0
     ) -> tuple[int, ...]:
-        """The first layer of every stage where no stage, or no rank of chains that run apart, has much more."""
+        """Returns first layers of stages so that no stage, or rank of chains that run apart, has much more."""
         starts = self.model.starts
         return chain_cuts(weights, starts, shape.num_stages // len(starts), slack)
 
     def _work_s(self, shape: Shape) -> list[float]:
-        """Seconds of every layer for a microbatch."""
+        """Returns seconds of every layer for a microbatch."""
         sums = self.model.sums(0, shape.sizes[0])
         ends = [f + b for f, b in zip(sums.forward, sums.backward, strict=True)]
         return [b - a for a, b in pairwise(ends)]
 
     def resident_bytes(self, shape: Shape) -> list[float]:
-        """Bytes of every layer's weights, gradients, optimizer state and activations."""
+        """Returns bytes of every layer's weights, gradients, optimizer state and activations."""
         factor, size = 1 + self.options.optimizer_bytes_factor, shape.sizes[0]
         return [
             layer.parameter_bytes
@@ -373,7 +373,7 @@ class Search:
         return step_s < self.best_s * (1 - 1e-9)
 
     def _is_done_with(self, shape: Shape) -> bool:
-        """Whether a long shape fits: the bound of its cuts, all but exact there, is a better guide than time."""
+        """Returns whether a long shape fits: the bound of its cuts, all but exact there, is a better guide."""
         return is_long(shape) and self.best is not None
 
     def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
@@ -410,7 +410,7 @@ class Search:
 
 
 def _neighbours(cuts: tuple[Cut, ...], starts: Sequence[int]) -> Iterator[tuple[Cut, ...]]:
-    """Cuts in which one stage gave layers to the next of its chain or took some; few layers are tried first."""
+    """Yields cuts in which a stage gave layers to the next of its chain or took some; few layers come first."""
     for shift in (1, -1, 2, -2, 3, -3, 5, -5):
         for i in range(len(cuts) - 1):
             (first, middle, r), (_, stop, s) = cuts[i : i + 2]
@@ -467,7 +467,7 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
 
 
 def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) -> str:
-    """The values a plan finds for options that are changed, as text; empty if nothing fits."""
+    """Returns the values a plan finds for options that are changed, as text; empty if nothing fits."""
     changed = PlanOptions.from_dict({**options.to_dict(), **changes})
     until_s = time.perf_counter() + REMEDY_S
     try:
@@ -481,7 +481,7 @@ def _would_fit(model: CostModel, options: PlanOptions, changes: dict[str, str]) 
 
 
 def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[str, str]]:
-    """What the smallest of all cuts needs on its fullest rank, and in words whether and which it is.
+    """Returns what the smallest of all cuts needs on its fullest rank, and in words whether and which it is.
 
     After `REMEDY_S` the smallest found so far counts; the long shapes, which take longest, come last.
     """
@@ -502,7 +502,7 @@ def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[st
 
 
 def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:
-    """Of every share of ranks the cut that needs least, where some need less than `below` bytes."""
+    """Yields for every share of ranks the cut that needs least, where some need less than `below` bytes."""
     if search.options.partition != "auto":
         yield from baseline_cuts(search.model, search.options, shape)
         return

@@ -124,20 +124,20 @@ class Costs(Protocol):
     """How long things take, in seconds."""
 
     def compute_s(self, instruction: Compute) -> float:
-        """Time on the rank."""
+        """Returns the time on the rank."""
 
     @property
     def holds_sender(self) -> bool:
         """Whether the rank that sends can do nothing else while its message is on the link."""
 
     def message_s(self, message: Message) -> float:
-        """Time for which the message occupies its link; it arrives at the end of it."""
+        """Returns the time for which the message occupies its link; it arrives at the end of it."""
 
     def reduce_s(self, rank: int) -> float:
-        """Time to sum this rank's gradients, from when all ranks that share them are ready."""
+        """Returns the time to sum this rank's gradients, from when all ranks that share them are ready."""
 
     def exchange_s(self) -> float:
-        """Time to exchange all frozen results, from when all ranks are ready."""
+        """Returns the time to exchange all frozen results, from when all ranks are ready."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int] = ()) -> Timeline:
@@ -168,7 +168,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int
 
 
 def _timeline(schedule: Schedule, outline: Outline, costs: Costs) -> Timeline:
-    """What happens in the order of the rows; each rank does what stands in its program."""
+    """Notes what happens, in the order of the rows; each rank does what stands in its program."""
     starts_s: list[float] = []
     _run(outline, costs, 0.0, starts_s)
     todo = [
@@ -206,12 +206,12 @@ def _timeline(schedule: Schedule, outline: Outline, costs: Costs) -> Timeline:
 
 
 def meeting_s(meeting: Instruction, rank: int, costs: Costs) -> float:
-    """What a collective takes on one of its ranks, from when all of them are there."""
+    """Returns what a collective takes on one of its ranks, from when all of them are there."""
     return costs.reduce_s(rank) if isinstance(meeting, ReduceGradients) else costs.exchange_s()
 
 
 def group_of(placement: Placement, rank: int, instruction: Instruction) -> tuple[int, ...]:
-    """Who meets at a collective: all ranks, or those that hold a copy of one of this rank's stages."""
+    """Returns who meets at a collective: all ranks, or those that hold a copy of one of this rank's stages."""
     if isinstance(instruction, ExchangeFrozen):
         return tuple(range(placement.num_ranks))
     stages = placement.stages_of(rank)
@@ -282,7 +282,7 @@ class Outline:
 
 
 def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
-    """When all ranks have the encodings of a batch that is encoded before the pipeline.
+    """Returns when all ranks have the encodings of a batch that is encoded before the pipeline.
 
     Args:
         parts: Who encodes what, in the order of the programs.
@@ -295,7 +295,7 @@ def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
 
 
 def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
-    """When the last rank is done.
+    """Returns when the last rank is done.
 
     Args:
         outline: What happens in which order.
@@ -309,7 +309,7 @@ def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
 def _run(
     outline: Outline, costs: Costs, start_s: float, starts_s: list[float] | None = None
 ) -> float:
-    """When the last rank is done: the inner loop of the search. Appends to `starts_s` when each row begins."""
+    """Returns when the last rank is done, and notes when each row begins: the inner loop of the search."""
     clock = [start_s] * outline.num_ranks
     link_free = [0.0] * outline.num_edges
     arrival = [0.0] * outline.num_sent
@@ -341,7 +341,7 @@ def _run(
 
 
 def period_s(batch: Schedule, costs: PipelineCosts) -> float:
-    """Seconds from one batch to the next where none is waited for: what twice as many batches take longer.
+    """Returns seconds between batches where none is waited for: what twice as many batches take longer.
 
     Args:
         batch: One batch by itself.
@@ -356,7 +356,7 @@ def period_s(batch: Schedule, costs: PipelineCosts) -> float:
 
 
 def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
-    """The outline of a schedule, with communication or without.
+    """Makes the outline of a schedule, with communication or without.
 
     Args:
         schedule: The programs.
@@ -439,7 +439,7 @@ class _Numbers:
                 return rank, _number(self.works, instruction), -1, *_NOTHING_SENT
 
     def rows_of_stage(self, work: type[Staged], stage: int) -> list[Row]:
-        """By microbatch: this work of a stage."""
+        """Returns this work of a stage, by microbatch."""
         schedule, count = self.schedule, self.schedule.num_microbatches
         read_flow, made_flow = schedule.read_by(work, stage), schedule.made_by(work, stage)
         read, made = [_NOTHING_SENT] * count, [_NOTHING_SENT] * count
@@ -457,7 +457,7 @@ class _Numbers:
         return [(rank_of(stage, m), works[m], read[m][0], *made[m]) for m in range(count)]
 
     def sent(self, flow: Flow) -> list[_Sent]:
-        """By microbatch of its reader: what travels, where anything has to."""
+        """Returns what travels, by microbatch of its reader, where anything has to."""
         if flow not in self.flows:
             first, ranks = self.num_sent, self.schedule.placement.stage_ranks
             period = lcm(len(ranks[flow.maker]), len(ranks[flow.reader]))
@@ -478,7 +478,7 @@ class _Numbers:
         return self.flows[flow]
 
     def message_and_edge(self, flow: Flow, microbatch: int) -> tuple[int, int] | None:
-        """Which message costs the same, and its edge; None if nothing has to travel."""
+        """Returns which message costs the same, and its edge; None if nothing has to travel."""
         message = self.schedule.message(flow, microbatch)
         if message is None or message.is_local:
             return None
@@ -492,7 +492,7 @@ _Key = TypeVar("_Key")
 
 
 def _number(numbers: dict[_Key, int], key: _Key) -> int:
-    """The number of a key; the next one if it is new."""
+    """Returns the number of a key; the next one if it is new."""
     return numbers.setdefault(key, len(numbers))
 
 

@@ -61,15 +61,15 @@ class Timeline:
         return max((span.stop_s for span in self.spans), default=0.0)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank in chronological order."""
+        """Returns the spans of one rank in chronological order."""
         return tuple(sorted((s for s in self.spans if s.rank == rank), key=lambda s: s.start_s))
 
     def busy_s(self, rank: int) -> float:
-        """Seconds this rank works."""
+        """Returns the seconds this rank works."""
         return sum(span.duration_s for span in self.spans if span.rank == rank)
 
     def idle_by_rank_s(self) -> tuple[float, ...]:
-        """Seconds each rank has nothing to do before the last rank is done."""
+        """Returns the seconds each rank has nothing to do before the last rank is done."""
         busy_s = [0.0] * self.num_ranks
         for span in self.spans:
             busy_s[span.rank] += span.duration_s
@@ -133,7 +133,7 @@ def draw(
 
 
 def _tick(spans: Sequence[Span], max_cells: int) -> float:
-    """A tick that divides all times, else one that makes `max_cells` cells."""
+    """Returns a tick that divides all times, else one that makes `max_cells` cells."""
     durations = [span.stop_s - span.start_s for span in spans if span.stop_s > span.start_s]
     if not durations:
         return 1.0

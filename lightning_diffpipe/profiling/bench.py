@@ -303,7 +303,7 @@ class Bench:
 
 
 def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
-    """Powers of two up to half of the batch, five at most, and the microbatch if its size is known.
+    """Returns powers of two up to half of the batch, five at most, and the microbatch if its size is known.
 
     Example:
         >>> default_counts(24), default_counts(1), default_counts(256, microbatch_size=64)

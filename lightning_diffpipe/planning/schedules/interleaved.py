@@ -29,7 +29,7 @@ def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     num_warmup = min(num_warmup, num_microbatches * len(stages))
 
     def in_groups(stages: Sequence[int]) -> list[tuple[int, int]]:
-        """Stages and microbatches: a group passes all stages of the rank before the next one comes."""
+        """Yields stages and microbatches: a group passes all stages of the rank before the next one comes."""
         firsts = range(0, num_microbatches, num_ranks)
         return [(s, m) for first in firsts for s in stages for m in range(first, first + num_ranks)]
 

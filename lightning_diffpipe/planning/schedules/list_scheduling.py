@@ -95,7 +95,7 @@ class ListScheduling:
         ]
 
     def programs(self, *urgencies: Callable[[Work], tuple[float, ...]]) -> tuple[Program, ...]:
-        """The programs of all ranks.
+        """Makes the programs of all ranks.
 
         Args:
             urgencies: By each of them the smallest is taken first; the order is returned that ends first.
@@ -105,7 +105,7 @@ class ListScheduling:
     def _run(
         self, urgency: Callable[[Work], tuple[float, ...]]
     ) -> tuple[float, tuple[Program, ...]]:
-        """When the last rank is done, and the programs of all."""
+        """Returns when the last rank is done, and the programs of all."""
         kinds = (Forward, ForwardNoGrad, *_SPLIT, *_WHOLE)
         self.done: dict[type[Work], list[int]] = {k: [0] * len(self.backward) for k in kinds}
         self.ended: dict[Work, float] = {}
@@ -137,7 +137,7 @@ class ListScheduling:
         return max(free_at), tuple(map(tuple, programs))
 
     def _is_ready(self, work: Work) -> bool:
-        """Whether there is such work, and it could begin."""
+        """Returns whether there is such work, and it could begin."""
         stage, microbatch = work.stage, work.microbatch
         if microbatch >= self.num_microbatches:
             return False
@@ -159,7 +159,7 @@ class ListScheduling:
 
 
 def _down_and_up(num_stages: int, num_ranks: int, *, apart: bool = False) -> Placement:
-    """Stages down the ranks and up again; `apart`, each way is a chain of its own."""
+    """Places stages down the ranks and up again; `apart`, each way is a chain of its own."""
     starts, down = range(0, num_stages, num_ranks), range(num_ranks)
     ways = [(down, down[::-1])[number % 2] for number in range(len(starts))]
     stage_ranks = tuple((rank,) for way in ways for rank in way)

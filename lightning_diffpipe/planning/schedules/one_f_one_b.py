@@ -46,7 +46,7 @@ from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 def one_f_one_b_program(
     placement: Placement, num_microbatches: int, rank: int, *, depth: int = 1
 ) -> Program:
-    """The program of one rank.
+    """Makes the program of one rank.
 
     Args:
         placement: One stage on each rank; stages may have replicas.
@@ -79,7 +79,7 @@ def warmup_forwards(placement: Placement, stage: int, depth: int = 1) -> int:
 
 
 def forwards_ahead(replicas: int, later_ranks: int, depth: int = 1) -> int:
-    """One forward more for each rank after a stage, shared by its replicas.
+    """Counts one forward more for each rank after a stage, shared by its replicas.
 
     Without replicas this is `num_stages - stage - 1`; with them PipeDream's
     `(ranks from this stage on - 1) // replicas of this stage`.
@@ -88,7 +88,6 @@ def forwards_ahead(replicas: int, later_ranks: int, depth: int = 1) -> int:
 
 
 def _zero_bubble_program(placement: Placement, num_microbatches: int, rank: int) -> Program:
-    """The program of one rank; see `one_f_one_b_program`."""
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
     num_warmup = min(warmup_forwards(placement, stage), len(own))

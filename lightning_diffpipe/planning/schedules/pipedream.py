@@ -42,7 +42,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b_progra
 
 
 def admitted_batches(placement: Placement) -> int:
-    """NOAM: how many batches each rank of the first stage admits before its first backward is due.
+    """Returns NOAM: how many batches each rank of the first stage admits before its first backward is due.
 
     The ranks of the pipeline, divided by the ranks of the first stage, rounded up.
     """
@@ -65,7 +65,7 @@ pipedream_2bw = ScheduleSpec(
 
 
 def unrolled(batch: Schedule, num_batches: int) -> Schedule:
-    """Batches that follow each other without a flush, until the pipeline is drained at last.
+    """Makes a schedule of batches that follow without a flush, until the pipeline is drained at last.
 
     Args:
         batch: One batch by itself, without communication; its frozen work is done before every batch.
@@ -82,7 +82,7 @@ def unrolled(batch: Schedule, num_batches: int) -> Schedule:
 
 
 def frozen_front(program: Program) -> Program:
-    """The frozen work before a batch."""
+    """Returns the frozen work before a batch."""
     return tuple(i for i in program if isinstance(i, Encode | ExchangeFrozen))
 
 
@@ -95,7 +95,7 @@ def loop_program(
     drains: bool = False,
     front: Program = (),
 ) -> Program:
-    """What a rank computes while it forwards some batches of a row that has no end.
+    """Makes what a rank computes while it forwards some batches of a row that has no end.
 
     Args:
         placement: One stage on each rank; stages may have replicas.

@@ -97,13 +97,13 @@ class PipeFusionPlan:
         return min(self.warmup_steps, self.num_steps)
 
     def may_be_last_synchronous(self, step: int) -> bool:
-        """Whether patches may flow in the step after this one, which then reads what this one leaves."""
+        """Returns whether patches may flow in the step after this one, which then reads what this one leaves."""
         if self.automatic and self.num_patches > 1:
             return step < min(self.num_synchronous, self.num_steps - 1)
         return step == self.num_synchronous - 1 < self.num_steps - 1
 
     def decides_after(self, turn: Turn) -> bool:
-        """Whether the last rank then tells the others if there will be another synchronous step."""
+        """Returns whether the last rank then tells the others if there will be another synchronous step."""
         ends_step = turn.patch is None and turn.is_last
         return self.automatic and ends_step and self.may_be_last_synchronous(turn.step)
 
@@ -124,7 +124,7 @@ class PipeFusionPlan:
         return tuple(out)
 
     def speed_up(self) -> float:
-        """Over one rank, with equal stages and free links.
+        """Returns the speed-up over one rank, with equal stages and free links.
 
         For n = G = 1 and M >= N that is `S N / (W N + S - W + (N - 1) / M)`.
         """
@@ -141,7 +141,7 @@ class PipeFusionPlan:
         cut_bytes: Sequence[int] = (),
         latent_bytes: int = 0,
     ) -> Timeline:
-        """The planned timeline, for stages and links as they are.
+        """Simulates the plan, for stages and links as they are.
 
         Args:
             synchronous_s: For each rank, its stage on all tokens of all samples, all visits together.
