@@ -184,7 +184,8 @@ def require_number(
         lightning_diffpipe.errors.ConfigurationError: batch_size must be a whole number >= 1; got -3
     """
     kind = Integral if whole else Real
-    good = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, kind) and not isinstance(value, bool)
+    good = good and -math.inf < value < math.inf  # `math.isfinite` fails on integers of 310 digits
     good = good and (least is None or value >= least) and (most is None or value <= most)
     if not good or (above is not None and value <= above):
         signs = ((">", above), (">=", least), ("<=", most))

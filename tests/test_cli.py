@@ -789,11 +789,11 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
         ),
         (
             ["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=fast"],
-            "disk_bytes_per_s must be a positive number; got 'fast'",
+            "disk_bytes_per_s must be a number > 0; got 'fast'",
         ),
         (
             ["plan", "profile=nowhere", "global_batch_size=4", "disk_bytes_per_s=nan"],
-            "disk_bytes_per_s must be a positive number; got nan",
+            "disk_bytes_per_s must be a number > 0; got nan",
         ),
         (
             ["plan", "profile=nowhere", "global_batch_size=4", "output=profile.json/plan.json"],

@@ -3,7 +3,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_diffpipe.errors import clear_variables
+from lightning_diffpipe.errors import ConfigurationError, clear_variables, require_number
 
 
 def fail(seen):
@@ -36,3 +36,12 @@ def test_tensors_of_an_error_and_of_the_one_that_led_to_it_are_freed(explicit):
     clear_variables(raised.value)
     assert all(reference() is None for reference in seen)
     assert raised.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    "value", [pytest.param(10**400, id="huge"), float("nan"), float("-inf"), True, "2"]
+)
+def test_what_is_no_number_in_its_range_is_refused(value):
+    # History: of an integer of 310 digits or more came an OverflowError.
+    with pytest.raises(ConfigurationError, match="share must be a number > 0 and <= 1; got"):
+        require_number("share", value, above=0, most=1)

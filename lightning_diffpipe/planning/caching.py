@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -146,9 +146,7 @@ def check_data(
     values = {"num_samples": num_samples, "num_passes": num_passes}
     known = {name: value for name, value in values.items() if value is not None}
     for name, value in {"disk_bytes_per_s": disk_bytes_per_s, **known}.items():
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 < value < math.inf:  # type: ignore[operator]
-            raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
+        require_number(name, value, above=0)
 
 
 def cacheable_encoders(profile: ModelProfile) -> tuple[str, ...]:

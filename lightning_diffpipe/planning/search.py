@@ -170,7 +170,7 @@ def _fastest(search: Search) -> list[PipelinePlan]:
     """Returns the best proposals as plans; none if nothing fits into memory."""
     model, options = search.model, search.options
     for shape in sorted(shapes(model, options), key=search.order):
-        if search.is_over or (is_long(shape) and search.best is not None):
+        if search.is_over or search.is_done_with(shape):
             break
         search.try_shape(shape)
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
@@ -232,18 +232,18 @@ class Search:
         return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
 
     def order(self, shape: Shape) -> tuple[bool, float, int, int]:
-        """Returns by what shapes are sorted: long ones serve only where nothing else fits; the shortest do."""
-        estimate_s, num_stages, num_microbatches = self.estimate_s(shape)
-        first = num_microbatches if is_long(shape) else estimate_s
-        return is_long(shape), first, num_stages, num_microbatches
+        """Returns by what shapes are sorted: long ones serve only where nothing else fits; the shortest do.
 
-    def estimate_s(self, shape: Shape) -> tuple[float, int, int]:
-        """Guesses the step to decide which shape is tried first; no result depends on it but the time."""
+        The others are tried in the order of a guess at their steps; no result depends on it but the time.
+        """
+        num_microbatches = len(shape.sizes)
+        if is_long(shape):
+            return True, num_microbatches, shape.num_stages, num_microbatches
         sums = self.model.sums(0, shape.sizes[0])
         work_s = sums.forward[-1] + sums.backward[-1]
-        steps = len(shape.sizes) + (shape.num_stages - 1) / shape.stages_per_rank
-        frozen_s = self.evaluator.encode_share_s(shape)
-        return frozen_s + steps * work_s / shape.num_ranks, shape.num_stages, len(shape.sizes)
+        steps = num_microbatches + (shape.num_stages - 1) / shape.stages_per_rank
+        guess_s = self.evaluator.encode_share_s(shape) + steps * work_s / shape.num_ranks
+        return False, guess_s, shape.num_stages, num_microbatches
 
     def try_shape(self, shape: Shape) -> None:
         """Improves `best` if some way to cut this shape does."""
@@ -283,14 +283,14 @@ class Search:
         """Moves layers, from the cuts with the best bounds on, to where they are best."""
         starts = []
         for bound_s, cuts in sorted(self._starts(shape, bounds)):
-            if not self._is_better(bound_s) or self._is_done_with(shape):
+            if not self._is_better(bound_s) or self.is_done_with(shape):
                 break
             start = self._start(bounds, bound_s, Proposal(shape, cuts))
             if start is not None:
                 starts.append((self._try(start), start.cuts))
         several = shape.spec.nested or shape.spec.opposite  # else the best way to share the ranks
         for step_s, cuts in sorted(starts)[: None if several else 1]:
-            if step_s < HOPELESS * self.best_s and not self._is_done_with(shape):
+            if step_s < HOPELESS * self.best_s and not self.is_done_with(shape):
                 self._climb(shape, cuts, bounds)
 
     def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
@@ -372,13 +372,13 @@ class Search:
     def _is_better(self, step_s: float) -> bool:
         return step_s < self.best_s * (1 - 1e-9)
 
-    def _is_done_with(self, shape: Shape) -> bool:
+    def is_done_with(self, shape: Shape) -> bool:
         """Returns whether a long shape fits: the bound of its cuts, all but exact there, is a better guide."""
         return is_long(shape) and self.best is not None
 
     def _try_all(self, shape: Shape, cuts: Iterable[tuple[Cut, ...]]) -> None:
         for cut in cuts:
-            if self._is_done_with(shape):
+            if self.is_done_with(shape):
                 break
             proposal = Proposal(shape, cut)
             if self.evaluator.fits(proposal):  # First, as a simulation takes longer.

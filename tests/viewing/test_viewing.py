@@ -305,9 +305,7 @@ def test_what_would_help_reads_at_the_rate_of_the_disk():
     (fast,), (usual,) = storing(400e6), storing(200e6)
     assert usual == pytest.approx(fast + 0.02)  # eight samples a rank, a megabyte each
     assert storing(1e3) == []
-    with pytest.raises(
-        ConfigurationError, match="disk_bytes_per_s must be a positive number; got 0"
-    ):
+    with pytest.raises(ConfigurationError, match="disk_bytes_per_s must be a number > 0; got 0"):
         explain(plan, stored, cluster, disk_bytes_per_s=0)
 
 
