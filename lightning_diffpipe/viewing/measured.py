@@ -381,10 +381,8 @@ def _as_measured(costs: PipelineCosts, measured: Timeline) -> Iterator[_OfKinds]
     yield "backward", _BACKWARD, halves
     share = sum(ranks_s[Encode]) / (sum(costs.encode_s) or 1.0)
     yield "frozen work", (Encode,), {"encode_s": tuple(share * s for s in costs.encode_s)}
-    meetings = {
-        "all_reduce_s": tuple(ranks_s[ReduceGradients]),
-        "all_gather_s": max(ranks_s[ExchangeFrozen]),
-    }
+    sums_s, exchange_s = tuple(ranks_s[ReduceGradients]), max(ranks_s[ExchangeFrozen])
+    meetings = {"all_reduce_s": sums_s, "all_gather_s": exchange_s}
     yield "sums and exchanges", (ReduceGradients, ExchangeFrozen), meetings
 
 
