@@ -13,6 +13,8 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export WANDB_MODE ?= offline
 export TOKENIZERS_PARALLELISM := false
+# Processes of tests import the same files: compiled by each, those take it up to three seconds of a processor.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-tables test-fast test-distributed test-random check wheel timeline golden models bench clean
