@@ -21,15 +21,17 @@ HERE = Path(__file__).parent
 def train_once() -> None:
     """Runs the code that a set-up and a step run; its caches are inherited by every fork."""
     import lightning_diffpipe.callbacks  # noqa: F401  # a fit looks for files of these
-    from lightning_diffpipe.graph.probe import fold, probe
+    from lightning_diffpipe.graph.probe import fold, probe, reprobe
     from tests.distributed import scenarios, tiny
 
     torch.set_num_threads(1)
     module = scenarios.build(scenarios.Settings())
-    batch = torch.utils.data.default_collate([tiny.Samples(2)[0]] * 2)
+    batch_of = lambda size: torch.utils.data.default_collate([tiny.Samples(2)[0]] * size)
     step = lambda module, batch: module.training_step(batch, 0)
-    graph = probe(module, step, batch)
-    fold(module, step, batch, graph, [len(graph.path) // 2])
+    graph = probe(module, step, batch_of(2))
+    fold(module, step, batch_of(2), graph, [len(graph.path) // 2])
+    for size in (1, 3, 4):  # of most microbatches in the tests
+        reprobe(module, step, batch_of(size), graph)
     settings = scenarios.Settings(trainer={"max_steps": 1}, strategy={"num_microbatches": 2})
     with mock.patch.dict(os.environ):  # where Lightning leaves ranks
         scenarios.fit(0, settings, 1)
@@ -68,7 +70,8 @@ def import_what_ranks_run() -> None:
             importlib.import_module(name)
 
 
-for _prepare in (train_once, import_what_samples, import_what_ranks_run):
+# Training comes last: Python forgets what is no abstract class whenever an import registers one.
+for _prepare in (import_what_samples, import_what_ranks_run, train_once):
     # An error here would end the server without a word; the tests themselves will report it.
     with contextlib.suppress(Exception):
         _prepare()
