@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.sampling.skeleton import ChangedWeights, Weights
 
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora.down.weight", ".lora.up.weight"))
@@ -54,8 +54,7 @@ class StoredLora:
 
     def __init__(self, path: str | Path, scale: float, cls: Any) -> None:
         self.path = str(path)
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise ConfigurationError(f"loras[{self.path!r}] must be a number; got {scale!r}")
+        require_number(f"loras[{self.path!r}]", scale)
         if not hasattr(cls, "lora_state_dict"):
             raise ConfigurationError(f"{cls.__name__} of diffusers takes no LoRA; leave loras out")
         known = inspect.signature(cls.lora_state_dict).parameters
@@ -64,15 +63,23 @@ class StoredLora:
             n: True for n in ("return_alphas", "return_lora_metadata") if n in known or takes_all
         }
         try:
-            with messages_of_loaders() as said:
+            with messages_of_loaders() as messages:
                 found = cls.lora_state_dict(self.path, local_files_only=True, **asked)
         except Exception as error:
-            raise CheckpointError(f"cannot read the LoRA {self.path}: {error}") from error
+            first: BaseException = (
+                error  # diffusers says only that it cannot, and what it tried last
+            )
+            while first.__context__ is not None:
+                first = first.__context__
+            said = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))
+            raise CheckpointError(f"cannot read the LoRA {self.path}: {'; '.join(said)}") from error
         weights, *more = found if isinstance(found, tuple) else (found,)
         weights = {_as_layer_has_it(name): value for name, value in weights.items()}
         settings: dict[str, Any] = {}
-        for each in more:
-            settings |= {_as_layer_has_it(name): value for name, value in (each or {}).items()}
+        for each in (each for each in more if each):
+            if not isinstance(each, Mapping):
+                raise CheckpointError(f"{self.path} has settings that are no mapping: {each!r}")
+            settings |= {_as_layer_has_it(name): value for name, value in each.items()}
         self._products: dict[str, tuple[Tensor, Tensor, float]] = {}
         others = set(weights)
         for down, up in _PAIRS:
@@ -80,6 +87,11 @@ class StoredLora:
                 layer = name.removesuffix(down)
                 if layer + up in weights:
                     a, b = weights[name], weights[layer + up]
+                    if min(a.ndim, b.ndim) < 2 or not len(a) == b.shape[1] > 0:
+                        raise CheckpointError(
+                            f"{self.path} is damaged: the matrices of {layer} have the shapes {tuple(b.shape)} and "
+                            f"{tuple(a.shape)}, which have no product"
+                        )
                     self._products[layer] = a, b, scale * _factor(settings, layer, len(a))
                     others -= {name, layer + up}
         if not self._products:
@@ -87,13 +99,13 @@ class StoredLora:
                 f"{self.path} has no adapters ({', '.join(sorted(weights)[:3]) or 'nothing'}); a LoRA has pairs "
                 "such as unet.mid_block.to_q.lora_A.weight and lora_B.weight"
             )
-        self._refuse_left_out(cls.__name__, said)
+        self._refuse_left_out(cls.__name__, messages)
         if others:
             raise CheckpointError(
                 f"{self.path} has {len(others)} tensors besides its {len(self._products)} pairs of low-rank "
-                f"matrices, such as {min(others)}: magnitudes (DoRA), biases or whole weights, which are not added "
-                "here. Merge it, and open the result: pipeline.load_lora_weights(FILE); pipeline.fuse_lora(); "
-                "pipeline.unload_lora_weights(); pipeline.save_pretrained(FOLDER)"
+                f"matrices, such as {min(others)}: magnitudes (DoRA), biases, whole weights or halves of pairs, "
+                "which are not added here. Merge it, and open the result: pipeline.load_lora_weights(FILE); "
+                "pipeline.fuse_lora(); pipeline.unload_lora_weights(); pipeline.save_pretrained(FOLDER)"
             )
 
     def _refuse_left_out(self, cls: str, said: Sequence[str]) -> None:
@@ -228,7 +240,11 @@ def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:
         if re.match(rf"(.*\.)?({pattern})$", name):
             alpha = value
             break
-    alpha = float(settings.get(f"{layer}.alpha", rank if alpha is None else alpha))
+    alpha = settings.get(f"{layer}.alpha", rank if alpha is None else alpha)
+    try:
+        alpha = float(alpha)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the alpha of {layer} in a LoRA is no number: {alpha!r}") from error
     return alpha / (math.sqrt(rank) if own["use_rslora"] else rank)
 
 

@@ -355,3 +355,53 @@ def test_layers_of_t5_and_of_videos_draw_by_their_own_names_and_others_are_named
         CheckpointError, match="it changes diffusion_model, and StableDiffusion3Pipel"
     ):
         sampling_loras.read_loras({tmp_path / "file.safetensors": 1.0}, cls, ["transformer"])
+
+
+QUERY = "transformer.transformer_blocks.0.attn.to_q"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "metadata", "said"),
+    [
+        (
+            ((2, 8), (8, 3)),
+            None,
+            r"damaged: the matrices of \S+to_q have the shapes \(8, 3\) and \(2",
+        ),
+        (((), (8, 2)), None, r"shapes \(8, 2\) and \(\), which have no product"),
+        (((2, 8), (8, 2)), "[1]", r"has settings that are no mapping: \[1\]"),
+        (
+            ((2, 8), (8, 2)),
+            '{"transformer.lora_alpha": "x"}',
+            r"alpha of \S+to_q .* no number: 'x'",
+        ),
+    ],
+)
+def test_damaged_files_are_named(shapes, metadata, said, tmp_path):
+    """History: raw errors, of matrices that have no product only when their layer was read."""
+    file = tmp_path / "file.safetensors"
+    kinds = ("lora_A", "lora_B")
+    weights = {f"{QUERY}.{k}.weight": torch.ones(s) for k, s in zip(kinds, shapes, strict=True)}
+    safetensors.torch.save_file(weights, file, metadata and {"lora_adapter_metadata": metadata})
+    with pytest.raises(CheckpointError, match=said):
+        sampling_loras.StoredLora(file, 1.0, diffusers.StableDiffusion3Pipeline)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100])
+def test_what_is_wrong_with_a_file_that_was_cut_is_said(size, tmp_path):
+    """History: it could not be loaded, and nothing said why."""
+    file = tmp_path / "file.safetensors"
+    kinds = ("lora_A", "lora_B")
+    safetensors.torch.save_file(
+        {f"{QUERY}.{kind}.weight": torch.ones(2, 2) for kind in kinds}, file
+    )
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"cannot read the LoRA .*; .*deserializing header"):
+        sampling_loras.StoredLora(file, 1.0, diffusers.StableDiffusion3Pipeline)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scales_are_finite(scale, tmp_path):
+    """History: pictures were black."""
+    with pytest.raises(ConfigurationError, match=f"must be a number; got {scale}"):
+        sampling_loras.StoredLora(tmp_path, scale, diffusers.StableDiffusion3Pipeline)
