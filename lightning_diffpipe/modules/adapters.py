@@ -257,7 +257,16 @@ def settings_of(part: Any) -> dict[str, Any]:
     if not isinstance(part, nn.Module) or not configs or hasattr(part, "merge_and_unload"):
         return {}
     texts = {name: json.dumps(c.to_dict(), default=sorted) for name, c in configs.items()}
-    return {"configs": texts, "active": _active(part)}
+    layers = {n: m for n, m in part.named_modules() if hasattr(m, "merged_adapters")}
+    states = {
+        name: {
+            "scaling": dict(getattr(layer, "scaling", {})),
+            "merged": list(layer.merged_adapters),
+            "is_off": layer.disable_adapters,
+        }
+        for name, layer in layers.items()
+    }
+    return {"configs": texts, "active": _active(part), "layers": states}
 
 
 def _active(part: Any) -> list[str]:
@@ -285,6 +294,12 @@ def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
         _add(part, PeftConfig.from_peft_type(**json.loads(text)), name)
     if hasattr(part, "set_adapter"):
         part.set_adapter(settings["active"])
+    for name, state in settings.get("layers", {}).items():
+        layer: Any = part.get_submodule(name)
+        getattr(layer, "scaling", {}).update(state["scaling"])  # of set_adapters(names, weights)
+        layer.merged_adapters = list(state["merged"])  # of fuse_lora()
+        if state["is_off"]:
+            layer.enable_adapters(False)
 
 
 def _add(part: nn.Module, config: Any, name: str = "default") -> None:

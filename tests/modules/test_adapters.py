@@ -81,6 +81,24 @@ def test_a_checkpoint_alone_rebuilds_a_model_with_adapters(adapted, batch, tmp_p
     torch.testing.assert_close(drawn(source._module), drawn(adapted), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda unet: unet.set_adapters("default", 0.3),
+        lambda unet: unet.fuse_lora(),
+        lambda unet: unet.disable_adapters(),
+    ],
+)
+def test_a_checkpoint_keeps_what_was_done_to_adapters(change, adapted, tmp_path):
+    """History: their weights were 1 again, and they were added twice if fused, and once though turned off."""
+    change(adapted.unet)
+    checkpoint = {"state_dict": adapted.state_dict(), "hyper_parameters": dict(adapted.hparams)}
+    adapted.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    loaded = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")
+    torch.testing.assert_close(drawn(loaded), drawn(adapted), atol=0, rtol=0)
+
+
 @pytest.mark.slow
 def test_adapters_without_settings_are_refused_with_the_remedy(adapted, make_model, tmp_path):
     """Such folders and checkpoints were written before settings were kept."""
