@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -61,10 +62,15 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
             "before Lightning would call it. Scale the loss in training_step instead"
         )
+    several = not (strategy.world_size == 1 or strategy.is_one_stage)
     for callback in trainer.callbacks:
+        if isinstance(callback, ModelPruning) and several:
+            raise ConfigurationError(
+                f"{type(callback).__name__} compares weights of all layers and puts masks on them, but a rank of a "
+                "pipeline holds those of its own stage only. Prune after training, or train with num_stages=1"
+            )
         if isinstance(callback, StochasticWeightAveraging) or (
-            isinstance(callback, WeightAveraging)
-            and not (strategy.world_size == 1 or strategy.is_one_stage)
+            isinstance(callback, WeightAveraging) and several
         ):
             raise ConfigurationError(
                 f"{type(callback).__name__} copies the module before it is cut into stages and would "

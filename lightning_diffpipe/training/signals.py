@@ -2,16 +2,18 @@
 
     stop on SIGTERM          Lightning broadcasts rank 0's flag over the default group, on NCCL by way of the device
     val_check_interval="..." each rank looks at a clock of its own, and begins to validate after another batch
+    trainer.should_stop      a callback may set it on one rank alone, or, by a clock or a file, after another batch
 
 Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So while a
 trainer fits, a signal is only noted where it finds a rank, and passed on before the next batch (`LockStep`); the
-time is that of rank 0's clock. Before training, where Lightning does not listen, a signal ends the run at once. At
-the end a line says who got it.
+time is that of rank 0's clock, and whether to stop after a batch, what rank 0 was told. Before training, where
+Lightning does not listen, a signal ends the run at once. At the end a line says who got it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -29,6 +31,7 @@ from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import LostRankError
 
+_log = logging.getLogger(__name__)
 GRACE_S = 5.0  # for other processes to say what has ended them, or whom a signal has reached
 
 
@@ -134,10 +137,23 @@ class LockStep:
         ]
         loop._broadcast_sigterm_tensor = self.stop_together
         self._signals._sigterm_notifier_fn = note_signal
-        if getattr(trainer, "_val_check_time_interval", None) is not None:
-            own = loop._should_check_val_fx
-            loop._should_check_val_fx = lambda fetcher: self._agreement.of_first(own(fetcher))
-            self._replaced.append((loop, "_should_check_val_fx"))
+        own, of_first = loop._should_check_val_fx, self._agreement.of_first
+        by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+
+        def should_check_validation(fetcher: Any) -> bool:
+            wish = trainer.should_stop
+            trainer.should_stop = of_first(wish)  # who stops validates first
+            if wish and not trainer.should_stop:
+                _log.warning(
+                    "rank %d goes on though its trainer.should_stop was set: ranks stop together, when "
+                    "rank 0 does; set it on rank 0, or on all ranks",
+                    trainer.global_rank,
+                )
+            checks = own(fetcher)
+            return of_first(checks) if by_time else checks
+
+        loop._should_check_val_fx = should_check_validation
+        self._replaced.append((loop, "_should_check_val_fx"))
         liveness.agrees_on_signals = True
 
     def stop_together(self, last: bool = False) -> None:

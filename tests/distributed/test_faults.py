@@ -17,6 +17,7 @@ import torch.distributed as dist
 from diffusers.training_utils import EMAModel
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -231,6 +232,15 @@ class OwnBackward(TinyDiffusion):
 def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
     with pytest.raises(RankError, match=message):
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
+
+
+def test_pruning_is_refused_on_several_stages():
+    """History: each rank chose by weights that it did not hold, and trained others than one process would."""
+    pruning = ModelPruning("l1_unstructured", amount=0.5)
+    with pytest.raises(
+        RankError, match=r"ModelPruning compares weights of all layers.*num_stages=1"
+    ):
+        run(2, trainer={"callbacks": [pruning]})
 
 
 @pytest.mark.parametrize("kind", [ModelCheckpoint, OnExceptionCheckpoint])

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
@@ -181,3 +181,32 @@ def test_validation_by_time_begins_behind_the_same_batch_on_all_ranks():
     first, second = run_ranks(validate_by_time, 2)
     assert first == second
     assert first
+
+
+class Stops(L.Callback):
+    """Stops in the third batch, on one rank."""
+
+    def __init__(self, rank):
+        self.rank, self.seen = rank, []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append(batch_idx)
+        if batch_idx == 2 and trainer.global_rank == self.rank:
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer, module):
+        self.seen.append("validates")
+
+
+def stop_alone(rank, stopping):
+    callback = Stops(stopping)
+    trainer = fit(2, callback, max_epochs=1, limit_train_batches=5)
+    return callback.seen, trainer.global_step
+
+
+def test_a_callback_of_rank_0_stops_all_ranks_behind_the_same_batch():
+    """History: rank 0 validated, and waited half an hour for the other, which waited for it in the next batch."""
+    stopped, went_on = [0, 1, 2, "validates"], [0, 1, 2, 3, 4, "validates"]
+    (first, second), (alone, _) = run_in_turn(stop_alone, 2, (0,), (1,))
+    assert first == second == (stopped, 3)
+    assert alone == (went_on, 5)  # rank 1 alone is not heard
