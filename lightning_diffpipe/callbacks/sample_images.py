@@ -19,6 +19,7 @@ all samples do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ from lightning_diffpipe.training.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 _NUM_CAPTIONS = 8
+_NUM_FRAMES = 8  # at most, of a video
 
 
 def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
@@ -78,9 +80,12 @@ def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
 class SampleImages(L.Callback):
     """Draws prompts every few steps, or at every validation: a PNG in the output folder, pictures for the logger.
 
+    Both are called `samples`; those of a second such callback `samples_2`.
+
     Args:
-        prompts: What to draw; None takes eight captions of the data: of those held back, if the data module has
-            them (`held_back_captions`), or of the first batch. Conditions of a ControlNet are taken with them
+        prompts: What to draw, texts or class numbers; None takes eight captions of the data: of those held back, if
+            the data module has them (`held_back_captions`), or of the first batch, and of that class labels where
+            the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
             `condition`, and shown above what is drawn to them.
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
@@ -92,7 +97,7 @@ class SampleImages(L.Callback):
             fewer pictures than there are stages, and are not exact.
 
     Raises:
-        ConfigurationError: There is nothing to draw, or never a time for it.
+        ConfigurationError: There is nothing to draw, or a number is none that can be.
     """
 
     def __init__(
@@ -106,10 +111,10 @@ class SampleImages(L.Callback):
     ) -> None:
         if isinstance(prompts, str) or (prompts is not None and not prompts):
             raise ConfigurationError(f"prompts must be a list of texts, or None; got {prompts!r}")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigurationError(
-                f"every_n_steps must be at least 1, or None; got {every_n_steps}"
-            )
+        if every_n_steps is not None:
+            require_number("every_n_steps", every_n_steps, 1, whole=True)
+        require_number("num_inference_steps", num_inference_steps, 1, whole=True)
+        require_number("seed", seed, whole=True)
         require_number("num_patches", num_patches, 1, whole=True)
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
@@ -146,8 +151,15 @@ class SampleImages(L.Callback):
         saved before it, too.
 
         Raises:
-            ConfigurationError: Prompts are named where the module draws to conditions, which they have not.
+            ConfigurationError: The module cannot draw, or draws to conditions, which named prompts have not.
         """
+        draws_itself = type(self).draw is not SampleImages.draw
+        if not draws_itself and not callable(getattr(pl_module, "sample", None)):
+            raise ConfigurationError(
+                "SampleImages draws with the module's own sample(prompts, num_inference_steps, guidance_scale, "
+                f"generator), and {type(pl_module).__name__} has none; write one that returns pictures, "
+                "(N, 3, H, W) in [0, 1], or leave the callback out (callbacks.samples=null)"
+            )
         if self._wish is not None and _draws_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
@@ -173,12 +185,13 @@ class SampleImages(L.Callback):
         """
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
-            captions, conditions = there.get("caption", []), there.get("condition")
-            self._take(trainer, pl_module, list(captions), conditions)
+            captions, conditions = there.get(_draws_from(pl_module), []), there.get("condition")
+            captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
+            self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
-                "SampleImages draws captions of the data, and batches have no 'caption'; say what to draw: "
-                "prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
+                f"SampleImages draws captions of the data, and batches have no {_draws_from(pl_module)!r}; say "
+                "what to draw: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
     def _take(
@@ -229,12 +242,18 @@ class SampleImages(L.Callback):
         images = self.draw(trainer, pl_module)
         if trainer.fast_dev_run:  # tries everything and leaves the pictures of other runs alone
             return
+        number = [c for c in trainer.callbacks if isinstance(c, SampleImages)].index(self)
+        name = f"samples_{number + 1}" if number else "samples"
         # Asking for the folder is a collective operation, so all ranks ask.
-        folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / "samples"
+        folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / name
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
         rows, columns = [images], 8
+        if images.ndim == 5:  # videos: frames side by side
+            num_frames = min(images.shape[1], _NUM_FRAMES)
+            shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
+            rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
         if self.conditions is not None:  # on top of what is drawn to them
             rows, columns = [self.conditions.to(images) / 255, images], len(images)
         picture_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
@@ -243,7 +262,7 @@ class SampleImages(L.Callback):
         ]
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
-                logger.log_image("samples", pictures, step=step, caption=self.prompts)
+                logger.log_image(name, pictures, step=step, caption=self.prompts)
 
     @torch.no_grad()
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
@@ -264,11 +283,10 @@ class SampleImages(L.Callback):
                 "guidance_scale": self.guidance_scale,
                 "generator": torch.Generator().manual_seed(self.seed),
             }
+            if self.conditions is not None:
+                settings["condition"] = self.conditions / 255
             pipeline = getattr(trainer.strategy, "pipeline", None)
-            # Estimates of a model's own are on the last rank, and its first layers read them.
-            reads_estimates = getattr(module, "self_conditioning", None) is not None
-            by_layers = self.draws_by_layers or self.conditions is not None or reads_estimates
-            by_layers = by_layers or not hasattr(module, "drawing")
+            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(self.prompts, **settings)
@@ -276,8 +294,6 @@ class SampleImages(L.Callback):
                 if drawn is not None:
                     return torch.stack(drawn) if isinstance(drawn, list) else drawn
                 self.draws_by_layers = True
-            if self.conditions is not None:
-                settings["condition"] = self.conditions / 255
             return module.sample(self.prompts, **settings)
 
 
@@ -290,7 +306,14 @@ def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str]
         if conditions is None:  # the first batch has both
             return [], None
     captions = getattr(data, "held_back_captions", None)
+    if _draws_from(module) != "caption":
+        return [], None
     return captions(_NUM_CAPTIONS) if captions is not None else [], conditions
+
+
+def _draws_from(module: L.LightningModule) -> str:
+    # Models of classes draw class numbers, also where batches have captions.
+    return getattr(module, "draws_from", "caption")
 
 
 def _draws_to_conditions(module: L.LightningModule) -> bool:
@@ -313,7 +336,7 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
     Returns:
         What the call returns; None, with the reason in the log, where PipeFusion cannot do it on these stages.
     """
-    drawer = StageDrawer(pipeline, call.parts[call.denoisers[0]], num_patches)
+    drawer = StageDrawer(pipeline, num_patches)
     try:
         with isolated_random_numbers(derived_seed(pipeline.seed, "drawing")):
             return drawn_by(call, drawer.sample, type(call.pipeline).__name__)
@@ -328,13 +351,11 @@ class StageDrawer:
 
     Args:
         pipeline: In training.
-        denoiser: A part of its module.
         num_patches: See `draw_on_stages`.
     """
 
-    def __init__(self, pipeline: Pipeline, denoiser: nn.Module, num_patches: int) -> None:
+    def __init__(self, pipeline: Pipeline, num_patches: int) -> None:
         self._pipeline, self._mesh, self._num_patches = pipeline, pipeline.mesh, num_patches
-        self._denoiser = denoiser
         self._names = {p: name for name, p in pipeline.module.named_parameters()}
 
     def sample(self, call: Call) -> Tensor:
@@ -363,66 +384,78 @@ class StageDrawer:
     def _sampled(self, call: Call, links: ProcessLinks) -> Tensor:
         # Training would save for its backward what modules compute once for all calls, such as tables.
         call = replace(call, random_states=random_states(links.device))
-        request = replace(call.request(self._denoiser), infers=False)
+        request = replace(call.request(call.pipeline.parts[call.denoiser]), infers=False)
         rows = len(request.latents) * request.branches_in_batch
         by_samples = {
             "warmup_steps": request.num_steps,
             "warmup_microbatches": min(links.num_ranks, rows),
         }
         sampler = PipeFusion(
-            self._denoiser,
+            request.model,  # with its ControlNets
             links,
             num_patches=self._num_patches,
-            split=self._positions,
+            split=functools.partial(self._positions, request.model),
             **(by_samples if self._num_patches == 1 else {}),
         )
         try:
             if len(call.phases) > 1:
                 raise ConfigurationError("its denoisers take turns")
+            if getattr(call.pipeline.pipeline, "self_conditioning", None) is not None:
+                raise ConfigurationError(
+                    "its first layers read its own estimate, which is made on the last rank"
+                )
             call.refuse_steps("pipefusion")
             call.refuse_rows(1)
             setting = sampler.prepare(request)
         except (ConfigurationError, GraphError, PartitionError) as error:
             raise _RefusedError(str(error)) from error
-        with self._everything_needed(setting):
+        with self._everything_needed(request.model, setting):
             return sampler.sample(request, None, setting)
 
-    def _positions(self, layout: Layout) -> tuple[int, ...]:
+    def _positions(self, model: nn.Module, layout: Layout) -> tuple[int, ...]:
         """Returns where the stages of the training cut the blocks.
 
         Raises:
-            PartitionError: They are no ranges of blocks, one for each rank, in order.
+            PartitionError: They give the ranks no ranges of blocks, one for each, in order.
         """
         homes = []  # of each block, the ranks that have most of its weights
         for block in layout.block_names:
-            weights = self._denoiser.get_submodule(block).parameters()
+            weights = model.get_submodule(block).parameters()
             sizes = {self._names[p]: p.numel() for p in weights}
             held = [
                 sum(size for name, size in sizes.items() if name in resident)
                 for resident in self._pipeline.residents
             ]
             homes.append([rank for rank, size in enumerate(held) if size == max(held)])
-        # Replicas of a stage take a share of its blocks each; frozen blocks, which all have, go to the first rank.
-        shared = list[int]()
-        for home, blocks in itertools.groupby(homes):
-            num = len(list(blocks))
-            shared += [home[i * len(home) // num] for i in range(num)]
-        first = [home[0] for home in homes]
-        num_ranks = self._mesh.layout.ranks_per_pipeline
-        for ranks in (shared, first):
-            if ranks == sorted(ranks) and set(ranks) == set(range(num_ranks)):
-                return tuple(ranks.index(rank) for rank in range(1, num_ranks))
+        # Replicas of a stage have the same blocks, and all ranks frozen ones: of ranges that fit, the most equal
+        # ones, by the squares of their sizes.
+        num_ranks, begun = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
+        for rank in range(num_ranks):
+            ended = dict[int, tuple[int, list[int]]]()  # by the number of blocks given so far
+            for start, (squares, positions) in begun.items():
+                for stop in range(start + 1, len(homes) + 1):
+                    if rank not in homes[stop - 1]:
+                        break
+                    found = squares + (stop - start) ** 2, [*positions, stop]
+                    ended[stop] = min(ended.get(stop, found), found)
+            begun = ended
+        if len(homes) in begun:
+            return tuple(begun[len(homes)][1][:-1])
+        there = ", ".join(
+            f"{len(list(blocks))} on rank {' and '.join(map(str, home))}"
+            for home, blocks in itertools.groupby(homes)
+        )
         raise PartitionError(
-            f"its blocks lie on ranks {first}, and PipeFusion needs a range of them on each of the {num_ranks} "
-            "ranks, in order"
+            f"its blocks lie, in order, {there}; PipeFusion needs a range of them on each of {num_ranks} ranks, "
+            "in order"
         )
 
     @contextlib.contextmanager
-    def _everything_needed(self, setting: PipeFusionSetting) -> Iterator[None]:
+    def _everything_needed(self, model: nn.Module, setting: PipeFusionSetting) -> Iterator[None]:
         """Inside, this rank has all that it runs: its own blocks, and what lies between blocks."""
-        needed, own = list[set[str]](), dict(self._denoiser.named_parameters())
+        needed, own = list[set[str]](), dict(model.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
-            names = resident_parameters(self._denoiser, setting.layout, setting.stages, rank)
+            names = resident_parameters(model, setting.layout, setting.stages, rank)
             needed.append({self._names[own[name]] for name in names})
         residents = self._pipeline.residents
         missing = set[str]().union(*(n - held for n, held in zip(needed, residents, strict=True)))

@@ -297,6 +297,11 @@ class PipelineDiffusion(PartsModule):
         return torch.tensor(shown).to(self.device, non_blocking=True)
 
     @property
+    def draws_from(self) -> str:
+        """What of a batch says what to draw; asked by the callback SampleImages."""
+        return "class_labels" if self.step.condition == "class_labels" else "caption"
+
+    @property
     def draws_to_conditions(self) -> bool:
         """Whether a prompt alone does not say what to draw; asked by the callback SampleImages."""
         return self.step.needs_picture

@@ -212,13 +212,66 @@ def test_conditions_are_left_to_modules_that_draw_to_them(tmp_path):
     assert (samples.prompts, samples.conditions) == (["fog"], None)
 
 
+class Classes(CaptionedPainter):
+    """Draws class numbers."""
+
+    draws_from = "class_labels"
+
+
+def test_models_of_classes_draw_the_classes_of_the_data(tmp_path):
+    """History: they were given captions, and the run ended in 'too many dimensions' at its first drawing."""
+    logger, data = Memory(), Captioned(["fog"])
+    batches = [{**batch, "class_labels": torch.tensor([3, 5])} for batch in data.train_dataloader()]
+    data.train_dataloader = lambda: DataLoader(batches, batch_size=None)
+    fit(tmp_path, [SampleImages(every_n_steps=6)], logger, Classes(), data)
+    assert [captions for *_, captions in logger.images] == [[3, 5]]
+    with pytest.raises(ConfigurationError, match="batches have no 'class_labels'; say what"):
+        fit(tmp_path, [SampleImages()], logger, Classes(), Captioned())
+
+
 def test_data_without_captions_needs_prompts(tmp_path):
     with pytest.raises(ConfigurationError, match=r"batches have no 'caption'; say what to draw"):
         fit(tmp_path, [SampleImages()], False)
 
 
+def test_a_module_that_cannot_draw_is_refused_before_training(tmp_path):
+    """History: after 500 steps it had no attribute 'sample'."""
+    with pytest.raises(ConfigurationError, match=r"sample\(prompts, .*BoringModel has none; write"):
+        fit(tmp_path, [SampleImages(["a"])], False, BoringModel())
+
+
+def test_several_callbacks_write_into_folders_of_their_own(tmp_path):
+    """History: each wrote over the pictures of the one before."""
+    logger = Memory()
+    callbacks = [SampleImages(["a"], 2), SampleImages(["b", "c"], 3)]
+    fit(tmp_path, callbacks, logger)
+    folders = [tmp_path / name for name in ("samples", "samples_2")]
+    assert {key for key, *_ in logger.images} == {"samples", "samples_2"}
+    found = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert found == [[f"step_{n:06}.png" for n in steps] for steps in ((2, 4, 6), (3, 6))]
+
+
+def test_frames_of_videos_lie_side_by_side(tmp_path):
+    """History: a model of videos ended the run with its first drawing, in a ValueError."""
+    painter, logger = Painter(), CSVLogger(tmp_path, "csv", "")
+    greys = torch.linspace(0, 1, 15).view(1, 15, 1, 1, 1)
+    painter.sample = lambda prompts, **settings: greys.expand(len(prompts), 15, 3, 4, 4)
+    fit(tmp_path, [SampleImages(["a", "b"], 6)], logger, painter)
+    picture = Image.open(tmp_path / "csv" / "samples" / "step_000006.png")
+    assert picture.size == (8 * 4, 2 * 4)
+    levels = [picture.getpixel((x, 7))[0] for x in range(0, 32, 4)]
+    assert levels == [round(255 * greys[0, i].item()) for i in range(0, 15, 2)]
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"prompts": "a cat"}, {"prompts": []}, {"prompts": ["a"], "every_n_steps": 0}]
+    "wrong",
+    [
+        {"prompts": "a cat"},
+        {"prompts": []},
+        {"prompts": ["a"], "every_n_steps": 0},
+        {"num_inference_steps": 0},
+        {"seed": None},
+    ],
 )
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ConfigurationError, match="must be"):
