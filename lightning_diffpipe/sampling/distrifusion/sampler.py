@@ -55,6 +55,7 @@ from lightning_diffpipe.sampling.rehearsal import (
     error_beside,
     failing,
     needing_memory,
+    relative_error,
     tolerance_of,
 )
 from lightning_diffpipe.sampling.request import InputScaler, Request, require_warmup
@@ -178,19 +179,17 @@ class DistriFusionRun(ForwardOnlyRun):
         request, rank, sampler = self._request, self._links.rank, self._sampler
         mode, warmup_steps = sampler.mode, sampler.warmup_steps
         by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
-        loop, latents, scaler = request.loop(), request.latents, InputScaler(request)
+        loop, latents = request.loop(), request.latents
+        scaler = InputScaler(request) if by_itself else None
         before: Tensor | None = None
         settled, sampler.num_synchronous = False, 0
-
-        def is_settled(now: Tensor, before: Tensor) -> bool:
-            change = (now - before).norm() / now.norm().clamp_min(1e-30)
-            return float(change) < sampler.settled
-
         for index, timestep in enumerate(request.timesteps):
-            inputs = scaler.scale(latents, timestep, index)
-            if by_itself and before is not None and not settled:
-                settled = self._links.broadcast_object(partial(is_settled, inputs, before))
-            before = inputs
+            if scaler is not None and not settled:
+                now = scaler.scale(latents, timestep, index)
+                if before is not None:
+                    change = self._links.broadcast_object(partial(relative_error, before, now))
+                    settled = change < sampler.settled
+                before = now
             warm = not settled if by_itself else index < warmup_steps
             next_may_be_displaced = mode == "displaced" and (by_itself or index + 1 >= warmup_steps)
             self._step = StepKind(
