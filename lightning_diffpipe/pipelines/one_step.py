@@ -102,7 +102,11 @@ class Tail:
     frames_apart: bool = False
 
     def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
-        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance."""
+        """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance.
+
+        Raises:
+            ConfigurationError: They have another number of channels.
+        """
         decoded = patched(decoded.float(), self.patch)
         if self.scale.ndim and decoded.shape[1] != self.scale.shape[1]:
             raise ConfigurationError(

@@ -149,7 +149,11 @@ class Call:
 
     @property
     def expansion(self) -> int:
-        """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch."""
+        """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch.
+
+        Raises:
+            ConfigurationError: They are no multiple.
+        """
         arguments = self.steps[0][0]
         rows = len(arguments[latents_name(arguments)])
         if rows % len(self.whole):
@@ -334,6 +338,9 @@ class Call:
 
         Where guidance is in the batch, rows `index::` of every per-sample argument; where the denoiser is
         called once per branch, that call.
+
+        Raises:
+            ConfigurationError: There are no two branches that can be divided.
         """
         if len(self.steps[0]) == 2:
             return replace(self, index=index, divided="calls")

@@ -360,7 +360,11 @@ class _Generator:
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:
-    """Returns the argument of a denoiser that takes the latents."""
+    """Returns the argument of a denoiser that takes the latents.
+
+    Raises:
+        ConfigurationError: None takes all of them in one tensor.
+    """
     for name in _LATENTS:
         if isinstance(arguments.get(name), Tensor):
             return name

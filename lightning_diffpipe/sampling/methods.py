@@ -185,7 +185,11 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
 def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
-    """Builds the sampler of one rank."""
+    """Builds the sampler of one rank.
+
+    Raises:
+        ConfigurationError: The method takes no such options, or not these values.
+    """
     assert options.mesh is not None
     warmup: Any = options.synchronous_steps
     try:
@@ -242,6 +246,9 @@ class Worker:
 
         Returns:
             What was decided about the request on the way, for `sample`.
+
+        Raises:
+            ConfigurationError: Ranks cannot share such a request by this method.
         """
         mesh = self.place.mesh
         # Ranks, or patches, share calls of the denoiser.

@@ -424,7 +424,7 @@ def linear(call: BandCall, x: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def interpolate(call: BandCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Repeats rows, each by itself, as nearest up-sampling does."""
+    """Repeats rows, each by itself, as nearest up-sampling does; raises GraphError otherwise."""
     mode = kwargs.get("mode", args[2] if len(args) > 2 else "nearest")
     if mode != "nearest":
         raise unsupported(f"F.interpolate(mode={mode!r})")
@@ -440,7 +440,7 @@ def average_pool(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Pools in patches, which see nothing beyond a band of whole patches."""
+    """Pools in patches, which see nothing beyond a band of whole patches; raises GraphError otherwise."""
     sizes = (kernel_size, stride or kernel_size, padding)
     k, s, p = (v if isinstance(v, int) else v[0] for v in sizes)
     if k != s or p or x.shape[-2] % s:

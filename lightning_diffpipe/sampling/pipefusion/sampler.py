@@ -73,6 +73,9 @@ class PipeFusion:
             request of a layout: a step in patches against a synchronous one (`sampling/rehearsal.py`).
         record_freshness: Note in `statistics.freshness` how old the keys were that each patch read.
 
+    Raises:
+        ConfigurationError: An option is none of these, or out of range.
+
     Example:
         >>> sampler = PipeFusion(transformer, links, num_patches=4)          # doctest: +SKIP
         >>> latents = sampler.sample(request)                                # doctest: +SKIP
