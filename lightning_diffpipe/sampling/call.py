@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.loop import (
-    Exchange,
+    ExchangeBranches,
     PipelineCall,
     PipelineLoop,
     Prediction,
@@ -203,7 +203,7 @@ class Call:
                 "step there are none of the later patches; take warmup_steps=1 or more"
             )
 
-    def request(self, model: nn.Module, exchange: Exchange | None = None) -> Request:
+    def request(self, model: nn.Module, exchange: ExchangeBranches | None = None) -> Request:
         """Binds the call to a denoiser, or to this rank's part of it; branches of guidance are exchanged."""
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls or "listed" in self.steps[0][0]:
@@ -235,7 +235,7 @@ class Call:
             return 1
 
     def _begin(
-        self, model: nn.Module, exchange: Exchange | None, begun: list[PipelineLoop]
+        self, model: nn.Module, exchange: ExchangeBranches | None, begun: list[PipelineLoop]
     ) -> PipelineLoop:
         """Begins a loop, or goes on with the next of those that have begun with another denoiser."""
         compute = partial(self._compute, model)

@@ -461,7 +461,7 @@ class Step:
 
 
 Compute = Callable[[dict[str, Any]], Any]
-Exchange = Callable[[Tensor], tuple[Tensor, Tensor]]
+ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -488,7 +488,7 @@ class PipelineLoop(Loop):
     rows: list[int] | None
     branch: int | None
     by_calls: bool
-    exchange: Exchange | None
+    exchange: ExchangeBranches | None
     channels: int | None
     head: contextlib.AbstractContextManager[None]
     draws: bool

@@ -79,7 +79,7 @@ _WITHOUT_A_LOOK = (
     "sample it with PipeFusion or sequence parallelism, or with fewer prompts or rows at a time"
 )
 
-Mode = Literal["displaced", "synchronous", "naive"]
+BandMode = Literal["displaced", "synchronous", "naive"]
 
 
 class DistriFusion:
@@ -105,7 +105,7 @@ class DistriFusion:
         self,
         model: nn.Module,
         links: Links,
-        mode: Mode = "displaced",
+        mode: BandMode = "displaced",
         warmup_steps: int | Literal["auto"] = 4,
         group_norm: GroupNormRule = "predicted",
         calls_per_message: int = 16,
@@ -113,7 +113,7 @@ class DistriFusion:
         verify: bool = True,
         record_freshness: bool = False,
     ) -> None:
-        _check("mode", mode, get_args(Mode))
+        _check("mode", mode, get_args(BandMode))
         _check("group_norm", group_norm, get_args(GroupNormRule))
         require_warmup(warmup_steps, settled)
         require_number("calls_per_message", calls_per_message, 1, whole=True)
@@ -302,7 +302,7 @@ class DistriFusionRun(ForwardOnlyRun):
             expected: list[Profile] = []
             with contextlib.suppress(RuntimeError):  # too little memory; then without a name
                 expected = profiled(plain)
-            found = first_difference(expected, profiled(on_bands), bands, tolerance)
+            found = first_other_function(expected, profiled(on_bands), bands, tolerance)
             name = self._links.broadcast_object(lambda: found) or found
             self._links.finish()  # all ranks refuse together, with nothing under way
             where = f" (first seen after {name}())" if name else ""
@@ -345,7 +345,7 @@ class Profiles(TorchFunctionMode):
         return out
 
 
-def first_difference(
+def first_other_function(
     whole: list[Profile], band: list[Profile], bands: Bands, tolerance: float
 ) -> str | None:
     """Returns the name of the first function whose result on the band is no part of that on the whole."""

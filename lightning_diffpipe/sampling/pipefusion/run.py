@@ -25,7 +25,7 @@ from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan, Turn
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttention
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, Mode
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, SequenceMode
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Complete, InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
@@ -59,7 +59,7 @@ class RunOptions(Protocol):
     model: nn.Module
     links: Links
     sequence_links: Links
-    sequence_mode: Mode
+    sequence_mode: SequenceMode
     hide_unseen: bool
     settled: float
     verify: bool

@@ -29,7 +29,7 @@ from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion.run import PipeFusionRun, PipeFusionSetting
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
     SEQUENCE_MODES,
-    Mode,
+    SequenceMode,
     refuse_mode,
 )
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split, measured_costs
@@ -95,7 +95,7 @@ class PipeFusion:
         settled: float = 0.1,
         warmup_microbatches: int | None = None,
         sequence_links: Links | None = None,
-        sequence_mode: Mode = "ulysses",
+        sequence_mode: SequenceMode = "ulysses",
         axis: int | None = None,
         verify: bool = True,
         record_freshness: bool = False,

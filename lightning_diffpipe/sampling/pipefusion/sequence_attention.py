@@ -42,7 +42,7 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
 
-Mode = Literal["ulysses", "ring"]
+SequenceMode = Literal["ulysses", "ring"]
 
 _RING = "ring attention (mode='ring'; sequence_mode='ring' with method=pipefusion)"
 

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.sampling.pipefusion.sampler import PipeFusion
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import Mode, refuse_mode
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import SequenceMode, refuse_mode
 from lightning_diffpipe.sampling.rehearsal import Predict, rehearse_sharing
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
@@ -47,7 +47,7 @@ class SequenceParallel(PipeFusion):
         model: nn.Module,
         links: Links | None = None,
         *,
-        mode: Mode = "ulysses",
+        mode: SequenceMode = "ulysses",
         axis: int | None = None,
         verify: bool = True,
     ) -> None:

@@ -263,7 +263,7 @@ def _close(part: Tensor | None, expected: Tensor) -> bool:
 Run = Callable[..., Tensor]
 """`run(latents, t, wrap, attention)`, where `wrap(name, forward, args, kwargs)` answers calls of blocks."""
 
-Constants = dict[Place, tuple[Any, ...] | None]
+StoredShapes = dict[Place, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
 _CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
@@ -272,7 +272,7 @@ _SEARCHES = {"bucketize", "searchsorted"}
 
 def find_invariants(
     run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
-) -> tuple[Constants, Constants]:
+) -> tuple[StoredShapes, StoredShapes]:
     """Finds the places whose results are the same in every step, and those that are so within one."""
     between, inside = _around_blocks(model, blocks)
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}

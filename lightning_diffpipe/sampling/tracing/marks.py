@@ -74,12 +74,12 @@ def answer_attention(
     return handler(attend, query, key, value, **options)
 
 
-Answer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
+CallAnswer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """`answer(name, forward, args, kwargs)` answers a call of a module."""
 
 
 @contextlib.contextmanager
-def calls_answered(model: nn.Module, names: Collection[str], answer: Answer) -> Iterator[None]:
+def calls_answered(model: nn.Module, names: Collection[str], answer: CallAnswer) -> Iterator[None]:
     """Answers calls of these modules meanwhile, but for those inside each other."""
     inside = False
 

@@ -46,10 +46,10 @@ from lightning_diffpipe.sampling.tracing.layout import (
 )
 from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
-    Answer,
     AttentionByName,
     AttentionHandler,
     AttentionIntercepted,
+    CallAnswer,
     CodeWords,
     WithoutProducts,
     calls_answered,
@@ -282,7 +282,7 @@ class _Probe:
         self,
         latents: Tensor,
         t: Tensor,
-        wrap: Answer,
+        wrap: CallAnswer,
         attention: AttentionHandler | None = None,
     ) -> Tensor:
         """Runs `denoise`; `wrap` answers the outermost calls of candidates."""
@@ -391,7 +391,7 @@ def fits(layout: Layout, request: Request) -> bool:
     """Returns whether blocks are called as the layout says, on the same shapes, with the same code between them."""
     calls: list[tuple[str, Any]] = []
 
-    def run(answer: Answer) -> Tensor:
+    def run(answer: CallAnswer) -> Tensor:
         def stubbed(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             calls.append((name, shapes_of((args, kwargs))))
             return answer(name, forward, args, kwargs)
