@@ -52,6 +52,7 @@ from lightning_diffpipe.sampling.skeleton import (
 )
 from lightning_diffpipe.sampling.source import (
     DiffusersFolder,
+    Opening,
     Sample,
     Settings,
     Source,
@@ -66,17 +67,7 @@ _MODULES = {cls.__name__: cls for cls in (LatentDiffusion, CascadedDiffusion)}
 
 
 def open_source(
-    path: str | Path,
-    leads: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    ema: bool = True,
-    variant: str | None = None,
-    parts: Mapping[str, Any] | None = None,
-    vae: Collection[str] = (),
-    loras: Mapping[str | Path, float] | None = None,
-    pipeline_class: str | None = None,
-    ip_adapters: Mapping[str | Path, Any] | None = None,
+    path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype, **options: Any
 ) -> Source:
     """Opens the model at a path.
 
@@ -85,30 +76,24 @@ def open_source(
         leads: Whether this rank encodes prompts and decodes latents.
         device: Where to compute.
         dtype: Of all weights.
-        ema: Take averaged weights of a checkpoint.
-        variant: Of the files in a diffusers folder, such as `"fp16"`.
-        parts: To take in place of those in a diffusers folder; None leaves one out.
-        vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
-        loras: Scale of each LoRA file.
-        pipeline_class: To draw with in place of the one that a diffusers folder names.
-        ip_adapters: Scale of each IP-Adapter's file; of diffusers folders.
+        options: Further ones of an `Opening`.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
         CheckpointError: Its weights are missing or cannot be read.
     """
-    others = {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters}
+    opening = Opening(dtype, **options)
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
-        _refuse_variant(variant, path, parts or {}, vae, others)
-        return _checkpoint(Path(path), ema, loras or {}, leads, device, dtype)
+        _refuse_variant(opening, path)
+        return _checkpoint(Path(path), leads, device, opening)
     folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") in _MODULES:
-        _refuse_variant(variant, path, parts or {}, vae, others)
+        _refuse_variant(opening, path)
         cls = _MODULES[index["_class_name"]]
         return _stored_module(
             cls,
@@ -117,25 +102,17 @@ def open_source(
             lambda n: outline_of_part(folder_of_part(str(folder), index, n), n, *index[n]),
             lambda name: SafetensorsFolder(folder / name),
             partial(cls.from_pretrained, folder),
-            loras or {},
             leads,
             device,
-            dtype,
+            opening,
         )
-    return DiffusersFolder(
-        folder, leads, device, dtype, variant, parts or {}, vae, loras, pipeline_class, ip_adapters
-    )
+    return DiffusersFolder(folder, leads, device, opening)
 
 
-def _refuse_variant(
-    variant: str | None,
-    path: str | Path,
-    parts: Mapping[str, Any],
-    vae: Collection[str],
-    others: Mapping[str, Any],
-) -> None:
-    given = [name for name, value in others.items() if value]
-    for name in [*parts, *(f"vae_{each}" for each in vae), *given]:
+def _refuse_variant(opening: Opening, path: str | Path) -> None:
+    parts, variant = opening.parts, opening.variant
+    given = [name for name in ("pipeline_class", "ip_adapters") if getattr(opening, name)]
+    for name in [*parts, *(f"vae_{each}" for each in opening.vae), *given]:
         value = "None" if parts.get(name, name) is None else "..."
         raise ConfigurationError(
             f"{name}={value} is of diffusers folders; {path} was written by this project, and all its parts are "
@@ -406,14 +383,7 @@ class ModuleSource:
         return Identity.of({}, self.part(name), None)
 
 
-def _checkpoint(
-    path: Path,
-    ema: bool,
-    loras: Mapping[str | Path, float],
-    leads: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> ModuleSource:
+def _checkpoint(path: Path, leads: bool, device: torch.device, opening: Opening) -> ModuleSource:
     checkpoint = read_checkpoint(path, " or ".join(_MODULES))
     if "call" in checkpoint.get("hyper_parameters", {}):  # an argument of PipelineDiffusion alone
         raise ConfigurationError(
@@ -428,12 +398,11 @@ def _checkpoint(
         parts,
         str(path),
         partial(checkpoint_part, checkpoint),
-        lambda name: StateDict(checkpoint_part_weights(checkpoint, name, ema), "", str(path)),
-        partial(cls.from_checkpoint, path, ema),
-        loras,
+        lambda n: StateDict(checkpoint_part_weights(checkpoint, n, opening.ema), "", str(path)),
+        partial(cls.from_checkpoint, path, opening.ema),
         leads,
         device,
-        dtype,
+        opening,
     )
 
 
@@ -444,13 +413,12 @@ def _stored_module(
     outline_of: Callable[[str], PartOutline],
     weights_of: Callable[[str], Weights],
     read: Callable[..., LatentDiffusion | CascadedDiffusion],
-    loras: Mapping[str | Path, float],
     leads: bool,
     device: torch.device,
-    dtype: torch.dtype,
+    opening: Opening,
 ) -> ModuleSource:
     """Opens a module in a folder or a checkpoint; `read` makes the whole of it, given its denoiser."""
-    added = read_loras(loras, LORA_LOADER, parts)
+    added = read_loras(opening.loras or {}, LORA_LOADER, parts)
     _refuse_controlnet(parts, origin)
     names = [name for name in _DENOISERS if name in parts]
     if len(names) != 1:
@@ -466,7 +434,7 @@ def _stored_module(
         """A denoiser without its weights, and these with LoRA files added as they are read."""
         outline, weights = outline_of(name), weights_of(name)
         refuse_adapted(weights.names(), weights.origin)
-        denoiser = skeleton(outline.cls, outline.config, device, dtype)
+        denoiser = skeleton(outline.cls, outline.config, device, opening.dtype)
         check_weights(denoiser, weights)
         return denoiser, adapted(weights, name, denoiser, added)
 
@@ -480,7 +448,7 @@ def _stored_module(
                 setattr(module, other, part)
                 if other != name:  # whose placeholders must not be moved
                     add_to_others({other: part}, name, added)
-                    nn.Module.to(part, device, dtype)  # past diffusers' own, which warns
+                    nn.Module.to(part, device, opening.dtype)  # past diffusers' own, which warns
         module.eval()
         # LightningModule.to would move the denoiser, too; `module.device` is what it would have set.
         module._device = device

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import diffusers
@@ -142,6 +141,32 @@ class Settings:
         return torch.Generator().manual_seed(int(self.seed))
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How a model is opened.
+
+    Attributes:
+        dtype: Of all weights.
+        ema: Take averaged weights of a checkpoint.
+        variant: Of the files in a diffusers folder, such as `"fp16"`.
+        parts: To take in place of those in a diffusers folder, such as a scheduler; None leaves one out, such as
+            `text_encoder_3` of Stable Diffusion 3, which is large.
+        vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
+        loras: Scale of each LoRA file.
+        pipeline_class: Of diffusers, in place of the one that a diffusers folder names.
+        ip_adapters: Scale of each IP-Adapter's file; of diffusers folders.
+    """
+
+    dtype: torch.dtype
+    ema: bool = True
+    variant: str | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    vae: Collection[str] = ()
+    loras: Mapping[str | Path, float] | None = None
+    pipeline_class: str | None = None
+    ip_adapters: Mapping[str | Path, Any] | None = None
+
+
 class Source(Protocol):
     """A model that can be sampled.
 
@@ -172,34 +197,16 @@ class DiffusersFolder:
         path: Folder with `model_index.json`.
         leads: Load the other parts, too.
         device: Where to compute.
-        dtype: Of all weights.
-        variant: Of the files with weights, such as `"fp16"`.
-        parts: To take in place of those in the folder, such as a scheduler; None leaves one out, such as
-            `text_encoder_3` of Stable Diffusion 3, which is large.
-        vae: What the autoencoder shall do for memory: `"tiling"`, `"slicing"`.
-        loras: Scale of each LoRA file.
-        pipeline_class: Of diffusers, in place of the one that the folder names.
-        ip_adapters: Scale of each IP-Adapter's file.
+        opening: What of it, and what besides.
 
     Raises:
         ConfigurationError: The pipeline is of a kind that is not known, or cannot do without a part.
         CheckpointError: Weights are missing.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        leads: bool,
-        device: torch.device,
-        dtype: torch.dtype,
-        variant: str | None = None,
-        parts: Mapping[str, Any] = MappingProxyType({}),
-        vae: Collection[str] = (),
-        loras: Mapping[str | Path, float] | None = None,
-        pipeline_class: str | None = None,
-        ip_adapters: Mapping[str | Path, Any] | None = None,
-    ) -> None:
-        index = _model_index(path, parts, pipeline_class)
+    def __init__(self, path: Path, leads: bool, device: torch.device, opening: Opening) -> None:
+        dtype, variant, parts = opening.dtype, opening.variant, opening.parts
+        index = _model_index(path, parts, opening.pipeline_class)
         names = denoisers_among(n for n, entry in index.items() if not _is_absent(entry))
         if not names:
             raise ConfigurationError(
@@ -218,8 +225,9 @@ class DiffusersFolder:
         weights: Weights = SafetensorsFolder(folder, variant)
         present = [name for name, entry in index.items() if _is_component(entry)]
         pipeline_class = getattr(diffusers, index["_class_name"])
-        added = read_loras(loras or {}, pipeline_class, present)
-        files = require_ip_adapters(pipeline_class, ip_adapters or {})
+        added = read_loras(opening.loras or {}, pipeline_class, present)
+        adapters = opening.ip_adapters or {}
+        files = require_ip_adapters(pipeline_class, adapters)
         self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
         check_weights(self.denoiser, weights)
         self._path, self._index, self._device = path, index, device
@@ -231,8 +239,8 @@ class DiffusersFolder:
             )
         self._given = {name: part for name, part in parts.items() if part is not None}
         self._parts: dict[str, nn.Module] = {}
-        self._loras, self._vae = added, vae
-        self._pipeline, self._has_ip_adapters = None, bool(ip_adapters)
+        self._loras, self._vae = added, opening.vae
+        self._pipeline, self._has_ip_adapters = None, bool(adapters)
         if not leads:
             add_to_others(self._given, self.name, added)
         else:
@@ -241,8 +249,8 @@ class DiffusersFolder:
             add_to_others(self._pipeline.components, self.name, added)
             self._save_memory(self._pipeline)
             load_image_encoder(self._pipeline, files, device, dtype)
-        if ip_adapters:
-            weights = with_ip_adapters(self.outline(), self.denoiser, weights, ip_adapters)
+        if adapters:
+            weights = with_ip_adapters(self.outline(), self.denoiser, weights, adapters)
         self.weights: Weights | None = adapted(weights, self.name, self.denoiser, added)
 
     def _save_memory(self, pipeline: Any) -> None:
