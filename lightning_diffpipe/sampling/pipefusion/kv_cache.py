@@ -17,9 +17,9 @@ Source:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,11 +84,8 @@ class AttentionCall(NamedTuple):
         return self.attend(self.q, self.k, self.v, attn_mask=self.mask, **self.options)
 
 
-class PartAttention(Protocol):
-    """How tokens of a part attend to all tokens."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Answers an attention call whose query, key and value are those of the part."""
+PartAttention = Callable[[AttentionCall], Tensor]
+"""How tokens of a part, whose are query, key and value of the call, attend to all tokens."""
 
 
 @dataclass

@@ -60,14 +60,14 @@ class PartRunner:
     Attributes:
         stage: What this rank runs.
         interception: Of the model's blocks, and of modules whose results are stored.
-        attention: How tokens attend.
+        attend: How tokens attend.
         fill: Value of everything that must not be read.
     """
 
     layout: Layout
     stage: DenoiserStage
     interception: Interception
-    attention: PartAttention
+    attend: PartAttention
     device: torch.device
     fill: float = 0.0
 
@@ -260,7 +260,7 @@ class PartRun(ForwardOnlyRun):
             call = AttentionCall(
                 place, block, tokens, self.part, attend, options, q, k, v, attn_mask
             )
-            return self.runner.attention.attend(call)
+            return self.runner.attend(call)
 
         return handler
 

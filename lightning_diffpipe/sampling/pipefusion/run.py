@@ -92,12 +92,12 @@ class PipeFusionRun:
         )
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)
-        attention: PartAttention = self._cache
+        attend: PartAttention = self._cache.attend
         if shared:
-            attend = SEQUENCE_MODES[sampler.sequence_mode]
-            attention = attend(self._sequence, self._share, layout.ghost, self._cache)
+            mode = SEQUENCE_MODES[sampler.sequence_mode]
+            attend = mode(self._sequence, self._share, layout.ghost, self._cache).attend
         stage, device = setting.stages.stages[links.rank], request.latents.device
-        self._runner = PartRunner(layout, stage, self._interception, attention, device, self._fill)
+        self._runner = PartRunner(layout, stage, self._interception, attend, device, self._fill)
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
             loop.is_stepped_elsewhere = not self._is_last
