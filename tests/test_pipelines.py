@@ -28,12 +28,8 @@ from tests.zoo.write_table import (
 FAST = ("FluxPipeline", "DDPMPipeline", "StableDiffusionPanoramaPipeline", "ErnieImagePipeline")
 """Packed, of pixels, refused, and told one time."""
 
-COMMON = (
-    "StableDiffusionPipeline",
-    "StableDiffusionXLPipeline",
-    "StableDiffusion3Pipeline",
-    "WanPipeline",
-)
+COMMON = ("StableDiffusionPipeline", "WanPipeline")
+"""A U-Net, and a video; files of tests for training and sampling try their relatives."""
 
 NAMES = [
     pytest.param(
