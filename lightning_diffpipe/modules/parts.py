@@ -40,7 +40,7 @@ from torch import Tensor, nn
 import lightning_diffpipe
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.comm.mesh import is_first_process
-from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules.adapters import (
     Lora,
@@ -419,6 +419,7 @@ class PartsModule(L.LightningModule):
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
 
+    @raised_by_all()
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Compares the adapters of the checkpoint with those of the module.
 

@@ -302,7 +302,8 @@ def test_training_goes_on_with_the_adapters_of_the_checkpoint_only(options, said
         now.on_load_checkpoint(checkpoint)
         now.load_state_dict(checkpoint["state_dict"])
         return
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=said) as raised:
         now.on_load_checkpoint(checkpoint)
+    assert raised.value.is_of_all_ranks
     now.strict_loading = False
     now.on_load_checkpoint(checkpoint)
