@@ -182,6 +182,7 @@ class BatchLayout:
         group_size: Samples on which frozen layers run at a time; `None` chooses.
 
     Attributes:
+        root: As given.
         schedule: As given.
         steps: As given.
         mesh: As given.
@@ -197,7 +198,7 @@ class BatchLayout:
         seed: int,
         group_size: int | None = None,
     ) -> None:
-        self._root = root
+        self.root = root
         self._step = step
         self.schedule = schedule
         self.steps = steps
@@ -296,7 +297,7 @@ class BatchLayout:
             works.append(
                 MicrobatchWork(
                     index=index,
-                    call=StepCall(self._step, self._root, microbatch, arguments, written),
+                    call=StepCall(self._step, self.root, microbatch, arguments, written),
                     seed=seed,
                     partitioned=cut_step,
                     num_samples=sizes[index],

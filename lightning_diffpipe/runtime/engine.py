@@ -30,7 +30,7 @@ from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.reduction import GradientReducer, hooks_off
 from lightning_diffpipe.runtime.results import ChainEnds, Logged, ResultSharing
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, Stash
 from lightning_diffpipe.runtime.upcoming import Filling, PreparedBatches, Upcoming
@@ -185,19 +185,23 @@ class Engine:
             confirmed, due = _delivered(step.base, mesh.local_rank), _due(self.layout, step.base)
             self._transport.follow(step.base.num_stages, confirmed, due)
         weighted = step.works[0].partitioned.graph.weighted
-        earlier = self.reducer.take() if weighted else ()
-        self._reduces, self._alarm = reduce_gradients or weighted, alarm
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         picture = self._picture and partial(self._picture, step.schedule, rank=rank)
-        try:
-            run_alone(self.executor, step.program, step.works, step.frozen, filler, picture)
-        except BaseException:
-            self.drop_prepared()
-            raise
+        with hooks_off(self.layout.root.parameters()) as hooks:
+            is_apart = weighted or bool(
+                hooks
+            )  # the batch's gradients from earlier ones of its window
+            earlier = self.reducer.take() if is_apart else ()
+            self._reduces, self._alarm = reduce_gradients or is_apart, alarm
+            try:
+                run_alone(self.executor, step.program, step.works, step.frozen, filler, picture)
+            except BaseException:
+                self.drop_prepared()
+                raise
         self.layout.steps.count()
         loss, weight, logged = self._results.finish()
-        if weighted:  # by a sum known only now, another one for each batch of the window
-            self.reducer.add_mean(weight, earlier)
+        if is_apart:  # a weight is a sum known only now
+            self.reducer.add(earlier, hooks, weight if weighted else None)
         recording = self.executor.recording
         if prepared:
             prepared.observe(step, recording)

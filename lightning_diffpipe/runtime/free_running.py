@@ -36,7 +36,7 @@ from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine, StepResult, message_key
 from lightning_diffpipe.runtime.executor import run_alone
-from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.reduction import GradientReducer, HooksOf, call_hooks, hooks_off
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
@@ -160,6 +160,7 @@ class FreeRunningEngine(Engine):
         self.executor.update = self._update
         self._num_batches = 0
         self._recording = self.executor.recording
+        self._hooks: HooksOf = {}
         self._works: dict[int, MicrobatchWork] = {}
         self._settings: dict[int, list[dict[str, Any]]] = {}
         self._under_way: deque[_UnderWay] = deque()
@@ -262,7 +263,8 @@ class FreeRunningEngine(Engine):
     def _run(self, program: Program, frozen: FrozenWork | None, *, flushes: bool) -> None:
         self.executor.flushes = flushes
         try:
-            run_alone(self.executor, program, self._works, frozen)
+            with hooks_off(self._parameters) as self._hooks:
+                run_alone(self.executor, program, self._works, frozen)
         except BaseException:
             self._under_way.clear()
             self.end_drain()
@@ -296,6 +298,9 @@ class FreeRunningEngine(Engine):
         summing = self.reducer.start(self._transport.awaited)
         if summing is not None:
             summing.wait()
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                call_hooks(parameter, self._hooks)
         if self.clip_value:
             nn.utils.clip_grad_value_(self._parameters, self.clip_value)
         # Parameter groups have what they had when the batch went out, the same on all ranks.

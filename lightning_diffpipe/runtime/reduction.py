@@ -12,10 +12,12 @@ The global norm counts each parameter once: its first holder in the pipeline con
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,47 @@ def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str,
         for name in sorted(stage.parameters & trained):
             stages_of.setdefault(name, set()).add(stage.index)
     return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}
+
+
+HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
+"""By parameter, hooks on its gradient and those that follow its accumulation, by number."""
+
+
+@contextlib.contextmanager
+def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
+    """Inside, the user's hooks on gradients of parameters are off; gives those there are.
+
+    They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
+    of several ranks.
+    """
+    found = {p: (p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}) for p in parameters}
+    hooks = {p: both for p, both in found.items() if any(both)}
+    for parameter, (of_gradient, after) in hooks.items():
+        if of_gradient:
+            parameter._backward_hooks = None
+        if after:  # with None in their place torch would still call them
+            parameter._post_accumulate_grad_hooks = OrderedDict()
+    try:
+        yield hooks
+    finally:
+        for parameter, (of_gradient, after) in hooks.items():
+            if of_gradient:
+                parameter._backward_hooks = of_gradient
+            if after:
+                parameter._post_accumulate_grad_hooks = after
+
+
+@torch.no_grad()
+def call_hooks(parameter: nn.Parameter, hooks: HooksOf, earlier: Tensor | None = None) -> None:
+    """Calls the hooks of a parameter as a backward would that adds its gradient to an earlier one."""
+    of_gradient, after = hooks.get(parameter, ({}, {}))
+    for hook in list(of_gradient.values()):
+        changed = hook(parameter.grad)
+        parameter.grad = parameter.grad if changed is None else changed
+    if earlier is not None:
+        parameter.grad = parameter.grad + earlier
+    for hook in list(after.values()):
+        hook(parameter)
 
 
 class GradientReducer:
@@ -86,24 +129,27 @@ class GradientReducer:
             parameter.grad = None
         return gradients
 
-    def add_mean(self, weight: Tensor, earlier: Sequence[Tensor | None]) -> None:
-        """Makes gradients of a weighted sum, summed over all holders, those of a mean, and adds earlier ones.
+    def add(
+        self, earlier: Sequence[Tensor | None], hooks: HooksOf, weight: Tensor | None = None
+    ) -> None:
+        """Calls hooks with the gradients of one batch, summed over all holders, and adds earlier ones.
 
         Args:
-            weight: The sum of the weights of this pipeline; a scalar, equal on its ranks.
             earlier: What `take` gave.
+            hooks: What `hooks_off` gave.
+            weight: If gradients are those of a weighted sum, and shall be of a mean: the sum of the weights of this
+                pipeline; a scalar, equal on its ranks.
         """
-        if self._mesh.layout.num_pipelines > 1:
-            total: Tensor | float = self._mesh.summed_over_pipelines(float(weight))
-        else:
-            total = weight
+        total: Tensor | float | None = weight
+        if weight is not None and self._mesh.layout.num_pipelines > 1:
+            total = self._mesh.summed_over_pipelines(float(weight))
         for parameter, before in zip(self._parameters, earlier, strict=True):
             if parameter.grad is None:
                 parameter.grad = before
                 continue
-            parameter.grad.div_(total)
-            if before is not None:
-                parameter.grad.add_(before)
+            if total is not None:
+                parameter.grad.div_(total)
+            call_hooks(parameter, hooks, before)
 
     def global_norm(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
         """Returns the norm of the gradients of all stages, each parameter counted once.

@@ -38,6 +38,7 @@ from lightning_diffpipe.profiling.state import undisturbed
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache
+from lightning_diffpipe.runtime.reduction import hooks_off
 from lightning_diffpipe.training.pipeline import ProbedStep
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def run_whole(
     )  # fmt: skip
     sizes = microbatch_sizes(num_samples(batch, graph.form), num_microbatches)
     loss, total, dtypes = 0.0, 0.0, {parameter.dtype for parameter in module.parameters()}
-    with untouched(module):
+    with untouched(module), hooks_off(module.parameters()):
         parts = split(batch, sizes, graph.form)
         for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             number = microbatch_seed(seed, pipeline, 0, index)
@@ -122,7 +123,7 @@ def compare(
     Raises:
         GraphError: The loss or a gradient differs by more than rounding.
     """
-    with untouched(module):
+    with untouched(module), hooks_off(module.parameters()):
         result = engine.run_step(batch, batch_index=0, reduce_gradients=engine.num_pipelines == 1)
     worst, name = 0.0, ""
     scale = max((g.abs().max().item() for g in whole.gradients.values()), default=0.0) or 1.0

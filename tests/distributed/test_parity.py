@@ -282,6 +282,42 @@ def test_clipping_in_a_hook(module_class, strategy):
     check(2, 4, module_class=module_class, strategy=strategy, tolerance=1e-9)
 
 
+class HooksWeights(TinyDiffusion):
+    """Bounds every gradient, and halves it where it has been added to those of the window."""
+
+    def on_train_start(self):
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+                parameter.register_post_accumulate_grad_hook(self.halve)
+
+    def halve(self, parameter):
+        parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pipelines", "strategy"),
+    [
+        (2, 1, {"num_stages": 2, "schedule": "zero_bubble"}),
+        (3, 1, {"num_stages": 2, "num_replicas": (1, 2)}),
+        (2, 2, {"num_stages": 1, "num_replicas": 1, "data_parallel": 2}),
+    ],
+)
+def test_hooks_on_weights_see_the_gradient_of_a_batch(ranks, pipelines, strategy):
+    """History: they saw that of each microbatch, and of tied or replicated weights that of a part of the ranks."""
+    trainer = {"accumulate_grad_batches": 2}
+    module = {"tied": True, "lr": 1e-3}
+    check(
+        ranks,
+        2,
+        pipelines,
+        module_class=HooksWeights,
+        module=module,
+        trainer=trainer,
+        strategy=strategy,
+    )
+
+
 def test_tied_weights_on_two_stages():
     check(
         2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1}
