@@ -11,7 +11,8 @@ One run of the step records the tree of module calls and what each costs. From t
 
 A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what is a layer.
 Calls without parameters are glue, unless they are dear. Modules that differentiate what they call (`side_effects`)
-are not expanded.
+are not expanded, nor are those that call layers on as many rows as values say, as a mixture of experts does, or
+change buffers themselves: batches differ in these sizes, and stages would keep a copy of the buffers each.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -46,6 +49,8 @@ ATOMIC_TYPES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 
 Forward = Callable[..., Any]
 
+_INDEXING = ("index", "_unsafe_index")
+_MASKS = (torch.bool, torch.uint8)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _LIBRARIES = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_diffpipe/")
 
@@ -70,6 +75,33 @@ def operator_cost(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if flops is not None:
         return int(flops(*args, **kwargs, out_val=out))
     return sum(t.numel() for t in tensors_in(out))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns what all tensors of one storage have in common, for as long as it is there."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_selection(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether values decide how large the result of an operator is: `nonzero()`, `x[mask]`."""
+    if func.overloadpacket.__name__ in _INDEXING:
+        return any(index.dtype in _MASKS for index in tensors_in((args[1:], kwargs)))
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def reads_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether an operator makes values known to Python: `.item()`, `if tensor:`, and selections."""
+    return is_selection(func, args, kwargs) or torch.Tag.data_dependent_output in func.tags
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the arguments that an operator changes."""
+    arguments = func._schema.arguments
+    given = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    if given.get("training"):
+        names += [name for name in ("running_mean", "running_var") if name in given]
+    return tensors_in([given[name] for name in names])
 
 
 def put_back(module: nn.Module, attribute: str, value: Any) -> None:
@@ -186,6 +218,7 @@ class CallNode:
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
         num_transforms: Function transforms (`torch.func.jvp`) around it.
         takes: The name of what differentiates modules inside it, so that it stays one layer if it can.
+        keeps_together: What else its own code does, so that it stays one layer unless it is half of the whole.
     """
 
     name: str
@@ -195,15 +228,23 @@ class CallNode:
     is_whole: bool = False
     num_transforms: int = 0
     takes: str | None = None
+    keeps_together: str | None = None
 
 
 class CallTree(TorchDispatchMode):
-    """Records the tree of module calls and their costs."""
+    """Records the tree of module calls and their costs.
 
-    def __init__(self) -> None:
+    Args:
+        root: The module whose step runs.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self.stack = [CallNode("")]
         self.functions = OwnFunctions()
+        self._root = root
+        self._buffers = {storage_key(buffer): name for name, buffer in root.named_buffers()}
+        self._sized_by_values: dict[int, StorageWeakRef] = {}
 
     @property
     def top(self) -> CallNode:
@@ -219,10 +260,31 @@ class CallTree(TorchDispatchMode):
         cost = operator_cost(func, args, kwargs or {}, out)
         for node in self.stack:
             node.cost += cost
+        self._note_sizes(func, args, kwargs or {}, out)
+        if func._schema.is_mutable:
+            changed = [storage_key(tensor) for tensor in written_tensors(func, args, kwargs or {})]
+            for name in (self._buffers[key] for key in changed if key in self._buffers):
+                self.stack[-1].keeps_together = f"changes the buffer {name!r}"
         return out
+
+    def _note_sizes(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes results that have as many rows as values say: `x[mask]`, and what is computed of it row by row."""
+        selects = is_selection(func, args, kwargs)
+        if not (selects or self._sized_by_values):
+            return
+        given = tensors_in((args, kwargs))
+        sized = [tensor for tensor in given if storage_key(tensor) in self._sized_by_values]
+        if not (selects or sized):
+            return
+        fixed = {tensor.shape for tensor in given} - {tensor.shape for tensor in sized}
+        for tensor in tensors_in(out):
+            if tensor.dim() and (selects or tensor.shape not in fixed):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._sized_by_values[storage_key(tensor)] = storage
 
     def wrap(self, name: str, forward: Forward) -> Forward:
         """Makes the wrapper of one module."""
+        module = self._root.get_submodule(name)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             node, around = CallNode(name, depth=self.functions.depth), self.stack[-1]
@@ -231,11 +293,18 @@ class CallTree(TorchDispatchMode):
             node.num_transforms = num_transforms_around()
             if node.num_transforms > around.num_transforms:
                 around.takes = transform_around()
+            given = tensors_in((args, kwargs)) if self._sized_by_values else []
+            if any(storage_key(tensor) in self._sized_by_values for tensor in given):
+                around.keeps_together = "calls layers on as many rows as values say"
+            buffers = dict(module._buffers)
             self.stack.append(node)
             try:
                 return forward(*args, **kwargs)
             finally:
                 self.stack.pop()
+                for buffer, value in module._buffers.items():
+                    if value is not buffers.get(buffer):
+                        node.keeps_together = f"changes the buffer {buffer!r}"
 
         return recorded
 
@@ -317,8 +386,12 @@ def _whole(top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
         stack += node.children
         if node.is_whole:
             reason = inside_function(node.name)
-        elif node.takes and node.children and node.name not in {"", *expand}:
-            reason = stays_whole(node.name, node.takes)
+        elif not node.children or node.name in {"", *expand}:
+            continue
+        elif node.takes:
+            reason = stays_whole(node.name, f"uses {node.takes} on layers that it calls")
+        elif node.keeps_together and 2 * node.cost < top.cost:
+            reason = stays_whole(node.name, node.keeps_together)
         else:
             continue
         found.add(node.name)

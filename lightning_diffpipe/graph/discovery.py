@@ -251,7 +251,7 @@ class StepProbe:
             return around(lambda: self._step(self._module, batch))
 
     def _call_tree(self) -> CallTree:
-        tree, names = CallTree(), self._callable()
+        tree, names = CallTree(self._module), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)

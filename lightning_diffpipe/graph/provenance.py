@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,7 +39,10 @@ from lightning_diffpipe.graph.calltree import (
     forward_replaced,
     inside_function,
     operator_cost,
+    reads_values,
+    storage_key,
     tensors_in,
+    written_tensors,
 )
 from lightning_diffpipe.graph.interception import checkpointing_off
 from lightning_diffpipe.graph.layer import (
@@ -64,15 +66,6 @@ from lightning_diffpipe.graph.side_effects import (
 )
 from lightning_diffpipe.graph.step import LoggedMetric, logged_values
 from lightning_diffpipe.graph.versions import autocasts
-
-_VALUE_READS = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}
-
-# Their shape depends on values only if a mask is among the indices.
-_INDEXING = {"index", "_unsafe_index"}
-_MASKS = (torch.bool, torch.uint8)
 
 # Their schemas do not say that they change running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -195,52 +188,57 @@ class Provenance(TorchDispatchMode):
         self._parameters = {id(p) for p in module.parameters()}
         # Storages of the module a fake copy was made from: reading one means that the copy leaks.
         self._originals = (
-            {_key(t) for t in [*original.parameters(), *original.buffers()]} if original else set()
+            {storage_key(t) for t in [*original.parameters(), *original.buffers()]}
+            if original
+            else set()
         )
         for name, buffer in module.named_buffers():
             self.set_tags(buffer, self._tags_of(buffer) | {Buffer(name)})
-            self._buffer[_key(buffer)] = name
+            self._buffer[storage_key(buffer)] = name
         for name, parameter in module.named_parameters():
             self.set_tags(parameter, self._tags_of(parameter) | {name})
-            self._parameter[_key(parameter)] = name
+            self._parameter[storage_key(parameter)] = name
 
     def watch_batch(self, batch: Any) -> None:
         """Notes from now on which tensors of a batch are written."""
         for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._batch[_key(leaf)] = pytree.keystr(path)
+                self._batch[storage_key(leaf)] = pytree.keystr(path)
 
     def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
         """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
-        self._tags[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), frozenset(tags))
+        self._tags[storage_key(tensor)] = (
+            StorageWeakRef(tensor.untyped_storage()),
+            frozenset(tags),
+        )
 
     def _tags_of(self, tensor: Tensor) -> frozenset[Any]:
-        return self._tags.get(_key(tensor), (None, frozenset()))[1]
+        return self._tags.get(storage_key(tensor), (None, frozenset()))[1]
 
     def own(self, tensor: Tensor, key: tuple[int, int]) -> None:
         """Declares a tensor to be an output of a layer."""
         self.set_tags(tensor, {key})
-        self._owner[_key(tensor)] = key
+        self._owner[storage_key(tensor)] = key
 
     def fold(self, call: ContainerCall, out: Any, arguments: Any) -> None:
         """Makes what a container returns one value each, besides what it only passes through."""
-        passed = {_key(tensor) for tensor in tensors_in(arguments)}
+        passed = {storage_key(tensor) for tensor in tensors_in(arguments)}
         num_bytes: dict[int, int] = {}
         for tensor in tensors_in(out):
             size = tensor.numel() * tensor.element_size()
-            num_bytes[_key(tensor)] = num_bytes.get(_key(tensor), 0) + size
-        for tensor in {_key(t): t for t in tensors_in(out)}.values():
+            num_bytes[storage_key(tensor)] = num_bytes.get(storage_key(tensor), 0) + size
+        for tensor in {storage_key(t): t for t in tensors_in(out)}.values():
             tags = self._tags_of(tensor)
             parts = values(tags)
-            if not parts or _key(tensor) in passed or any(isinstance(t, Leak) for t in tags):
+            if not parts or storage_key(tensor) in passed or any(isinstance(t, Leak) for t in tags):
                 continue
             self.set_tags(tensor, {Folded(len(self.folded), unfolded(tags))})
-            self.folded.append(FoldedOutput(call, num_bytes[_key(tensor)], parts))
+            self.folded.append(FoldedOutput(call, num_bytes[storage_key(tensor)], parts))
 
     def _raw(self, tensors: list[Tensor]) -> set[Any]:
         tags: set[Any] = set()
         for tensor in tensors:
-            key = _key(tensor)
+            key = storage_key(tensor)
             entry = self._tags.get(key)
             if entry is not None:
                 tags |= entry[1]
@@ -311,10 +309,10 @@ class Provenance(TorchDispatchMode):
                 self.glue_drew = True
             else:
                 self.current.drew = True
-        before = set(map(_key, inputs))
+        before = set(map(storage_key, inputs))
         self._read_buffers |= before & self._buffer.keys()
         out = func(*args, **kwargs)
-        if self.current is None and _reads_values(func, args, kwargs):
+        if self.current is None and reads_values(func, args, kwargs):
             self.control |= read
         new: Iterable[Any] = read
         if self.current is not None:
@@ -324,10 +322,10 @@ class Provenance(TorchDispatchMode):
                 new = {Leak(self.current.index)}
             self.current.cost += operator_cost(func, args, kwargs, out)
         for tensor in tensors_in(out):
-            if _key(tensor) not in before:
+            if storage_key(tensor) not in before:
                 self.set_tags(tensor, new)
         if func._schema.is_mutable or name in _BATCH_NORMS:
-            written = _written(func, args, kwargs)
+            written = written_tensors(func, args, kwargs)
             if name not in _RENORMS:
                 self.note_parameter_writes(written)
             self._note_writes(written, new)
@@ -335,20 +333,22 @@ class Provenance(TorchDispatchMode):
 
     def note_parameter_writes(self, tensors: list[Tensor]) -> None:
         """Notes the parameters among tensors that glue or a layer changes."""
-        names = {self._parameter[_key(t)] for t in tensors if _key(t) in self._parameter}
+        names = {
+            self._parameter[storage_key(t)] for t in tensors if storage_key(t) in self._parameter
+        }
         writer = self.current
         (self.glue_parameter_writes if writer is None else writer.written_parameters).update(names)
 
     def _note_writes(self, tensors: list[Tensor], new: Iterable[Any]) -> None:
         inside = None if self.current is None else self.current.index
         for tensor in tensors:
-            owner = self._owner.get(_key(tensor))
+            owner = self._owner.get(storage_key(tensor))
             if owner is not None and owner[0] != inside:
                 self.records[owner[0]].mutated.add(owner[1])
-            if (place := self._batch.get(_key(tensor))) is not None:
+            if (place := self._batch.get(storage_key(tensor))) is not None:
                 self.batch_writes.add(place)
             is_own_state = False
-            if (buffer := self._buffer.get(_key(tensor))) is not None:
+            if (buffer := self._buffer.get(storage_key(tensor))) is not None:
                 if self.current is None:
                     self.glue_writes.add(buffer)
                 else:  # a module that updates running statistics of its own leaks nothing
@@ -362,7 +362,7 @@ class Provenance(TorchDispatchMode):
 
         All else, such as a table for a length, comes out the same wherever it is made.
         """
-        return _key(old) in self._read_buffers or bool(values(self._tags_of(new)))
+        return storage_key(old) in self._read_buffers or bool(values(self._tags_of(new)))
 
 
 def unfolded(tags: Iterable[Any]) -> frozenset[Any]:
@@ -395,7 +395,9 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
-        if func == _SET_DATA and _key(args[0]) != _key(args[1]):  # `.to()` sets what is there
+        if func == _SET_DATA and storage_key(args[0]) != storage_key(
+            args[1]
+        ):  # `.to()` sets what is there
             self._provenance.note_parameter_writes([args[0]])
         if func in HOOKING:
             self._provenance.hook(args[0], changes=func is HOOKING[0])
@@ -404,27 +406,6 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         self._provenance.generators.note((*args, *kwargs.values()))
         return func(*args, **kwargs)
-
-
-def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether an operator makes values known to Python: `.item()`, `if tensor:`, `nonzero()`, `x[mask]`."""
-    if func.overloadpacket.__name__ in _INDEXING:
-        indices = tensors_in((args[1:], kwargs))
-        return any(index.dtype in _MASKS for index in indices)
-    return not _VALUE_READS.isdisjoint(func.tags)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    arguments = func._schema.arguments
-    given = {a.name: kwargs.get(a.name, v) for a, v in zip_longest(arguments, args)}
-    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    if given.get("training"):
-        names += [name for name in ("running_mean", "running_var") if name in given]
-    return tensors_in([given[name] for name in names])
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 LOG_METHODS = ("log", "log_dict")

@@ -116,11 +116,11 @@ def num_transforms_around() -> int:
     return (0 if transform is None else transform.level()) + forward_ad._current_level + 1
 
 
-def stays_whole(name: str, function: str) -> str:
+def stays_whole(name: str, doing: str) -> str:
     """Says that a module is one layer, and why."""
     return (
-        f"{name} uses {function} on layers that it calls, so that it is one layer, and no pipeline is cut "
-        "through it. Do that in a smaller module, if more stages are wanted"
+        f"{name} {doing}, so that it is one layer, and no pipeline is cut through it. Do that in a smaller module, "
+        "if more stages are wanted"
     )
 
 

@@ -437,3 +437,70 @@ def test_modules_that_nobody_registered_are_refused():
 
     with pytest.raises(GraphError, match="make its owner a submodule"):
         probe(Hidden(), step, rows())
+
+
+class Experts(nn.Module):
+    """Sends each row to the expert that a router chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.router(x).softmax(-1).max(-1)
+        out = x.clone()
+        for number, expert in enumerate(self.experts):
+            rows_of = (chosen == number).nonzero()[:, 0]
+            if len(rows_of):
+                out = out.index_add(0, rows_of, shares[rows_of, None] * expert(x[rows_of] + 0.1))
+        return out
+
+
+class KeepsLoads(nn.Module):
+    """Notes in a buffer of its own how much passes between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.note(h.detach().abs().mean())
+        return x + self.second(h)
+
+    def note(self, load: Tensor) -> None:
+        self.load.lerp_(load, 0.1)
+
+
+class ReplacesLoads(KeepsLoads):
+    def note(self, load: Tensor) -> None:
+        self.load = self.load + load
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Experts, "blocks.0 calls layers on as many rows as values say, so that it is one layer"),
+        (KeepsLoads, "blocks.0 changes the buffer 'blocks.0.load', so that it is one layer"),
+        (ReplacesLoads, "blocks.0 changes the buffer 'load', so that it is one layer"),
+    ],
+)
+def test_blocks_whose_layers_differ_from_batch_to_batch_or_keep_a_state_are_not_cut(
+    kind, reason, caplog
+):
+    """History: experts were layers, and with a cut between them a batch that was routed otherwise ended the run.
+    A block that counts in a buffer was refused, as each stage would have counted.
+    """
+    torch.manual_seed(0)
+    blocks = type("Blocks", (Tower,), {"block": kind, "num_blocks": 4})().double()
+    graph = probe(blocks, step, rows(6).double(), max_share=1 / 30)
+    assert graph.layer_names == tuple(f"blocks.{number}" for number in range(4))
+    assert not graph.glue_writes
+    assert reason in caplog.text
+    for seed in range(3):  # other routes
+        batch = torch.randn(6, 16, dtype=torch.float64, generator=torch.manual_seed(seed))
+        expected = blocks.training_step(batch, 0)
+        loss, _ = emulate(blocks, graph, (2,), step, batch, seed)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-12)
