@@ -170,7 +170,7 @@ class Versions:
         self, root: nn.Module, parameters: Collection[str], buffers: Collection[str]
     ) -> None:
         self._places = [
-            (name, module._parameters if name in parameters else module._buffers, key)
+            (name, module, key)
             for name, module, key in _places(root)
             if name in parameters or name in buffers
         ]
@@ -201,7 +201,7 @@ class Versions:
 
     def not_a_number(self) -> list[str]:
         """Returns names of the tensors that hold NaN; looks at every element."""
-        tensors = ((name, tensors.get(key)) for name, tensors, key in self._places)
+        tensors = ((name, getattr(module, key, None)) for name, module, key in self._places)
         return [
             name
             for name, tensor in tensors
@@ -210,7 +210,7 @@ class Versions:
 
     def _now(self) -> _State:
         # The tensors themselves, as the identity of one that is gone may be given to another.
-        tensors = [tensors.get(key) for _, tensors, key in self._places]
+        tensors = [getattr(module, key, None) for _, module, key in self._places]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         return tensors, list(map(version_of, tensors)), addresses
 
@@ -247,7 +247,7 @@ def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return [
         (f"{name}.{key}" if name else key, module, key)
         for name, module in root.named_modules()
-        for key in (*module._parameters, *module._buffers)
+        for key in (*module._parameters.keys(), *module._buffers.keys())
     ]
 
 

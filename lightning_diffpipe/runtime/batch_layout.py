@@ -63,12 +63,19 @@ def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
     """
     if isinstance(form, ModuleSplit):
         return count_samples(batch, form) or 0
-    if any(map(_holds_tensors, pytree.tree_leaves(batch))):
+    if any(map(_cannot_be_cut, pytree.tree_leaves(batch))):
         leaves = pytree.tree_flatten_with_path(batch)[0]
-        path, leaf = next((path, leaf) for path, leaf in leaves if _holds_tensors(leaf))
+        path, leaf = next((path, leaf) for path, leaf in leaves if _cannot_be_cut(leaf))
+        where = pytree.keystr(path) or "the batch"
+        if isinstance(leaf, Tensor):
+            raise ConfigurationError(
+                f"{where} is a nested tensor, which cannot be cut into microbatches; pad it to one length "
+                "(torch.nested.to_padded_tensor), and give the lengths or a mask besides"
+            )
+        given = "dict(...) of it" if isinstance(leaf, Mapping) else "a dict, list or tuple"
         raise ConfigurationError(
-            f"{pytree.keystr(path) or 'the batch'} is a {type(leaf).__name__}, whose tensors cannot be cut into "
-            "microbatches, as torch.utils._pytree does not know the type; give a dict, list or tuple, "
+            f"{where} is a {type(leaf).__name__}, whose tensors cannot be cut into microbatches, as "
+            f"torch.utils._pytree does not know the type; give {given}, "
             "or register a dataclass with torch.utils._pytree.register_dataclass"
         )
     sizes = sample_counts(batch)
@@ -132,8 +139,10 @@ def microbatches(batch: Any, number: int, form: BatchForm | ModuleSplit | None =
     return split(batch, microbatch_sizes(num_samples(batch, form), number), form)
 
 
-def _holds_tensors(leaf: Any) -> bool:
-    """Returns whether an object that pytree does not look into has tensors or arrays inside."""
+def _cannot_be_cut(leaf: Any) -> bool:
+    """Returns whether this is a nested tensor, or has tensors or arrays inside where pytree does not look."""
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        return True
     if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):
         return False
     inside: list[Any] = [getattr(leaf, "__dict__", None)]

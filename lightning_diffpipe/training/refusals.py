@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -34,7 +36,7 @@ from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.side_effects import line_that_draws
+from lightning_diffpipe.graph.side_effects import is_users, line_that_draws
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
@@ -206,7 +208,7 @@ def refuse_averages(trainer: Any, module: nn.Module) -> None:
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yields what an object holds, by name, and what its modules, lists and dictionaries hold."""
-    held = vars(owner) | vars(owner).get("_modules", {})
+    held = {**vars(owner), **dict(vars(owner).get("_modules", {}).items())}
     for name, value in held.items():
         if name in ("_modules", "_parameters", "_buffers"):
             continue
@@ -445,6 +447,27 @@ def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
             )
 
 
+@contextlib.contextmanager
+def foreign_writes_named(strategy: Any) -> Iterator[None]:
+    """Says, where a hook writes to a weight that another rank holds, what it is that torch refuses to write to.
+
+    Raises:
+        ConfigurationError: Inside, it did.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if strategy.division is None or "refers to a single memory location" not in str(error):
+            raise
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+        raise ConfigurationError(
+            f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line}) writes to a weight that another rank "
+            "holds: here it has a shape, but neither memory nor values. Change weights where "
+            "self.trainer.strategy.is_resident(name), or, if values of other ranks are read as well, on all ranks "
+            "inside `with self.trainer.strategy.whole_model():`"
+        ) from error
+
+
 def refuse_unrunnable(schedule: Schedule, pieces: Cut) -> None:
     """Refuses programs that do not fit where gradients of this module go.
 
@@ -495,11 +518,17 @@ def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) ->
 
 
 def refuse_untrainable(module: nn.Module) -> None:
-    """Refuses a module of which nothing is trained.
+    """Refuses a module of which nothing is trained, or whose layers do not know their sizes.
 
     Raises:
-        ConfigurationError: No parameter requires a gradient.
+        ConfigurationError: No parameter requires a gradient, or one has no shape.
     """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"{name} has no shape yet, as its layer is a lazy one (nn.LazyLinear and the like): run that once "
+                "before trainer.fit, or give its sizes"
+            )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigurationError(
             f"{type(module).__name__} has no trainable parameters, so there is nothing to pipeline; "

@@ -1,5 +1,6 @@
 """Bad input and broken peers: a clear error, early, on every rank, and nothing hangs."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -470,6 +471,46 @@ def test_averages_that_a_module_keeps_itself_are_refused_on_several_stages():
         RankError, match=r"ema is a EMAModel, which averages.*callback lightning_diffpipe\.EMA"
     ):
         run(2, module_class=KeepsAverages)
+
+
+class RestoresRows(TinyDiffusion):
+    """Trains one row of a table, as diffusers' script for textual inversion does, and puts the others back."""
+
+    def __init__(self, how="plainly"):
+        super().__init__()
+        self.table, self.how = nn.Embedding(20, 12), how
+        self.before = self.table.weight.detach().clone().double()
+
+    def denoise(self, noisy, t, text):
+        return super().denoise(noisy + self.table(text).mean(1)[:, None], t, text)
+
+    def on_train_batch_end(self, *_):
+        strategy = self.trainer.strategy
+        whole = strategy.whole_model() if self.how == "whole" else contextlib.nullcontext()
+        with whole, torch.no_grad():
+            if self.how != "resident" or strategy.is_resident("table.weight"):
+                self.table.weight[:7] = self.before[:7]
+
+
+def restored(rank, how):
+    settings = Settings(module_class=RestoresRows, module={"how": how}, trainer={"max_steps": 2})
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    outcome = fit(rank, settings, 2)
+    changes = outcome.weights["table.weight"] - outcome.initial["table.weight"]
+    return changes.abs().amax(1).tolist()
+
+
+def test_weights_that_hooks_change():
+    """History: torch told of "a single memory location" where the weight was on another rank."""
+    for how in ("resident", "whole"):
+        for changes in run_ranks(restored, 2, how):
+            assert changes[:7] == [0] * 7
+            assert max(changes[7:]) > 0
+    with pytest.raises(
+        RankError,
+        match=r"test_faults\.py:\d+ \(self\.table\.weight\[:7\] = .*\) writes to a weight that another rank holds",
+    ):
+        run_ranks(restored, 2, "plainly")
 
 
 class LitEma(nn.Module):

@@ -1,6 +1,7 @@
 """What cannot work on several stages is named before training."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.training.refusals import refuse_optimizers, refusing_norms_of_a_stage
+from lightning_diffpipe.graph.versions import Versions
+from lightning_diffpipe.training.refusals import (
+    refuse_averages,
+    refuse_optimizers,
+    refuse_untrainable,
+    refusing_norms_of_a_stage,
+)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +111,20 @@ def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_impor
         assert clip_grad_norm_(foreign, 1.0) == 0
         clip_grad_value_(ours, 0.5)
     assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])
+
+
+def test_layers_without_sizes_are_named():
+    """History: "Can't access the shape of an uninitialized parameter or buffer", while weights were compared."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ConfigurationError, match=r"1\.weight has no shape yet.*run that once"):
+        refuse_untrainable(module)
+
+
+def test_scripted_modules_can_be_looked_into():
+    """History: dictionaries of their own, which `|` does not join and `*` does not list, ended the run."""
+    module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
+    refuse_averages(SimpleNamespace(callbacks=[]), module)
+    versions = Versions(module, ["0.0.weight"], [])
+    with torch.no_grad():
+        module[0][0].weight.zero_()
+    assert versions.changed()
