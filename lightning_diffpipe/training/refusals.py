@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
@@ -518,16 +519,23 @@ def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) ->
 
 
 def refuse_untrainable(module: nn.Module) -> None:
-    """Refuses a module of which nothing is trained, or whose layers do not know their sizes.
+    """Refuses a module of which nothing is trained, or whose layers do not know their sizes, or are scripts.
 
     Raises:
-        ConfigurationError: No parameter requires a gradient, or one has no shape.
+        ConfigurationError: No parameter requires a gradient, or one has no shape, or is trained in a script.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ConfigurationError(
                 f"{name} has no shape yet, as its layer is a lazy one (nn.LazyLinear and the like): run that once "
                 "before trainer.fit, or give its sizes"
+            )
+    for name, part in module.named_modules():
+        trained = any(parameter.requires_grad for parameter in part.parameters())
+        if isinstance(part, torch.jit.ScriptModule) and trained:
+            raise ConfigurationError(
+                f"{name} is compiled by torch.jit, inside of which nobody sees what a step reads; train the "
+                "plain module, and compile its blocks with torch.compile (block.compile())"
             )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigurationError(

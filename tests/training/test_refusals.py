@@ -123,6 +123,8 @@ def test_layers_without_sizes_are_named():
 def test_scripted_modules_can_be_looked_into():
     """History: dictionaries of their own, which `|` does not join and `*` does not list, ended the run."""
     module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
+    with pytest.raises(ConfigurationError, match=r"0 is compiled by torch\.jit.*block\.compile"):
+        refuse_untrainable(module)
     refuse_averages(SimpleNamespace(callbacks=[]), module)
     versions = Versions(module, ["0.0.weight"], [])
     with torch.no_grad():
