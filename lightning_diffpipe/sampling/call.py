@@ -182,10 +182,11 @@ class Call:
                 )
             if len(set(phase.num_calls)) > 1:
                 counts = ", ".join(map(str, sorted(set(phase.num_calls))))
+                halves = method == "single"
                 raise ConfigurationError(
-                    f"the steps of {name} call its {phase.denoisers[0]} {counts} times, and with method={method} "
-                    "every step must look alike; leave out options that change single steps, such as skipped "
-                    "layers, or sample with method=single"
+                    f"the steps of {name} call its {phase.denoisers[0]} {counts} times, and with method={method}"
+                    f"{', guidance=2' * halves} every step must look alike; leave out options that change single "
+                    f"steps, such as skipped layers, or sample with {'guidance=1' if halves else 'method=single'}"
                 )
 
     def refuse_rows(self, warmup_steps: int | str) -> None:

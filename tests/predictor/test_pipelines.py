@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import diffusers
@@ -20,6 +21,7 @@ from lightning_diffpipe.data.glyphs import GlyphDataset
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import draw_each, failure_of_each_rank
@@ -396,6 +398,17 @@ def test_what_cannot_be_shared_is_refused_by_name(kind, options, message, saved)
     path, arguments, _ = saved(kind)
     with pytest.raises(ConfigurationError, match=message):
         Predictor.from_pretrained(path, **options)(prompts_of("any"), **SETTINGS, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"), [("sequence", "with method=single$"), ("single", "with guidance=1$")]
+)
+def test_steps_that_differ_are_refused_with_another_method(method, remedy):
+    """History: halves of guidance with method=single were told to take method=single."""
+    phase = SimpleNamespace(shape=(2, 4, 8, 8), denoisers=["transformer"], num_calls=[1, 2])
+    call = SimpleNamespace(pipeline=SimpleNamespace(pipeline=None), phases=[phase])
+    with pytest.raises(ConfigurationError, match=f"transformer 1, 2 times.*sample {remedy}"):
+        Call.refuse_steps(call, method)
 
 
 @pytest.mark.parametrize("kind", ["np", "pt", "latent"])
