@@ -503,4 +503,4 @@ def test_blocks_whose_layers_differ_from_batch_to_batch_or_keep_a_state_are_not_
         batch = torch.randn(6, 16, dtype=torch.float64, generator=torch.manual_seed(seed))
         expected = blocks.training_step(batch, 0)
         loss, _ = emulate(blocks, graph, (2,), step, batch, seed)
-        assert float(loss) == pytest.approx(float(expected), rel=1e-12)
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
