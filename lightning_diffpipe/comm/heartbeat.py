@@ -157,6 +157,7 @@ class Heartbeat:
         peers = [r for r in range(num_ranks) if r != rank]
         self._board = _Board(store, name, rank, peers, pause_s)
         self._num_steps = 0
+        self._unanswered = -1  # rounds that were there when the store was given up
         thread = threading.Thread(target=self._board.run, name="diffpipe-heartbeat", daemon=True)
         thread.start()
         # Before the interpreter goes, in the middle of a call of which it would end the process.
@@ -333,6 +334,8 @@ class Heartbeat:
     def _refresh(self, limit_s: float) -> None:
         """Waits until all that is noted now is written, and read where others are watched."""
         board = self._board
+        if board.num_rounds == self._unanswered:  # each try takes its time
+            raise PipelineTimeoutError(self._waited("the store", self._lost_store()))
         with board.due:
             board.wanted += 1
             until = board.num_rounds + 2  # one may be under way
@@ -359,6 +362,7 @@ class Heartbeat:
             if self._board.num_rounds != num_rounds:
                 unanswered_s, num_rounds = 0.0, self._board.num_rounds
             if self._board.error is not None or unanswered_s > limit_s:
+                self._unanswered = num_rounds
                 raise PipelineTimeoutError(self._waited(what, self._lost_store()))
 
         return check

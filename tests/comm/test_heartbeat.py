@@ -146,6 +146,22 @@ def test_a_store_that_never_answers_is_missed(what, ranks, store):
     assert time.monotonic() - started_s < 10.0
 
 
+@pytest.mark.slow
+def test_an_error_is_not_delayed_by_a_store_that_was_waited_for_once(ranks, store):
+    """History: each of three notes of an error waited two seconds more for a store beyond a dead link."""
+    wait_until_seen(ranks[1], "drawing", 0, 2)
+    store.answers.clear()
+    with pytest.raises(PipelineTimeoutError, match="has not answered"):
+        ranks[1].note("gone", "first")
+    started_s = time.monotonic()
+    with pytest.raises(PipelineTimeoutError, match="has not answered"):
+        ranks[1].note("gone", "second")
+    assert not ranks[1].has_refusal()
+    assert time.monotonic() - started_s < 1.0
+    store.answers.set()
+    wait(ranks[1], 3 * TIMEOUT_S)  # it may answer again
+
+
 def test_a_lost_store_is_that_of_a_lost_rank(ranks, store):
     """History: the user read DistNetworkError."""
     wait_until_seen(ranks[1], "drawing", 0)
