@@ -33,11 +33,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
+from lightning_diffpipe.comm.waiting import Pending
 from lightning_diffpipe.errors import DiffPipeError, LostRankError, PipelineTimeoutError
 
 LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
@@ -45,12 +48,11 @@ LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
 
 _log = logging.getLogger(__name__)
 _KEY = "diffpipe/liveness"
-_STARTING, _MET = "starting processes", "setting up"
+_STARTING, _CONNECTING, _MET = "starting processes", "connecting", "setting up"
 _PERIOD_S = 2.0  # between two signs of life, at most
 _LEAST_SILENCE_S = 10.0  # a thread may wait so long for a busy machine, or the interpreter
 _GRACE_S = 5.0  # for a rank that has lost another to end by its own error
 _VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
-_JOIN_S = 60.0
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")  # alike in one run only
 _BROKEN = re.compile(
     r"/gloo/|Gloo|ProcessGroup|NCCL|TCPStore|Connection (closed|reset) by peer|Connection refused|Broken pipe"
@@ -156,6 +158,7 @@ class Liveness:
         self._silence_s, self._period_s = 0.0, _PERIOD_S
         self._runs = self._num_runs = self._connections = 0
         self._group: Any = None
+        self._is_connected = self._is_ahead = False  # of the default process group
         self._server: socket.socket | None = None
         self._token = ""
         self._thread: threading.Thread | None = None
@@ -247,57 +250,89 @@ class Liveness:
                 raise self._explained(error) from error
             raise
 
-    def connect(self, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Connects all ranks, once the default process group is there; collective.
+    def connect(
+        self, rank: int, num_ranks: int, timeout_s: float, store: dist.Store | None = None
+    ) -> None:
+        """Connects all ranks; collective.
 
         Args:
             rank: This one.
             num_ranks: All ranks.
             timeout_s: How long one may be silent.
+            store: Where all have just met. The default process group is made next, and noted by another call,
+                without a store. Where somebody else has made it before, ranks come when they like.
+
+        Raises:
+            LostRankError: A rank that has met the others does not connect.
         """
         group = dist.group.WORLD
         if num_ranks == 1:
             return
-        if group is self._group:
+        if group is not None and (group is self._group or self._is_ahead):
+            self._group, self._is_ahead = group, False
             self.enter(_MET)
             return
         self._start()
         self.rank, self._group, self._connections = rank, group, self._connections + 1
-        key = f"{_KEY}/{self._connections}"
+        self._is_connected, self._is_ahead = True, group is None
         with self._lock:
             self._leave()
             self._left.clear()
             self._silence_s = max(timeout_s, _LEAST_SILENCE_S)
             self._period_s = min(_PERIOD_S, timeout_s / 5)
-        store = dist.distributed_c10d._get_default_store()
-        if self.rank == 0:
-            self._token = secrets.token_hex(8)
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            options: dict[str, Any] = {"family": family, "dualstack_ipv6": dual}
-            self._server = server = socket.create_server(("", 0), backlog=num_ranks, **options)
-            server.setblocking(False)
-            self._selector.register(server, selectors.EVENT_READ)
-            store.set(key, json.dumps([server.getsockname()[1], self._token, *_place()]))
-        else:
-            port, token, pid, host = json.loads(store.get(key))
-            place = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
-            try:
-                line = _Line(socket.create_connection(place, timeout=_JOIN_S), 0)
-            except OSError as error:
-                _log.warning(
-                    "rank %d cannot reach rank 0 at %s port %s (%s): when a rank is lost, the others may not be "
-                    "able to say which", self.rank, *place, error,
-                )  # fmt: skip
-                self.enter(_MET)
-                return
-            line.pid, line.host, line.phase = pid, host, _MET
-            line.send(token=token, rank=self.rank, place=_place())
-            with self._lock:
-                self._lines[0] = line
-                self._selector.register(line.socket, selectors.EVENT_READ)
+        self.enter(_CONNECTING if self._is_ahead else _MET)
+        store = store or dist.distributed_c10d._get_default_store()
+        joins = self._join if rank else self._let_join
+        # In a thread of its own: a store beyond a dead link never answers.
+        pending = Pending(partial(joins, store, f"{_KEY}/{self._connections}", num_ranks))
+        threading.Thread(target=pending.run, name="diffpipe-connect", daemon=True).start()
+        limit_s = self._silence_s if self._is_ahead else default_pg_timeout.total_seconds()
+        if not pending.is_over(within_s=limit_s):
+            self._is_ahead, missing = False, min(self._unconnected(num_ranks), default=0)
+            loss = Loss(missing, _CONNECTING, "silent", f"{limit_s:g} s")
+            raise LostRankError(f"rank {rank} ({self.phase}) lost {loss}")
+        pending.result()
+
+    def _let_join(self, store: dist.Store, key: str, num_ranks: int) -> None:
+        """Lets all other ranks connect; waits for them where they have just met."""
+        self._token = secrets.token_hex(8)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        options: dict[str, Any] = {"family": family, "dualstack_ipv6": dual}
+        self._server = server = socket.create_server(("", 0), backlog=num_ranks, **options)
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
         self._wake.send(b"\0")  # the thread looks at a longer list
-        self.enter(_MET)
+        store.set(key, json.dumps([server.getsockname()[1], self._token, *_place()]))
+        while self._is_ahead and any(
+            not store.check([f"{key}/{rank}"]) for rank in self._unconnected(num_ranks)
+        ):
+            time.sleep(0.02)
+
+    def _unconnected(self, num_ranks: int) -> set[int]:
+        """Returns ranks that have not connected to rank 0, as it knows."""
+        known = self._lines.keys() | self._losses.keys() | self._left
+        return set() if self.rank else {*range(1, num_ranks)} - known
+
+    def _join(self, store: dist.Store, key: str, num_ranks: int) -> None:
+        """Connects to rank 0."""
+        port, token, pid, host = json.loads(store.get(key))
+        place = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
+        try:
+            line = _Line(socket.create_connection(place, timeout=self._silence_s / 2), 0)
+        except OSError as error:
+            _log.warning(
+                "rank %d cannot reach rank 0 at %s port %s (%s): when a rank is lost, the others may not be "
+                "able to say which", self.rank, *place, error,
+            )  # fmt: skip
+            store.set(f"{key}/{self.rank}", "cannot connect")
+            return
+        line.pid, line.host, line.phase = pid, host, self.phase
+        line.send(token=token, rank=self.rank, place=_place())
+        with self._lock:
+            self._lines[0] = line
+            self._selector.register(line.socket, selectors.EVENT_READ)
+        self._wake.send(b"\0")
 
     def note_signal(self) -> None:
         """Lets all ranks know that this one got SIGTERM."""
@@ -450,7 +485,7 @@ class Liveness:
     def _take(self, line: _Line, message: Mapping[str, Any]) -> None:
         if line.rank is None:
             self._unknown.remove(line)
-            line.rank, line.phase = message["rank"], _MET
+            line.rank, line.phase = message["rank"], self.phase
             line.pid, line.host = message["place"]
             self._lines[message["rank"]] = line
             line.send(phase=self.phase)
@@ -502,7 +537,7 @@ class Liveness:
         if known or loss.run not in (None, self._num_runs):
             return
         self._losses[loss.rank] = loss
-        if self._group is None:  # nothing will break by itself
+        if not self._is_connected:  # nothing will break by itself
             self._end_in(0.0)
         else:  # where it failed, the others do so, too, perhaps
             self._end_in(_GRACE_S if loss.kind in ("ended", "silent") else self._silence_s)
@@ -515,12 +550,12 @@ class Liveness:
         known = self._lines.keys() | self._losses.keys() | self._left
         for rank, child in self.children.items():
             code = child.poll()
-            if rank not in known and code is not None and (code or self._group is None):
+            if rank not in known and code is not None and (code or not self._is_connected):
                 self._lose(Loss(rank, _STARTING, "ended", self._status_of(rank), child.pid))
         parent = os.environ.get(LAUNCHER)
         starting = {rank: child.pid for rank, child in self.children.items()}
         starting |= {0: int(parent)} if self.rank and parent is not None else {}
-        if self._group is None and not starting:
+        if not self._is_connected and not starting:
             starting = _siblings()
             for rank, pid in self._siblings.items() - starting.items():
                 # A signal to all comes before they end; that of a launcher which has lost one, after.

@@ -157,6 +157,8 @@ class ProcessHooks(ParallelStrategy):
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             options["store"] = meet(self.global_rank, self.world_size, patience_s)
+            # Before torch's own connections, which wait for as long as ranks may take to start.
+            liveness.connect(self.global_rank, self.world_size, self.timeout_s, options["store"])
         _init_dist_connection(self.cluster_environment, self._backend, **options)
         if isinstance(self._launcher, _Launcher):
             self._launcher.meeting_place = None  # all have met

@@ -251,6 +251,34 @@ def test_a_rank_that_ends_before_all_have_met_is_named(signalled_s, by_handler, 
     assert str(watching.loss()).startswith(message) == named
 
 
+class BeyondADeadLink(torch.distributed.HashStore):
+    """A store that never answers."""
+
+    def get(self, key):
+        time.sleep(600.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "store"), [(0, torch.distributed.HashStore), (1, BeyondADeadLink)]
+)
+def test_a_rank_that_has_met_the_others_and_never_connects_is_named(rank, store, monkeypatch):
+    """History: rank 0 asked nobody whether it has, and rank 1 stood for ever in a call to the store."""
+    monkeypatch.setattr("lightning_diffpipe.comm.liveness._LEAST_SILENCE_S", 0.5)
+    watching, other = Liveness(), 1 - rank
+    message = rf"rank {rank} \(connecting\) lost rank {other} \(connecting\): nothing was heard of it for 0.5 s"
+    with pytest.raises(LostRankError, match=message):
+        watching.connect(rank, 2, 0.5, store())
+    watching._leave()
+
+
+def test_a_rank_that_says_that_it_cannot_connect_is_not_waited_for():
+    """As where a firewall lets ranks meet at one port only."""
+    watching, store = Liveness(), torch.distributed.HashStore()
+    store.set("diffpipe/liveness/1/1", "cannot connect")
+    watching.connect(0, 2, 60.0, store)
+    watching._leave()
+
+
 def be_busy(rank):
     """Longer than the others wait for a sign of life."""
     with liveness.run(rank):
