@@ -3,7 +3,7 @@
     python benchmarks/reliability/main.py --json out.json
 
 Each run is a session of its own; the time to its end is from the harm until none of its processes is left. With
-`--harms CABLE`, as root, each rank is in a network namespace of its own, and the link between them is cut.
+`--harms LINK CABLE`, as root, each rank is on a host of its own, and the link between them dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main
+from benchmarks.reliability.hosts import ADDRESSES, Link, linked_hosts, why_not
 
 ROOT = Path(__file__).parents[2]
 VICTIM = Path(__file__).with_name("victim.py")
@@ -40,24 +40,22 @@ LAUNCHERS = {
         "--nproc-per-node=2",
     ],
 }
-HARMS = {"STOP": "SIGSTOP", "KILL": "SIGKILL", "TERM": "SIGTERM", "CABLE": "dead link"}
+HARMS = {"STOP": "SIGSTOP", "KILL": "SIGKILL", "TERM": "SIGTERM"}
+HARMS |= {"LINK": "dead link", "CABLE": "interface down"}
+OF_LINKS = "LINK", "CABLE"
+HOSTS = "two hosts", "torchrun on two hosts"
 PHASES = (
-    *(
-        "starting processes",
-        "setting up",
-        "aligning weights",
-        "probing the step",
-        "measuring links",
-    ),
-    *(
-        "profiling layers",
-        "planning",
-        "placing stages",
-        "training",
-        "training with the whole model",
-    ),
-    *("saving a checkpoint", "validating", "ending"),
+    *("starting processes", "setting up", "aligning weights", "probing the step"),
+    *("measuring links", "profiling layers", "planning", "placing stages", "training"),
+    *("training with the whole model", "saving a checkpoint", "validating", "ending"),
 )
+SAMPLING = tuple(
+    f"{phase} ({method})"
+    for method in ("PipeFusion", "DistriFusion")
+    for phase in ("opening the model", "encoding prompts", "drawing", "decoding latents")
+)
+LINKED = ("connecting", *PHASES[1:], *SAMPLING)
+"""Where a dead link is another thing than a host that starts slowly."""
 TIMEOUT_S, START_S, LIMIT_S = 12.0, 240.0, 60.0
 MARK = "DIFFPIPE_VICTIM"
 
@@ -81,6 +79,19 @@ class Outcome:
         named = rf"(lost rank|SIGTERM to rank|lost rank \d.* lost rank) {rank} \({re.escape(phase)}"
         return re.search(named, self.output) is not None
 
+    def names_both(self, rank: int, phase: str) -> bool:
+        """Whether one line says that the rank was lost in the phase, and another what the rank itself lost then."""
+        name, _, method = phase.partition(" (")
+        if method:
+            sides = [
+                rf"rank {1 - rank} waited for (?=.*\brank {rank}\b).*while {name}",
+                rf"rank {rank} waited for (?=.*\brank {1 - rank}\b).*while \w",
+            ]
+            return all(re.search(side, self.output) is not None for side in sides)
+        own, other = rf"rank {rank} \({re.escape(phase)}", rf"rank {1 - rank} \(\w"
+        sides = [rf"{other}.*lost {own}", rf"{own}.*lost {other}"]
+        return all(re.search(side, self.output) is not None for side in sides)
+
 
 def run_one(
     launcher: str, harm: str, rank: int, phase: str, timeout_s: float = TIMEOUT_S
@@ -91,11 +102,11 @@ def run_one(
         file = stack.enter_context(output.open("w"))
         arguments = [str(VICTIM), name, harm, str(rank), phase, str(timeout_s)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: name}
-        commands = [[*LAUNCHERS[launcher], *arguments]] if launcher in LAUNCHERS else []
-        if not commands:
-            commands = [
-                [*stack.enter_context(_host(r)), sys.executable, *arguments] for r in (0, 1)
-            ]
+        if launcher in LAUNCHERS:
+            link, commands = None, [[*LAUNCHERS[launcher], *arguments]]
+        else:
+            link = stack.enter_context(linked_hosts())
+            commands = [_on_host(link, launcher, rank, arguments) for rank in (0, 1)]
         processes = [
             subprocess.Popen(
                 command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -107,6 +118,9 @@ def run_one(
         while time.time() < deadline_s:
             if harmed.exists():
                 deadline_s = harmed.stat().st_mtime + LIMIT_S
+                if link is not None and not link.is_dead:
+                    link.is_dead = harm == "LINK"
+                    harmed.with_name("cut").touch()
             ended = [process.poll() is not None for process in processes]
             # A process that is just being started has no environment to read yet.
             if all(ended) and not _left(name):
@@ -122,55 +136,19 @@ def run_one(
         return Outcome(seconds, max(codes), output.read_text())
 
 
-@contextlib.contextmanager
-def _host(rank: int) -> Iterator[list[str]]:
-    """A command that runs another one on a host of its own, which is linked with the other one's."""
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    space, link = f"diffpipe{os.getpid()}r{rank}", f"dp{rank}"
-    ip("netns", "add", space)
-    try:
-        if rank:
-            first = space.replace("r1", "r0")
-            ip(
-                "link",
-                "add",
-                "dp0",
-                "netns",
-                first,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "dp1",
-                "netns",
-                space,
-            )
-            for here, name, number in ((first, "dp0", 1), (space, link, 2)):
-                ip("-n", here, "addr", "add", f"10.77.0.{number}/24", "dev", name)
-                ip("-n", here, "link", "set", name, "up")
-        ip("-n", space, "link", "set", "lo", "up")
-        places = {
-            "MASTER_ADDR": "10.77.0.1",
-            "MASTER_PORT": "29511",
-            "NODE_RANK": str(rank),
-            "LOCAL_RANK": "0",
-        }
-        variables = places | {"GLOO_SOCKET_IFNAME": link, "VICTIM_NODES": "2"}
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{rank}"]
-        yield [
-            "ip",
-            "netns",
-            "exec",
-            space,
-            *named,
-            "env",
-            *(f"{k}={v}" for k, v in variables.items()),
-        ]
-    finally:
-        ip("netns", "del", space)
+def _on_host(link: Link, launcher: str, rank: int, arguments: list[str]) -> list[str]:
+    """Returns a command that starts one rank on a host of its own."""
+    meeting = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "VICTIM_NODES": "2"}
+    meeting |= {"NODE_RANK": str(rank)}
+    starts = [sys.executable]
+    if launcher == "torchrun on two hosts":
+        names = {"nnodes": 2, "node-rank": rank, "nproc-per-node": 1, "master-addr": ADDRESSES[0]}
+        options = [f"--{name}={value}" for name, value in (names | {"master-port": 29511}).items()]
+        starts = [*LAUNCHERS["torchrun"][:3], *options]
+    else:
+        meeting |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    variables = [f"{name}={value}" for name, value in meeting.items()]
+    return [*link.commands[rank], *variables, *starts, *arguments]
 
 
 def _left(mark: str) -> list[int]:
@@ -188,19 +166,23 @@ def _left(mark: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each phase and harm: ranks and launchers together."""
+    harms = [harm for harm in arguments.harms if harm not in OF_LINKS or not why_not()]
+    if len(harms) < len(arguments.harms):
+        print(f"dead links are left out: {why_not()}", flush=True)
     cases = [
         (phase, harm)
-        for phase, harm in itertools.product(arguments.phases, arguments.harms)
-        # A dead link looks like a host that starts slowly.
-        if phase != "starting processes" or harm != "CABLE"
+        for phase, harm in itertools.product(arguments.phases, harms)
+        if phase in (LINKED if harm in OF_LINKS else PHASES)
     ]
+    if not cases:
+        raise SystemExit("nothing is left to try")
     rows = []
     with ThreadPoolExecutor(arguments.parallel) as pool:
         runs = {
             (phase, harm): [
                 (launcher, rank, pool.submit(run_one, launcher, harm, rank, phase))
                 for launcher, rank in itertools.product(
-                    ["two hosts"] if harm == "CABLE" else LAUNCHERS, _ranks(phase)
+                    HOSTS if harm in OF_LINKS else LAUNCHERS, _ranks(phase)
                 )
                 for _ in range(arguments.rounds)
             ]
@@ -209,7 +191,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for (phase, harm), futures in runs.items():
             outcomes = [(launcher, rank, future.result()) for launcher, rank, future in futures]
             times = [each.seconds for _, _, each in outcomes if each.seconds is not None]
-            named = sum(each.names(rank, phase) for _, rank, each in outcomes)
+            names = Outcome.names_both if harm in OF_LINKS else Outcome.names
+            named = sum(names(each, rank, phase) for _, rank, each in outcomes)
             row = {
                 "phase": phase,
                 "signal": HARMS[harm],
@@ -222,7 +205,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             }
             print(row, flush=True)
             for launcher, rank, each in outcomes:
-                if each.seconds is None or not each.names(rank, phase):
+                if each.seconds is None or not names(each, rank, phase):
                     print(
                         f"--- {launcher}, rank {rank}, {each.seconds}, {each.code}:\n{each.output[-4000:]}",
                         flush=True,
@@ -232,15 +215,14 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _ranks(phase: str) -> tuple[int, ...]:
-    return (0,) if phase == "planning" else (0, 1)
+    return (0,) if phase == "planning" or phase.startswith("encoding prompts") else (0, 1)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What is tried."""
-    parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
-    parser.add_argument(
-        "--harms", nargs="+", default=("STOP", "KILL", "TERM"), choices=tuple(HARMS)
-    )
+    phases = tuple(dict.fromkeys((*PHASES, *LINKED)))
+    parser.add_argument("--phases", nargs="+", default=phases, choices=phases)
+    parser.add_argument("--harms", nargs="+", default=tuple(HARMS), choices=tuple(HARMS))
     parser.add_argument("--parallel", type=int, default=2)
     parser.set_defaults(rounds=1)
 

@@ -1,6 +1,6 @@
-"""A user's script of which one rank comes to harm, at the beginning of a phase.
+"""A user's script of which one rank comes to harm, at the beginning of a phase; it trains, or it samples.
 
-python victim.py FOLDER HARM RANK PHASE        HARM: KILL, STOP or TERM
+python victim.py FOLDER HARM RANK PHASE TIMEOUT_S      HARM: KILL, STOP, TERM, LINK or CABLE
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe import DiffPipeStrategy, Predictor
 from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.modules.parts import built_in
+from lightning_diffpipe.sampling.world import World
+from lightning_diffpipe.training import processes
 
 FOLDER, HARM, RANK, PHASE = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+TIMEOUT_S = float(sys.argv[5])
 IN_STEP = "training"
 NUM_HOSTS = int(os.environ.get("VICTIM_NODES", "1"))
 OWN_RANK = int(
@@ -36,13 +40,20 @@ def come_to_harm(phase: str) -> None:
     mark = FOLDER / "harmed"
     together = phase in (
         "starting processes",
+        "connecting",
         "setting up",
     )  # the others shall have come there, too
     (FOLDER / f"{phase}{OWN_RANK}").touch()
     if (phase, OWN_RANK) == (PHASE, RANK) and not mark.exists():
         while together and not (FOLDER / f"{phase}{1 - OWN_RANK}").exists():
             time.sleep(0.1)
+        if HARM in ("LINK", "CABLE"):
+            time.sleep(0.2)  # the other one has heard of the phase
         mark.touch()
+        if HARM == "LINK":
+            while not (FOLDER / "cut").exists():
+                time.sleep(0.01)
+            return
         if HARM == "CABLE":
             subprocess.run(["ip", "link", "set", f"dp{OWN_RANK}", "down"], check=True)
             return
@@ -86,7 +97,33 @@ class Samples(L.Callback):
                 module.layers(batch)
 
 
-def main() -> None:
+def sample(method: str) -> None:
+    """Draws two pictures."""
+    begin, enter = World.agree, World.enter
+
+    def agree_and_come_to_harm(world: World, phase: str, *arguments: Any) -> Any:
+        if phase != "drawing":
+            come_to_harm(f"{phase} ({method})")
+        return begin(world, phase, *arguments)
+
+    def enter_and_come_to_harm(world: World, phase: str) -> None:
+        enter(world, phase)
+        come_to_harm(f"{phase} ({method})")
+
+    def on_step(done: int, steps: int) -> None:
+        if done == 2:
+            come_to_harm(f"drawing ({method})")
+
+    World.agree, World.enter = agree_and_come_to_harm, enter_and_come_to_harm  # type: ignore[method-assign]
+    model = built_in("glyphs_transformer" if method == "PipeFusion" else "glyphs")
+    predictor = Predictor.from_pretrained(model, method=method.lower(), timeout_s=TIMEOUT_S)
+    for _ in range(2):
+        predictor(["digit four, serif"], num_inference_steps=8, on_step=on_step)
+    predictor.close()
+    (FOLDER / "finished").touch()
+
+
+def train() -> None:
     """Trains two epochs."""
     broadcast = liveness._broadcast
 
@@ -96,9 +133,17 @@ def main() -> None:
             come_to_harm(message["phase"])
 
     liveness._broadcast = broadcast_and_come_to_harm
+    meet = processes.meet
+
+    def meet_and_come_to_harm(*arguments: Any) -> Any:
+        met = meet(*arguments)
+        come_to_harm("connecting")
+        return met
+
+    processes.meet = meet_and_come_to_harm
     L.seed_everything(3, verbose=False)
     data = torch.randn(16, 8)
-    strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, timeout_s=float(sys.argv[5]))
+    strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, timeout_s=TIMEOUT_S)
     saves = L.pytorch.callbacks.ModelCheckpoint(
         FOLDER / "saved", every_n_train_steps=3, save_top_k=-1
     )
@@ -112,4 +157,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    name, _, method = PHASE.partition(" (")
+    sample(method.rstrip(")")) if method else train()
