@@ -247,8 +247,16 @@ class _LinkBench:
         self, run: Callable[[_Load], None], make: Callable[[int], _Load], budget_s: float
     ) -> list[tuple[int, float]]:
         each_s = budget_s / len(self._sizes)
-        medians_s = []
+        medians_s: list[tuple[int, float]] = []
         for size in self._sizes:
+            if (
+                len(medians_s) >= 2
+            ):  # two make a line; a slow link would take minutes for the others
+                before, last_s = medians_s[-1]
+                ends = torch.tensor([last_s * size / before > 4 * budget_s], device=self._device)
+                dist.broadcast(ends, src=self._ranks[0], group=self._group)
+                if ends:
+                    break
             timed_s = partial(self._timed_s, partial(run, make(size)))
             timed_s()  # warm-up: connections are made
             wanted = int(each_s / max(timed_s(), 1e-6))

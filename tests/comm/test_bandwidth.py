@@ -142,3 +142,15 @@ def test_for_a_host_that_is_its_own_loopback_the_error_names_what_to_set(monkeyp
         raise RuntimeError(reason)
     with pytest.raises(RuntimeError, match="another"), gloo_of_all_hosts():
         raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(("bytes_per_s", "num_sizes"), [(1e6, 4), (1e9, 5)])
+def test_large_messages_are_left_out_where_a_link_is_slow(bytes_per_s, num_sizes, monkeypatch):
+    """History: over 10 Mbit/s, ranks measured for minutes before they planned."""
+    monkeypatch.setattr(dist, "broadcast", lambda *arguments, **options: None)
+    bench = object.__new__(links._LinkBench)
+    bench._sizes, bench._device = links.SIZES, torch.device("cpu")
+    bench._group, bench._ranks = None, [0]
+    bench._timed_s = lambda run: run()
+    times = bench._times(lambda size: 0.1 + size / bytes_per_s, lambda size: size, budget_s=1.0)
+    assert [size for size, _ in times] == list(links.SIZES[:num_sizes])

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 150.0
+LIMIT_S = 200.0
 
 
 @pytest.mark.parametrize(
