@@ -7,16 +7,17 @@ an event in the stream, and seconds are known once the device has caught up.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Clock(Protocol):
-    """Measures what time passes between two points of a program."""
+class Clock:
+    """Measures what time passes between two points of a program; of work that is done when its call returns."""
 
     def stamp(self) -> Any:
         """Marks this point."""
+        return time.perf_counter()
 
     def settle(self) -> None:
         """Waits until everything asked for so far, in whatever stream, has happened."""
@@ -26,45 +27,18 @@ class Clock(Protocol):
 
     def is_past(self, stamp: Any) -> bool:
         """Returns whether the seconds until a stamp are known without waiting."""
+        return True
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Seconds between two stamps that are past."""
+        """Returns the seconds between two stamps that are past."""
+        return stop - start
 
     def sleep(self, seconds: float) -> None:
         """Lets time pass on the host."""
-
-
-class _Sleeping:
-    """What all clocks of real machines do alike."""
-
-    def sleep(self, seconds: float) -> None:
-        """See `Clock`."""
         time.sleep(seconds)
 
 
-class HostClock(_Sleeping):
-    """For work that is done when the call returns."""
-
-    def stamp(self) -> float:
-        """See `Clock`."""
-        return time.perf_counter()
-
-    def settle(self) -> None:
-        """See `Clock`."""
-
-    def wait_for(self, stamp: float) -> None:
-        """See `Clock`."""
-
-    def is_past(self, stamp: float) -> bool:
-        """See `Clock`."""
-        return True
-
-    def seconds(self, start: float, stop: float) -> float:
-        """See `Clock`."""
-        return stop - start
-
-
-class CudaClock(_Sleeping):
+class CudaClock(Clock):
     """For work in the current stream of a GPU; gaps in which the GPU waits for the host count.
 
     Args:
@@ -75,28 +49,28 @@ class CudaClock(_Sleeping):
         self._device = device
 
     def stamp(self) -> torch.cuda.Event:
-        """See `Clock`."""
+        """Records an event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def settle(self) -> None:
-        """See `Clock`."""
+        """Waits for the whole device."""
         torch.cuda.synchronize(self._device)
 
     def wait_for(self, stamp: torch.cuda.Event) -> None:
-        """See `Clock`."""
+        """Waits until the device has passed an event."""
         stamp.synchronize()
 
     def is_past(self, stamp: torch.cuda.Event) -> bool:
-        """See `Clock`."""
+        """Returns whether the device has passed an event."""
         return stamp.query()
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """See `Clock`."""
+        """Returns the seconds between two events that the device has passed."""
         return start.elapsed_time(stop) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:
     """Returns the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()

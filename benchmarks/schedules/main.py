@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
 from benchmarks.schedules.steps import PARTS, SAMPLE_SHAPE, Case, profile_of, step
 from benchmarks.sleeping import nap
-from lightning_diffpipe.comm.transport import MessageKey, P2PTransport
+from lightning_diffpipe.comm.transport import MessageKey, Transport
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
@@ -60,7 +60,7 @@ def measure(rank: int, num_ranks: int, case: Case, arguments: argparse.Namespace
     )  # fmt: skip
     process = Process(rank, num_ranks, torch.device("cpu"), "gloo", timeout_s=120.0)
     pipeline = prepare(module, step, batch, options, process)
-    with mock.patch.object(P2PTransport, "send", sending_over(cluster.p2p)):
+    with mock.patch.object(Transport, "send", sending_over(cluster.p2p)):
         took_s, sent_bytes = run_steps(pipeline, batch, arguments.rounds)
     pipeline.engine.close()
     box: list[Any] = [None] * num_ranks
@@ -83,12 +83,12 @@ def measure(rank: int, num_ranks: int, case: Case, arguments: argparse.Namespace
 
 
 def sending_over(link: Link) -> Any:
-    """`P2PTransport.send` over a link that holds its sender, unless it is free."""
-    send = P2PTransport.send
+    """`Transport.send` over a link that holds its sender, unless it is free."""
+    send = Transport.send
     if link == Link():
         return send
 
-    def send_slowly(transport: P2PTransport, key: MessageKey, buffer: Tensor, to: int) -> None:
+    def send_slowly(transport: Transport, key: MessageKey, buffer: Tensor, to: int) -> None:
         nap(link.seconds(buffer.numel()))
         send(transport, key, buffer, to)
 

@@ -9,8 +9,6 @@ On gloo each message has a tag of its own, so the order of posting cannot deadlo
 once. On NCCL each directed edge has a communicator of its own, and a receive occupies the device: it begins where
 no host that waits for its device can wait for it in vain (`planning/lowering.py`), in a stream of its own, since
 what was computed after it was posted has no say in it.
-
-`Transport` is what the runtime asks for; tests have one that passes messages inside one process.
 """
 
 from __future__ import annotations
@@ -54,59 +52,6 @@ class Parcel(NamedTuple):
     peer: int
 
 
-class Transport(Protocol):
-    """Carries flat byte buffers between the positions of one pipeline.
-
-    Attributes:
-        num_bytes_sent: Bytes of all messages sent so far.
-    """
-
-    num_bytes_sent: int
-
-    def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
-        """Starts sending; the buffer lives until it has left."""
-
-    def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
-        """Posts a receive into `buffer`; returns at once."""
-
-    def come_to(self, instruction: Instruction) -> None:
-        """Begins posted receives that are due before an instruction, to which the program has come."""
-
-    def is_ready(self, key: MessageKey) -> bool:
-        """Returns whether `wait` would return at once; the rank waits for no other message until it does."""
-
-    def wait(self, key: MessageKey) -> Tensor:
-        """Blocks until the posted receive has its message, and hands out the buffer."""
-
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
-        """Starts sending and receiving many messages at once."""
-
-    def awaited(
-        self, works: Sequence[dist.Work], what: str, then: Callable[[], None]
-    ) -> PendingWork:
-        """Operations that were started elsewhere, to be waited for in the same way.
-
-        Args:
-            works: The operations.
-            what: Their name in the error of a timeout.
-            then: Is called by `wait` when they are over.
-        """
-
-    def follow(
-        self,
-        num_stages: int,
-        delivered: Mapping[MessageKey, Sequence[MessageKey]],
-        due: Mapping[Instruction, Sequence[MessageKey]] | None,
-    ) -> None:
-        """Follows another schedule from now on, when nothing is in flight. Arguments as of `P2PTransport`."""
-
-    def finish(self) -> None:
-        """Waits until every send has left."""
-
-    def close(self) -> None:
-        """Ends threads and frees buffers, when nothing is in flight any more."""
-
-
 class PendingWork(Protocol):
     """Messages or sums that are under way."""
 
@@ -123,46 +68,52 @@ class _Posted:
     source: int
     staging: Tensor | None
     memory: torch.cuda.Event | None
-    work: dist.Work | None = None
-    pending: Pending | None = None
+    begun: _AwaitedWork | None = None
 
 
-class P2PTransport:
-    """Point-to-point messages over `torch.distributed`, on gloo or NCCL.
+class Transport:
+    """Carries flat byte buffers between the positions of one pipeline, over gloo or NCCL.
 
     Args:
         mesh: Positions and groups.
-        num_stages: Stages of the plan; keeps tags apart.
-        delivered: By message: what this rank has sent that has arrived when the message has. What no
-            message confirms is stored until `finish`.
-        due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
-            waited for.
+
+    Attributes:
+        num_bytes_sent: Bytes of all messages sent so far.
+        blocks_host: Whether waiting for a message stops the host, so that it could do something else.
     """
 
-    def __init__(
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._streams = SideStreams()
+        self._posted: dict[MessageKey, _Posted] = {}
+        self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
+        # gloo moves host memory only; buffers of a GPU then travel by way of the host.
+        self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
+        # NCCL works are ordered by the stream: a wait never blocks the host.
+        self.blocks_host = mesh.backend == "gloo"
+        self._waiter = Waiter()
+        self.num_bytes_sent = 0
+        self.follow(1)
+
+    def follow(
         self,
-        mesh: Mesh,
         num_stages: int,
         delivered: Mapping[MessageKey, Sequence[MessageKey]] | None = None,
         due: Mapping[Instruction, Sequence[MessageKey]] | None = None,
     ) -> None:
-        self._mesh = mesh
-        self._num_stages = num_stages
-        self._delivered = delivered or {}
-        self._due = due or {}
-        self._streams = SideStreams()
-        self._posted: dict[MessageKey, _Posted] = {}
-        self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
-        self._timeout = datetime.timedelta(seconds=mesh.timeout_s)
-        # gloo moves host memory only; buffers of a GPU then travel by way of the host.
-        self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
-        # NCCL works are ordered by the stream: a wait never blocks the host.
-        self._blocks_host = mesh.backend == "gloo"
-        self._waiter = Waiter()
-        self.num_bytes_sent = 0
+        """Follows a schedule from now on, when nothing is in flight.
+
+        Args:
+            num_stages: Stages of the plan; keeps tags apart.
+            delivered: By message: what this rank has sent that has arrived when the message has. What no
+                message confirms is stored until `finish`.
+            due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
+                waited for.
+        """
+        self._num_stages, self._delivered, self._due = num_stages, delivered or {}, due or {}
 
     def send(self, key: MessageKey, buffer: Tensor, to: int) -> None:
-        """Starts sending a flat buffer to the position `to` of this pipeline."""
+        """Starts sending to a position of this pipeline; the buffer lives until it has left."""
         if self._stages_on_host:
             buffer = buffer.cpu()
         mesh = self._mesh
@@ -176,19 +127,19 @@ class P2PTransport:
         self._sent[key] = work, buffer
 
     def receive(self, key: MessageKey, buffer: Tensor, source: int) -> None:
-        """Posts a receive from the position `source` of this pipeline."""
+        """Posts a receive from a position of this pipeline into `buffer`; returns at once."""
         staging = torch.empty_like(buffer, device="cpu") if self._stages_on_host else None
-        memory = None if self._blocks_host else self._streams.memory_of(buffer)
+        memory = None if self.blocks_host else self._streams.memory_of(buffer)
         self._posted[key] = _Posted(buffer, source, staging, memory)
-        if self._blocks_host:
+        if self.blocks_host:
             self._begin(key)
 
     def come_to(self, instruction: Instruction) -> None:
-        """Begins posted receives that are due before an instruction."""
+        """Begins posted receives that are due before an instruction, to which the program has come."""
         for key in self._due.get(instruction, ()):
             self._begin(key)
 
-    def _begin(self, key: MessageKey) -> dist.Work:
+    def _begin(self, key: MessageKey) -> _AwaitedWork:
         mesh, posted = self._mesh, self._posted[key]
         with self._streams.receiving(posted.source, posted.buffer, posted.memory):
             work = dist.irecv(
@@ -198,29 +149,26 @@ class P2PTransport:
                 tag=key.tag(self._num_stages),
             )
         assert work is not None
-        posted.work = work
-        return work
+        what = f"{key.kind} of microbatch {key.microbatch}"
+        posted.begun = _AwaitedWork(self, [work], what, source=posted.source)
+        return posted.begun
 
     def is_ready(self, key: MessageKey) -> bool:
-        """Returns whether `wait` would return at once; asking starts to wait, in a thread."""
-        if not self._blocks_host:
-            return True
-        posted = self._posted[key]
-        if posted.pending is None:
-            posted.pending = self._waiter.watch(lambda: self._await_posted(key, posted))
-        return posted.pending.is_over()
+        """Returns whether `wait` would return at once; asking starts to wait, in a thread.
+
+        The rank waits for no other message until it would.
+        """
+        begun = self._posted[key].begun
+        return begun is None or begun.is_ready()
 
     def wait(self, key: MessageKey) -> Tensor:
-        """Waits for a posted receive.
+        """Waits for a posted receive, and hands out the buffer with its message.
 
         Raises:
             PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
         """
         posted = self._posted[key]
-        if posted.pending is not None:
-            posted.pending.result()
-        else:
-            self._await_posted(key, posted)
+        (posted.begun or self._begin(key)).wait()
         del self._posted[key]
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
@@ -229,36 +177,33 @@ class P2PTransport:
             if sent in self._sent:
                 work, _ = self._sent.pop(sent)
                 # It is over; on NCCL the stream learns it.
-                self.await_work(work, "a sent message", None)
+                self.await_works([work], "a sent message")
         return posted.buffer
 
-    def _await_posted(self, key: MessageKey, posted: _Posted) -> None:
-        work = posted.work or self._begin(key)
-        self.await_work(work, f"{key.kind} of microbatch {key.microbatch}", posted.source)
-
     def awaited(
-        self, works: Sequence[dist.Work], what: str, then: Callable[[], None]
+        self, works: Sequence[dist.Work], what: str, then: Callable[[], None] = lambda: None
     ) -> PendingWork:
-        """Operations that were started elsewhere; see `Transport`."""
-        return _P2PWork(self, list(works), what, then)
+        """Returns operations that were started elsewhere, to be waited for in the same way.
 
-    def watch(self, works: Sequence[dist.Work], what: str) -> Pending:
-        """Waits for operations in a thread, on behalf of the stream that computes here."""
+        Args:
+            works: The operations.
+            what: Their name in the error of a timeout.
+            then: Is called by `wait` when they are over.
+        """
+        return _AwaitedWork(self, list(works), what, then)
+
+    def watch(self, wait: Callable[[], None]) -> Pending:
+        """Waits in a thread, on behalf of the stream that computes here."""
         entered = self._streams.entered(self._mesh.device)
 
-        def wait() -> None:
+        def wait_there() -> None:
             with entered:
-                self.await_works(works, what)
+                wait()
 
-        return self._waiter.watch(wait)
-
-    @property
-    def blocks_host(self) -> bool:
-        """Whether waiting for a message stops the host, so that it could do something else."""
-        return self._blocks_host
+        return self._waiter.watch(wait_there)
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
-        """Starts many messages at once, as one group of point-to-point operations."""
+        """Starts sending and receiving many messages at once, as one group of operations."""
         staging = [
             torch.empty_like(parcel.buffer, device="cpu") if self._stages_on_host else parcel.buffer
             for parcel in receives
@@ -293,62 +238,59 @@ class P2PTransport:
             parcel.key.tag(self._num_stages),
         )
 
-    def follow(
-        self,
-        num_stages: int,
-        delivered: Mapping[MessageKey, Sequence[MessageKey]],
-        due: Mapping[Instruction, Sequence[MessageKey]] | None,
-    ) -> None:
-        """Follows another schedule from now on; see `Transport`."""
-        self._num_stages, self._delivered, self._due = num_stages, delivered, due or {}
-
     def finish(self) -> None:
         """Waits until every send has left, and drops their buffers."""
         self.await_works([work for work, _ in self._sent.values()], "a sent message")
         self._sent.clear()
 
     def close(self) -> None:
-        """Ends the waiting thread."""
+        """Ends the waiting thread, when nothing is in flight any more."""
         self._waiter.close()
 
-    def await_works(self, works: Sequence[dist.Work], what: str) -> None:
-        """Waits for several operations; see `await_work`."""
-        for work in works:
-            self.await_work(work, what, None)
+    def await_works(self, works: Sequence[dist.Work], what: str, source: int | None = None) -> None:
+        """Waits for operations, one after the other.
 
-    def await_work(self, work: dist.Work, what: str, source: int | None) -> None:
-        """Waits for one operation; a timeout or a lost peer becomes a `PipelineTimeoutError`."""
-        started_s = time.monotonic()
-        try:
-            if self._blocks_host:
-                work.wait(self._timeout)
-            else:  # with a timeout NCCL would block the host; its groups have one of their own
-                work.wait()
-        except RuntimeError as error:
-            peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
-            waited_s = time.monotonic() - started_s
-            raise no_message(self._mesh.rank, what, peer, waited_s, self._mesh.timeout_s) from error
+        Raises:
+            PipelineTimeoutError: One is not over within the mesh's `timeout_s`, or the peer is gone.
+        """
+        for work in works:
+            started_s = time.monotonic()
+            try:
+                if self.blocks_host:
+                    work.wait(datetime.timedelta(seconds=self._mesh.timeout_s))
+                else:  # with a timeout NCCL would block the host; its groups have one of their own
+                    work.wait()
+            except RuntimeError as error:
+                peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
+                waited_s, limit_s = time.monotonic() - started_s, self._mesh.timeout_s
+                raise no_message(self._mesh.rank, what, peer, waited_s, limit_s) from error
 
 
 @dataclass
-class _P2PWork:
-    transport: P2PTransport
+class _AwaitedWork:
+    """Operations that are waited for where they are needed, or in a thread once somebody asks for them."""
+
+    transport: Transport
     works: list[dist.Work]
     what: str
-    then: Callable[[], None]
+    then: Callable[[], None] = lambda: None
+    source: int | None = None
     pending: Pending | None = None
 
     def is_ready(self) -> bool:
         if not self.transport.blocks_host:
             return True
         if self.pending is None:
-            self.pending = self.transport.watch(self.works, self.what)
+            self.pending = self.transport.watch(self._await)
         return self.pending.is_over()
 
     def wait(self) -> None:
         if self.pending is not None:
             self.pending.result()
         else:
-            self.transport.await_works(self.works, self.what)
+            self._await()
         self.works.clear()  # gloo's hold what they sent
         self.then()
+
+    def _await(self) -> None:
+        self.transport.await_works(self.works, self.what, self.source)

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_diffpipe.clock import HostClock
+from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import ConfigurationError, ProfileError
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.interception import Interception
@@ -430,7 +430,7 @@ def _model(
         interception = Interception(training, graph.layer_names)
         with interception.installed(), scratch_gradients(training, graph.trained):
             rounds = {n: ([run(n, "whole")], [run(n, "inputs")]) for n in sample_counts}
-        forward = StepRun(graph, HostClock())
+        forward = StepRun(graph, Clock())
         known_tensors = [*training.parameters(), *training.buffers()]
         with interception.installed(), saved_bytes(forward, known_tensors) as saved:
             forward.forward_only(partial(training.training_step, batch), interception)

@@ -178,10 +178,11 @@ class StepWork:
     early: bool
 
 
+@dataclass(eq=False)
 class BatchLayout:
     """Lays batches out for one rank.
 
-    Args:
+    Attributes:
         root: The module, its wrappers installed and its foreign parameters freed.
         step: The user's step: module and batch to loss.
         schedule: The plan's schedule, compute instructions only.
@@ -189,33 +190,19 @@ class BatchLayout:
         mesh: This rank's place and groups.
         seed: Seed of the run; with it all random numbers of a step are derived.
         group_size: Samples on which frozen layers run at a time; `None` chooses.
-
-    Attributes:
-        root: As given.
-        schedule: As given.
-        steps: As given.
-        mesh: As given.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        step: Step,
-        schedule: Schedule,
-        steps: PartitionedStepCache,
-        mesh: Mesh,
-        seed: int,
-        group_size: int | None = None,
-    ) -> None:
-        self.root = root
-        self._step = step
-        self.schedule = schedule
-        self.steps = steps
-        self.mesh = mesh
-        self._seed = seed
-        self._group_size = group_size
+    root: nn.Module
+    step: Step
+    schedule: Schedule
+    steps: PartitionedStepCache
+    mesh: Mesh
+    seed: int
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
         self._lowered = lru_cache(maxsize=32)(self._lower)
-        self._widened = lru_cache(maxsize=8)(partial(widened, schedule))
+        self._widened = lru_cache(maxsize=8)(partial(widened, self.schedule))
 
     def num_ahead(self, placement: Placement) -> int:
         """Returns how many receives of an edge are posted before they are needed."""
@@ -246,7 +233,7 @@ class BatchLayout:
         if any(view is not None for view in views):
             splits = all(view is not None and view.is_splittable for view in views)
         mesh, num_ranks = self.mesh, self.schedule.num_ranks
-        group_size = (self._group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
+        group_size = (self.group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
         counts = groups(total) if groups else None
         starts = tuple(work.partitioned.first_stage for work in works)
@@ -297,7 +284,7 @@ class BatchLayout:
     ) -> list[MicrobatchWork]:
         microbatches = split(batch, sizes, self.steps.form)
         indices = range(len(microbatches))
-        seeds = [microbatch_seed(self._seed, self.mesh.pipeline, batch_index, i) for i in indices]
+        seeds = [microbatch_seed(self.seed, self.mesh.pipeline, batch_index, i) for i in indices]
         cut_steps = self.steps.of_batch(microbatches, seeds, arguments)
         works = []
         for index, microbatch in enumerate(microbatches):
@@ -306,7 +293,7 @@ class BatchLayout:
             works.append(
                 MicrobatchWork(
                     index=index,
-                    call=StepCall(self._step, self.root, microbatch, arguments, written),
+                    call=StepCall(self.step, self.root, microbatch, arguments, written),
                     seed=seed,
                     partitioned=cut_step,
                     num_samples=sizes[index],

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -64,33 +64,29 @@ _NO_WAIT_S = 2e-4  # a wait that took less did not wait
 _SHRINK = 0.9  # what is made of a wait that was filled for too long, by an unknown time
 
 
+@dataclass(eq=False)
 class FrozenWork:
     """The frozen parts of one step.
 
-    Args:
+    Attributes:
         parts: All parts of the batch, those of other ranks too.
         group_size: Samples on which a layer runs at a time; `None` for a microbatch at a time.
         works: The microbatches of the step.
         placement: Which rank runs which stage.
         local_rank: This rank's position in its pipeline.
         device: Where results live.
-
-    Attributes:
         ran: Stamps between which this rank encoded in bubbles.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[EncodePart],
-        group_size: int | None,
-        works: Sequence[MicrobatchWork],
-        placement: Placement,
-        local_rank: int,
-        device: torch.device,
-    ) -> None:
-        self._parts, self._group_size, self._works = tuple(parts), group_size, works
-        self._placement, self._local_rank, self._device = placement, local_rank, device
-        self.ran: list[tuple[Any, Any]] = []
+    parts: Sequence[EncodePart]
+    group_size: int | None
+    works: Sequence[MicrobatchWork]
+    placement: Placement
+    local_rank: int
+    device: torch.device
+    ran: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
         self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []
         self._exchange: PendingWork | None = None
@@ -98,32 +94,32 @@ class FrozenWork:
     @property
     def own_parts(self) -> list[EncodePart]:
         """The parts this rank encodes."""
-        return [part for part in self._parts if part.rank == self._local_rank]
+        return [part for part in self.parts if part.rank == self.local_rank]
 
     @property
     def num_own_groups(self) -> int:
         """Groups of samples this rank encodes."""
         return sum(
-            1 if self._group_size is None else math.ceil(part.num_samples / self._group_size)
+            1 if self.group_size is None else math.ceil(part.num_samples / self.group_size)
             for part in self.own_parts
         )
 
     def encode(self, index: int) -> None:
         """Runs the frozen layers for one of this rank's parts."""
         view, work, samples = self._work_of(index)
-        self.add_results(index, view.whole(work.call, work.seed, samples, self._group_size))
+        self.add_results(index, view.whole(work.call, work.seed, samples, self.group_size))
 
     def start(self, index: int) -> PausedRun:
         """Prepares the frozen layers for one of this rank's parts; runs nothing."""
         view, work, samples = self._work_of(index)
-        return view.start(work.call, work.seed, samples, self._group_size)
+        return view.start(work.call, work.seed, samples, self.group_size)
 
     def _work_of(self, index: int) -> tuple[FrozenView, MicrobatchWork, tuple[int, int] | None]:
-        part = self._parts[index]
-        work = self._works[part.microbatch]
+        part = self.parts[index]
+        work = self.works[part.microbatch]
         view = work.partitioned.frozen_view
         assert view is not None, "a plan with frozen parts for a step without frozen layers"
-        if self._group_size is None:  # layers that mix samples run on whole microbatches
+        if self.group_size is None:  # layers that mix samples run on whole microbatches
             return view, work, None
         return view, work, (part.start, part.stop)
 
@@ -139,15 +135,15 @@ class FrozenWork:
         if self._exchange is not None:
             return self._exchange
         sends, receives = [], []
-        for part in self._parts:
+        for part in self.parts:
             for stage, reader in self._readers(part):
-                if part.rank == self._local_rank != reader:
+                if part.rank == self.local_rank != reader:
                     rows = list(self._rows(part, stage).values())
-                    message = self._layout(part, stage).pack(rows, self._device)
+                    message = self._layout(part, stage).pack(rows, self.device)
                     sends.append(Parcel(MessageKey("frozen", stage, part.index), message, reader))
-                elif reader == self._local_rank != part.rank:
+                elif reader == self.local_rank != part.rank:
                     layout = self._layout(part, stage)
-                    buffer = layout.empty(self._device)
+                    buffer = layout.empty(self.device)
                     receives.append(
                         Parcel(MessageKey("frozen", stage, part.index), buffer, part.rank)
                     )
@@ -161,13 +157,13 @@ class FrozenWork:
         for part, stage, layout, buffer in self._arriving:
             tensors = dict(zip(self._keys(part, stage), layout.unpack(buffer), strict=True))
             joined.setdefault((part.microbatch, stage), []).append((part, tensors))
-        for part in self._parts:
+        for part in self.parts:
             for stage, reader in self._readers(part):
-                if part.rank == self._local_rank == reader:
+                if part.rank == self.local_rank == reader:
                     own = self._rows(part, stage)
                     joined.setdefault((part.microbatch, stage), []).append((part, own))
         for (microbatch, stage), pieces in joined.items():
-            work = self._works[microbatch]
+            work = self.works[microbatch]
             pieces.sort(key=lambda piece: piece[0].start)
             own = [tensors for _, tensors in pieces]
             work.frozen[stage] = join_samples(work.partitioned.graph, own)
@@ -177,18 +173,18 @@ class FrozenWork:
 
     def _readers(self, part: EncodePart) -> list[tuple[int, int]]:
         """Returns (stage, position) of every stage that reads results of this part."""
-        stages = self._works[part.microbatch].partitioned.cut.stages
+        stages = self.works[part.microbatch].partitioned.cut.stages
         return [
-            (stage.index, self._placement.rank_of(stage.index, part.microbatch))
+            (stage.index, self.placement.rank_of(stage.index, part.microbatch))
             for stage in stages
             if stage.frozen_received
         ]
 
     def _keys(self, part: EncodePart, stage: int) -> tuple[TensorKey, ...]:
-        return self._works[part.microbatch].partitioned.cut.stages[stage].frozen_received
+        return self.works[part.microbatch].partitioned.cut.stages[stage].frozen_received
 
     def _layout(self, part: EncodePart, stage: int) -> MessageLayout:
-        graph, specs = self._works[part.microbatch].partitioned.graph, []
+        graph, specs = self.works[part.microbatch].partitioned.graph, []
         for spec in map(graph.spec, self._keys(part, stage)):
             if spec.rows:
                 shape = (spec.rows * part.num_samples, *spec.shape[1:])
@@ -199,7 +195,7 @@ class FrozenWork:
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """Returns this part's own rows of its results."""
-        graph = self._works[part.microbatch].partitioned.graph
+        graph = self.works[part.microbatch].partitioned.graph
         own = {}
         for key in self._keys(part, stage):
             tensor, rows = self._results[part.index][key], graph.spec(key).rows

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.comm.transport import MessageKey, P2PTransport, PendingWork, Transport
+from lightning_diffpipe.comm.transport import MessageKey, PendingWork, Transport
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.lowering import delivered, lower, receives_due
@@ -88,19 +88,13 @@ class Engine:
         self._clock = clock_for(layout.mesh.device)
         self._prepared: PreparedBatches | None = None
         mesh, placement = layout.mesh, layout.schedule.placement
-        stash = Stash()
-        self._transport = transport or P2PTransport(
-            mesh,
-            placement.num_stages,
-            _delivered(layout.schedule, mesh.local_rank),
-            _due(layout, layout.schedule),
-        )
-        self._runner = StageRunner(stash, mesh.device, check_finite)
-        self._ends = ChainEnds(placement, mesh.local_rank, mesh.device, self._runner)
+        self._transport = transport or Transport(mesh)
+        self._follow(layout.schedule)
+        self._runner = StageRunner(Stash(), mesh.device, check_finite)
+        self._ends = ChainEnds(placement, mesh.local_rank, self._runner)
         self.executor = Executor(
             mesh.local_rank,
             self._runner,
-            stash,
             self._transport,
             self._start_reduction,
             lambda works: self._ends.gather(works, self._transport),
@@ -108,7 +102,6 @@ class Engine:
             self._clock,
         )
         self._results = ResultSharing(mesh, placement.rank_of(placement.num_stages - 1, 0))
-        self._followed = layout.schedule
 
     @property
     def num_pipelines(self) -> int:
@@ -180,10 +173,8 @@ class Engine:
         if prepared:
             prepared.prepare(upcoming, batch_index)
         if step.base is not self._followed:  # other messages than in the batch before
-            mesh, self._followed = self.layout.mesh, step.base
-            mesh.connect_edges(messages_of_edge(step.base))
-            confirmed, due = _delivered(step.base, mesh.local_rank), _due(self.layout, step.base)
-            self._transport.follow(step.base.num_stages, confirmed, due)
+            self.layout.mesh.connect_edges(messages_of_edge(step.base))
+            self._follow(step.base)
         weighted = step.works[0].partitioned.graph.weighted
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         picture = self._picture and partial(self._picture, step.schedule, rank=rank)
@@ -213,12 +204,18 @@ class Engine:
         self.drop_prepared()
         self._transport.close()
 
+    def _follow(self, schedule: Schedule) -> None:
+        """Says to the transport which messages there will be, and what each of them confirms."""
+        self._followed, rank = schedule, self.layout.mesh.local_rank
+        confirmed, due = _delivered(schedule, rank), _due(self.layout, schedule)
+        self._transport.follow(schedule.num_stages, confirmed, due)
+
     def _share_results(self, works: Sequence[MicrobatchWork]) -> PendingWork | None:
         self._ends.report(works)
         under_way = self._results.start(works, self._alarm)
         if not under_way:
             return None
-        return self._transport.awaited(under_way, "loss and metrics", lambda: None)
+        return self._transport.awaited(under_way, "loss and metrics")
 
     def _start_reduction(self) -> PendingWork | None:
         if not self._reduces:

@@ -35,7 +35,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.runtime.bubbles import Filler, FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, Stash
+from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
 
 Works = Sequence[MicrobatchWork] | Mapping[int, MicrobatchWork]
 """Microbatches by the numbers that a program gives them."""
@@ -54,51 +54,42 @@ class PendingWait:
     is_ready: Callable[[], bool]
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs one rank's program.
 
-    Args:
+    Attributes:
         local_rank: This rank's position in its pipeline.
         runner: Forwards and backwards of the stages it holds.
-        stash: What lives between instructions; shared with the runner.
         transport: Carries the messages.
         start_reduction: Begins to sum gradients over the ranks that hold the same parameters; `None` if
             there is nothing to wait for.
         gather_ends: Begins to bring what the loss reads of several chains to one rank; `None` likewise.
         share_results: Begins to bring loss and metrics of the microbatches to all ranks; `None` likewise.
         clock: Stamps the measured timeline.
-
-    Attributes:
         recording: When the instructions of the running, or last, program ran.
         position: The instruction it stands at.
         flushes: Nothing is under way when a program has ended.
         update: Steps the optimizers, whose gradients are those of a batch of which this is the last microbatch.
     """
 
-    def __init__(
-        self,
-        local_rank: int,
-        runner: StageRunner,
-        stash: Stash,
-        transport: Transport,
-        start_reduction: Callable[[], PendingWork | None],
-        gather_ends: Callable[[Sequence[MicrobatchWork]], PendingWork | None],
-        share_results: Callable[[Sequence[MicrobatchWork]], PendingWork | None],
-        clock: Clock,
-    ) -> None:
-        self.local_rank = local_rank
-        self.recording = Recording(local_rank, clock)
-        self.position = 0
-        self.flushes = True
-        self.update: Callable[[MicrobatchWork], None] | None = None
-        self._runner, self._stash, self._transport = runner, stash, transport
-        self._start_reduction = start_reduction
-        self._gather_ends, self._share_results = gather_ends, share_results
-        self._clock = clock
+    local_rank: int
+    runner: StageRunner
+    transport: Transport
+    start_reduction: Callable[[], PendingWork | None]
+    gather_ends: Callable[[Sequence[MicrobatchWork]], PendingWork | None]
+    share_results: Callable[[Sequence[MicrobatchWork]], PendingWork | None]
+    clock: Clock
+    position: int = 0
+    flushes: bool = True
+    update: Callable[[MicrobatchWork], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.recording = self.begin()
 
     def begin(self) -> Recording:
         """Returns a new recording, for the program that runs next."""
-        self.recording = Recording(self.local_rank, self._clock)
+        self.recording = Recording(self.local_rank, self.clock)
         return self.recording
 
     def run(
@@ -118,20 +109,20 @@ class Executor:
         try:
             for self.position, instruction in enumerate(program):
                 start = recording.stamp()
-                self._transport.come_to(instruction)
+                self.transport.come_to(instruction)
                 yield from self._execute(instruction, works, frozen)
                 recording.add(instruction, start)
             if self.flushes:
-                self._transport.finish()
-                self._stash.check_empty()
+                self.transport.finish()
+                self.runner.stash.check_empty()
         except BaseException:
-            self._stash.clear()
+            self.runner.stash.clear()
             raise
 
     def _execute(
         self, instruction: Instruction, works: Works, frozen: FrozenWork | None
     ) -> Iterator[PendingWait]:
-        runner, transport = self._runner, self._transport
+        runner, transport = self.runner, self.transport
         match instruction:
             case Forward(stage, microbatch):
                 runner.forward(stage, works[microbatch])
@@ -161,10 +152,10 @@ class Executor:
                 exchange.wait()
                 frozen.deliver()
             case ReduceGradients():
-                yield from self._wait_for(self._start_reduction(), instruction)
+                yield from self._wait_for(self.start_reduction(), instruction)
             case ShareResults():
-                yield from self._wait_for(self._gather_ends(works), instruction)
-                yield from self._wait_for(self._share_results(works), instruction)
+                yield from self._wait_for(self.gather_ends(works), instruction)
+                yield from self._wait_for(self.share_results(works), instruction)
             case ForwardNoGrad(stage, microbatch):
                 runner.forward_no_grad(stage, works[microbatch])
             case UpdateWeights(_, microbatch):

@@ -26,10 +26,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.comm.transport import P2PTransport, PendingWork, Transport
+from lightning_diffpipe.comm.transport import PendingWork, Transport
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
+from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
 from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_program, unrolled
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
@@ -137,21 +138,10 @@ class FreeRunningEngine(Engine):
         check_finite: bool = False,
         transport: Transport | None = None,
     ) -> None:
-        mesh, schedule = layout.mesh, layout.schedule
-        self._per_batch = schedule.num_microbatches
+        self._per_batch = layout.schedule.num_microbatches
         # More than can be under way anywhere, and twice that, until the last message has confirmed another.
-        self._ring = ring = self._per_batch * (2 * schedule.num_ranks + 2)
-        # Which of the messages that this rank sent another one confirms, wherever in the loop.
-        looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
-        confirmed = {
-            message_key(wait, ring): [message_key(send, ring) for send in sends]
-            for wait, sends in delivered(looped)[mesh.local_rank].items()
-            if ring <= wait.microbatch < 2 * ring
-        }
-        stages = schedule.placement.num_stages
-        super().__init__(
-            layout, reducer, check_finite, transport or P2PTransport(mesh, stages, confirmed)
-        )
+        self._ring = self._per_batch * (2 * layout.schedule.num_ranks + 2)
+        super().__init__(layout, reducer, check_finite, transport)
         self.optimizers: Sequence[Optimizer] = ()
         self.clip_value: float | None = None
         self.versions = WeightVersions(parameters, staleness)
@@ -165,7 +155,7 @@ class FreeRunningEngine(Engine):
         self._settings: dict[int, list[dict[str, Any]]] = {}
         self._under_way: deque[_UnderWay] = deque()
         # After so many batches the first rank has what the last one sent, without waiting for it.
-        self._results_after = -(-warmup_forwards(schedule.placement, 0) // self._per_batch)
+        self._results_after = -(-warmup_forwards(layout.schedule.placement, 0) // self._per_batch)
 
     @property
     def is_empty(self) -> bool:
@@ -198,7 +188,7 @@ class FreeRunningEngine(Engine):
         self._run(program, frozen, flushes=False)
         self.layout.steps.count()
         started = self._results.start(works, alarm)
-        sharing = self._transport.awaited(started, "loss and metrics", lambda: None)
+        sharing = self._transport.awaited(started, "loss and metrics")
         num_samples = sum(work.num_samples for work in works)
         self._recording = self.executor.recording
         self._under_way.append(_UnderWay(batch_index, num_samples, sharing))
@@ -254,6 +244,17 @@ class FreeRunningEngine(Engine):
         self._under_way.clear()
         self._results.clear()
         super().close()
+
+    def _follow(self, schedule: Schedule) -> None:
+        # Which of the messages that this rank sent another one confirms, wherever in the loop.
+        ring, rank = self._ring, self.layout.mesh.local_rank
+        looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
+        confirmed = {
+            message_key(wait, ring): [message_key(send, ring) for send in sends]
+            for wait, sends in delivered(looped)[rank].items()
+            if ring <= wait.microbatch < 2 * ring
+        }
+        self._transport.follow(schedule.num_stages, confirmed)
 
     def _loop(self, batches: range, **options: Any) -> Program:
         schedule, rank = self.layout.schedule, self.layout.mesh.local_rank

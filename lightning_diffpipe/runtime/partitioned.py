@@ -54,10 +54,11 @@ Step = Callable[..., Any]
 """The user's step: module, batch and further arguments to loss."""
 
 
+@dataclass(eq=False)
 class PartitionedStepCache:
     """One cut step for each signature of a microbatch.
 
-    Args:
+    Attributes:
         root: The module.
         step: The user's step.
         graph: The graph that was planned with.
@@ -73,33 +74,26 @@ class PartitionedStepCache:
         bears_nan: The code after the last layer is known to run on NaN; see `FormView`.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        step: Step,
-        graph: LayerGraph,
-        positions: Sequence[int],
-        placement: Placement,
-        local_rank: int,
-        interception: Interception,
-        device: torch.device,
-        known: Sequence[LayerGraph] = (),
-        exemplar: Exemplar | None = None,
-        forms: Sequence[StepForm] = (),
-        throws_coins: bool = True,
-        bears_nan: bool = False,
-    ) -> None:
-        self._root = root
-        self._step = step
-        self._planned_step = exemplar.of_step(step) if exemplar else step
-        self._graph = graph
-        bounds = [0, *positions, len(graph.path)]
+    root: nn.Module
+    step: Step
+    graph: LayerGraph
+    positions: Sequence[int]
+    placement: Placement
+    local_rank: int
+    interception: Interception
+    device: torch.device
+    known: Sequence[LayerGraph] = ()
+    exemplar: Exemplar | None = None
+    forms: Sequence[StepForm] = ()
+    throws_coins: bool = True
+    bears_nan: bool = False
+
+    def __post_init__(self) -> None:
+        self._planned_step = self.exemplar.of_step(self.step) if self.exemplar else self.step
+        bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
-        self._planned = PlacedCalls(graph.path_names, tuple(stage_of), placement)
-        self._local_rank = local_rank
-        self._interception = interception
-        self._forms, self._throws_coins = list(forms), throws_coins
-        self._bears_nan = bears_nan
+        self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
+        self._forms = list(self.forms)
         self._first: tuple[str, StepForm] | None = None
         self._graphs: dict[str, dict[tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, FormView] = {}
@@ -107,9 +101,11 @@ class PartitionedStepCache:
         self._cut_steps: dict[tuple[str, tuple[str, ...], PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
         self._dummies = DummyMemory()
-        if device.type == "cpu":  # the probe saw host tensors, whose types autocast leaves alone
-            self._add(graph)
-        for other in known:
+        if (
+            self.device.type == "cpu"
+        ):  # the probe saw host tensors, whose types autocast leaves alone
+            self._add(self.graph)
+        for other in self.known:
             self._add(other)
 
     def _add(self, graph: LayerGraph) -> LayerGraph:
@@ -118,12 +114,12 @@ class PartitionedStepCache:
     @property
     def needs_values(self) -> bool:
         """Whether the step can be traced on values only, of which this rank holds a part."""
-        return self._graph.needs_values
+        return self.graph.needs_values
 
     @property
     def form(self) -> BatchForm | ModuleSplit | None:
         """That of the batch that was planned with."""
-        return self._graph.form
+        return self.graph.form
 
     def of(
         self, microbatch: Any, seed: int, arguments: tuple[Any, ...] = (), is_first: bool = True
@@ -146,10 +142,10 @@ class PartitionedStepCache:
         graph = next(iter(self._graphs[key].values()))
         if key not in self._views:
             self._views[key] = FormView(
-                self._root, graph, self._interception, self._dummies, bears_nan=self._bears_nan
+                self.root, graph, self.interception, self._dummies, bears_nan=self.bears_nan
             )
-        call = StepCall(self._step, self._root, microbatch, arguments, graph.batch_writes)
-        if is_first or self._throws_coins or self._first is None or self._first[0] != key:
+        call = StepCall(self.step, self.root, microbatch, arguments, graph.batch_writes)
+        if is_first or self.throws_coins or self._first is None or self._first[0] != key:
             self._first = key, self._views[key].form_of(call, seed, self._forms)
         form = self._first[1]
         if (key, form) not in self._made:
@@ -184,9 +180,9 @@ class PartitionedStepCache:
             self._forms.append(form)
         names = names_of(form)
         if names not in self._graphs[key]:
-            with untouched(self._root), generators_preserved(self._root):
+            with untouched(self.root), generators_preserved(self.root):
                 _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
-            graph = self._add(self._probed(key, call.batch, exemplar.of_step(self._step)))
+            graph = self._add(self._probed(key, call.batch, exemplar.of_step(self.step)))
             if graph.layer_names != names:
                 raise GraphError(
                     f"the step takes a form of {len(names)} layer calls that cannot be probed: run again with what "
@@ -196,7 +192,7 @@ class PartitionedStepCache:
 
     def _probed(self, key: str, microbatch: Any, step: Step) -> LayerGraph:
         try:
-            return reprobe(self._root, step, microbatch, self._graph, any_form=True)
+            return reprobe(self.root, step, microbatch, self.graph, any_form=True)
         except Exception as error:  # of the user's own code, say, which finds NaN
             if not self.needs_values:
                 raise
@@ -224,8 +220,8 @@ class PartitionedStepCache:
             return self._planned_step(module, batch, *arguments)
 
         graphs = self._graphs.get(batch_signature(microbatch))
-        graph = graphs.get(self._graph.layer_names, self._graph) if graphs else self._graph
-        require_unchanged(self._root, step, microbatch, graph)
+        graph = graphs.get(self.graph.layer_names, self.graph) if graphs else self.graph
+        require_unchanged(self.root, step, microbatch, graph)
 
     def remember(self, memo: Memo | None) -> None:
         """Calls frozen layers through a memo from now on; None calls them as they are."""
@@ -241,10 +237,10 @@ class PartitionedStepCache:
         pieces = self._cut(graph, calls)
         if pieces is None:
             raise self._does_not_fit(graph)
-        root, interception, memory = self._root, self._interception, self._dummies
+        root, interception, memory = self.root, self.interception, self._dummies
         views = {
             stage: StageView(root, graph, pieces.stages[stage], interception, memory)
-            for stage in calls.placement.stages_of(self._local_rank)
+            for stage in calls.placement.stages_of(self.local_rank)
         }
         frozen = end = None
         if pieces.frozen.layers:
@@ -288,7 +284,7 @@ class PartitionedStepCache:
         return None
 
     def _does_not_fit(self, graph: LayerGraph) -> GraphError:
-        planned = self._graph
+        planned = self.graph
         return GraphError(
             f"the step takes a form of {len(graph.path)} calls of trained layers that does not fit on the ranks "
             f"of the one that was planned, of {len(planned.path)}: "

@@ -21,6 +21,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,25 +89,23 @@ class RelayView:
             yield
 
 
+@dataclass(eq=False)
 class RelayRun(ForwardOnlyRun):
     """Answers calls while a relay view is active.
 
-    Args:
+    Attributes:
         owners: By the identity of a parameter, who answers for it, and its name.
         state: By the name of a module, who keeps buffers inside it.
         share: As for the view.
+        inside: A module runs, or this rank calls modules by itself.
     """
 
-    def __init__(
-        self,
-        owners: Mapping[int, tuple[int, str]],
-        state: Mapping[str, set[int]],
-        share: Share,
-    ) -> None:
-        self.inside = False
-        self._owners, self._state, self._share = owners, state, share
-        self._decisions: dict[str, int | None] = {}
-        self._lent: dict[int, Tensor] = {}
+    owners: Mapping[int, tuple[int, str]]
+    state: Mapping[str, set[int]]
+    share: Share
+    inside: bool = False
+    _decisions: dict[str, int | None] = field(default_factory=dict)
+    _lent: dict[int, Tensor] = field(default_factory=dict)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a module, receives its output, or enters it."""
@@ -114,25 +113,25 @@ class RelayRun(ForwardOnlyRun):
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
             parameters = site.module.parameters()
-            owners = {self._owners[id(p)][0] for p in parameters if id(p) in self._owners}
-            owners |= self._state.get(site.name, set())
+            owners = {self.owners[id(p)][0] for p in parameters if id(p) in self.owners}
+            owners |= self.state.get(site.name, set())
             self._decisions[site.name] = owners.pop() if len(owners) == 1 else None
         owner = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
         if any(is_placeholder(p) for p in site.module.parameters()):
-            return self._share(owner, None)
-        return self._share(owner, self._execute(site, args, kwargs))
+            return self.share(owner, None)
+        return self.share(owner, self._execute(site, args, kwargs))
 
     def lend(self, parameter: Tensor) -> Tensor | None:
         """Returns the value of a parameter that not all ranks hold, None if all do."""
-        entry = self._owners.get(id(parameter))
+        entry = self.owners.get(id(parameter))
         if entry is None or self.inside:
             return None
         owner, name = entry
         if id(parameter) not in self._lent:
             here = None if is_placeholder(parameter) else parameter.detach()
-            value = self._share(owner, here)
+            value = self.share(owner, here)
             if not isinstance(value, Tensor):
                 raise ForeignLayerError(f"{name} is read here, but no rank holds it")
             self._lent[id(parameter)] = value

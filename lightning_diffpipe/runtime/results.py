@@ -267,21 +267,22 @@ def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     )
 
 
+@dataclass(eq=False)
 class ChainEnds:
     """Brings what the loss reads of all chains to one rank.
 
-    Args:
+    Attributes:
         placement: Where the stages run.
         local_rank: This rank's position in its pipeline.
-        device: Where messages live.
         runner: Runs the code after the last layer.
     """
 
-    def __init__(
-        self, placement: Placement, local_rank: int, device: torch.device, runner: StageRunner
-    ) -> None:
-        self._placement, self._local_rank, self._device = placement, local_rank, device
-        self._runner = runner
+    placement: Placement
+    local_rank: int
+    runner: StageRunner
+
+    def __post_init__(self) -> None:
+        placement = self.placement
         firsts = placement.first_stages
         self._last_stages = tuple(placement.backbone_of(first)[-1] for first in firsts)
         self._reporter = placement.rank_of(self._last_stages[-1], 0)
@@ -291,17 +292,19 @@ class ChainEnds:
         """Begins to send this rank's ends, or to receive those of others; `None` if there is one chain."""
         sends, receives = [], []
         for stage in self._last_stages if len(self._last_stages) > 1 else ():
-            rank = self._placement.rank_of(stage, 0)
-            if rank == self._reporter or self._local_rank not in (rank, self._reporter):
+            rank = self.placement.rank_of(stage, 0)
+            if rank == self._reporter or self.local_rank not in (rank, self._reporter):
                 continue
             for work in works:
                 key, layout = MessageKey("end", stage, work.index), _layout(work, stage)
-                if self._local_rank == rank:
+                if self.local_rank == rank:
                     # Nothing of a chain that this form of the step leaves out.
                     tensors = list(work.ends.pop(stage, {}).values())
-                    sends.append(Parcel(key, layout.pack(tensors, self._device), self._reporter))
+                    sends.append(
+                        Parcel(key, layout.pack(tensors, self.runner.device), self._reporter)
+                    )
                 else:
-                    buffer = layout.empty(self._device)
+                    buffer = layout.empty(self.runner.device)
                     receives.append(Parcel(key, buffer, rank))
                     self._arriving.append((work, stage, layout, buffer))
         return transport.exchange(sends, receives) if sends or receives else None
@@ -311,9 +314,9 @@ class ChainEnds:
         for work, stage, layout, buffer in self._arriving:
             work.ends[stage] = dict(zip(_keys(work, stage), layout.unpack(buffer), strict=True))
         self._arriving.clear()
-        if len(self._last_stages) > 1 and self._local_rank == self._reporter:
+        if len(self._last_stages) > 1 and self.local_rank == self._reporter:
             for work in works:
-                self._runner.report(self._last_stages[-1], work)
+                self.runner.report(self._last_stages[-1], work)
 
 
 def _keys(work: MicrobatchWork, stage: int) -> tuple[TensorKey, ...]:

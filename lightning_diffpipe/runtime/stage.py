@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.step import StepCall, logged_values
 from lightning_diffpipe.graph.view import Memo, StageRun, StageView
 from lightning_diffpipe.planning.schedule import Placement
+
+
+class BoundaryMessage(NamedTuple):
+    """The tensors that cross a stage boundary together, and where they lie in the message."""
+
+    keys: tuple[TensorKey, ...]
+    layout: MessageLayout
 
 
 @dataclass
@@ -69,22 +76,24 @@ class PartitionedStep:
                 view.remember(memo)
 
     @cached_property
-    def activation_layouts(self) -> tuple[MessageLayout, ...]:
-        """For each stage, the message that carries what it receives from the stage before."""
-        return tuple(self._layout(stage.message) for stage in self.cut.stages)
+    def messages(self) -> dict[str, tuple[BoundaryMessage, ...]]:
+        """By kind, for each stage, the message into it.
 
-    @cached_property
-    def gradient_layouts(self) -> tuple[MessageLayout, ...]:
-        """For each stage, the message that carries the gradients of what it sent."""
-        return tuple(map(self._layout, self.gradient_keys))
-
-    @cached_property
-    def gradient_keys(self) -> tuple[tuple[TensorKey, ...], ...]:
-        """For each stage, what it sent to the stage after it and gets gradients of; nothing after the last."""
-        return (*(stage.message_gradients for stage in self.cut.stages[1:]), ())
-
-    def _layout(self, keys: tuple[TensorKey, ...]) -> MessageLayout:
-        return MessageLayout.of([self.graph.spec(key) for key in keys])
+        An `"activation"` is what it receives from the stage before, a `"gradient"` that of what it sent to the
+        stage after it; none comes back to the last one.
+        """
+        stages = self.cut.stages
+        carried = {
+            "activation": [stage.message for stage in stages],
+            "gradient": [*(stage.message_gradients for stage in stages[1:]), ()],
+        }
+        spec = self.graph.spec
+        return {
+            kind: tuple(
+                BoundaryMessage(keys, MessageLayout.of([*map(spec, keys)])) for keys in each
+            )
+            for kind, each in carried.items()
+        }
 
 
 @dataclass
@@ -182,30 +191,29 @@ class Stash:
         self._values.clear()
 
 
+@dataclass(eq=False)
 class StageRunner:
     """Runs forwards and backwards of the stages one rank holds.
 
-    Args:
+    Attributes:
         stash: Where received and produced tensors live between instructions.
         device: Where messages live.
         check_finite: Look for NaN and infinity in everything that is sent.
-
-    Attributes:
-        weights_of: Inside, weights are those with which a microbatch goes through forward and backward.
+        weights_of: Inside, weights are those with which a microbatch goes through forward and backward; the only
+            ones, unless they have versions.
     """
 
-    def __init__(self, stash: Stash, device: torch.device, check_finite: bool = False) -> None:
-        self._stash = stash
-        self._device = device
-        self._check_finite = check_finite
-        self.weights_of: Callable[[MicrobatchWork], AbstractContextManager[None]] = (
-            lambda work: contextlib.nullcontext()  # there is one version
-        )
+    stash: Stash
+    device: torch.device
+    check_finite: bool = False
+    weights_of: Callable[[MicrobatchWork], AbstractContextManager[None]] = field(
+        default=lambda work: contextlib.nullcontext()
+    )
 
     def forward(self, stage: int, work: MicrobatchWork) -> None:
         """Runs one microbatch through one stage; its outputs stay attached for the backward."""
         with self.weights_of(work):
-            self._stash.put("run", stage, work.index, self._run(stage, work))
+            self.stash.put("run", stage, work.index, self._run(stage, work))
 
     def forward_no_grad(self, stage: int, work: MicrobatchWork) -> None:
         """Runs one microbatch through a stage to which no gradient comes back; keeps what others read."""
@@ -221,11 +229,11 @@ class StageRunner:
         if cut.stages[stage].is_last:
             return run
         if message := cut.stages[stage + 1].message:
-            self._stash.put("sent", stage + 1, work.index, self._of(run, message))
+            self.stash.put("sent", stage + 1, work.index, self._of(run, message))
         for later in cut.stages[stage + 1 :]:
             if stage in later.handed:
                 handed = self._of(run, later.handed[stage])
-                self._stash.gather("handed", later.index, work.index, handed)
+                self.stash.gather("handed", later.index, work.index, handed)
         return run
 
     def report(self, stage: int, work: MicrobatchWork) -> None:
@@ -267,21 +275,21 @@ class StageRunner:
 
     def backward(self, stage: int, work: MicrobatchWork) -> None:
         """Backpropagates one microbatch through one stage and frees its activations."""
-        run: StageRun = self._stash.take("run", stage, work.index)
+        run: StageRun = self.stash.take("run", stage, work.index)
         with self.weights_of(work):
             upstream = run.backward(self._gradients(stage, work), work.loss_scale)
         self._keep_upstream(stage, work, upstream)
 
     def backward_input(self, stage: int, work: MicrobatchWork) -> None:
         """Runs the half of a backward that the stage before waits for."""
-        run: StageRun = self._stash.take("run", stage, work.index)
+        run: StageRun = self.stash.take("run", stage, work.index)
         upstream = run.backward_input(self._gradients(stage, work), work.loss_scale)
         self._keep_upstream(stage, work, upstream)
-        self._stash.put("weights", stage, work.index, run)
+        self.stash.put("weights", stage, work.index, run)
 
     def backward_weight(self, stage: int, work: MicrobatchWork) -> None:
         """Runs the half that no stage waits for, and frees the activations."""
-        run: StageRun = self._stash.take("weights", stage, work.index)
+        run: StageRun = self.stash.take("weights", stage, work.index)
         run.backward_weight()
 
     def _keep_upstream(
@@ -290,28 +298,30 @@ class StageRunner:
         cut = work.partitioned.cut.stages[stage]
         if keys := cut.message_gradients:
             of_message = {key: upstream[key] for key in keys}
-            self._stash.put("upstream", stage - 1, work.index, of_message)
+            self.stash.put("upstream", stage - 1, work.index, of_message)
         for before, keys in cut.handed_gradients.items():
             returned = {key: upstream[key] for key in keys}
             if returned:
-                self._stash.gather("returned", before, work.index, returned, torch.add)
+                self.stash.gather("returned", before, work.index, returned, torch.add)
 
     def outgoing_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
         """Returns the message into `stage`: what the stage before it produced, or gradients of what it sent."""
         what = "sent" if kind == "activation" else "upstream"
-        tensors = self._taken(what, stage, work, self._keys(kind, stage, work))
+        keys, layout = work.partitioned.messages[kind][stage]
+        tensors = self._taken(what, stage, work, keys)
         self._check(kind, stage, work, tensors)
-        return self._layout(kind, stage, work).pack(list(tensors.values()), self._device)
+        return layout.pack(list(tensors.values()), self.device)
 
     def incoming_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
         """Returns an empty buffer of the right size for a message."""
-        return self._layout(kind, stage, work).empty(self._device)
+        return work.partitioned.messages[kind][stage].layout.empty(self.device)
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
         """Takes a received message apart, for the instruction that will need it."""
-        tensors = self._layout(kind, stage, work).unpack(buffer)
-        if keys := self._keys(kind, stage, work):
-            self._stash.put(kind, stage, work.index, dict(zip(keys, tensors, strict=True)))
+        keys, layout = work.partitioned.messages[kind][stage]
+        if keys:
+            tensors = dict(zip(keys, layout.unpack(buffer), strict=True))
+            self.stash.put(kind, stage, work.index, tensors)
 
     def _received(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
         """Returns what a stage gets from earlier ones, of its own rank and of others."""
@@ -322,7 +332,8 @@ class StageRunner:
     def _gradients(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
         """Returns gradients of what a stage gave to later ones."""
         partitioned = work.partitioned
-        gradients = self._taken("gradient", stage, work, partitioned.gradient_keys[stage])
+        keys, _ = partitioned.messages["gradient"][stage]
+        gradients = self._taken("gradient", stage, work, keys)
         later = partitioned.cut.stages[stage + 1 :]
         handed = any(cut.handed_gradients.get(stage) for cut in later)
         for key, returned in self._taken("returned", stage, work, handed).items():
@@ -334,27 +345,12 @@ class StageRunner:
     ) -> dict[TensorKey, Tensor]:
         """Returns what the stash has; nothing where nothing is expected."""
         found: dict[TensorKey, Tensor] = {}
-        return self._stash.take(what, stage, work.index) if expected else found
-
-    @staticmethod
-    def _keys(kind: str, stage: int, work: MicrobatchWork) -> tuple[TensorKey, ...]:
-        """Returns what a message into a stage carries."""
-        partitioned = work.partitioned
-        if kind == "activation":
-            return partitioned.cut.stages[stage].message
-        return partitioned.gradient_keys[stage]
-
-    @staticmethod
-    def _layout(kind: str, stage: int, work: MicrobatchWork) -> MessageLayout:
-        partitioned = work.partitioned
-        if kind == "activation":
-            return partitioned.activation_layouts[stage]
-        return partitioned.gradient_layouts[stage]
+        return self.stash.take(what, stage, work.index) if expected else found
 
     def _check(
         self, kind: str, stage: int, work: MicrobatchWork, tensors: Mapping[TensorKey, Tensor]
     ) -> None:
-        if not self._check_finite:
+        if not self.check_finite:
             return
         for key, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -1,6 +1,6 @@
 """What a step's messages hold in memory, on a wire that knows who has read what.
 
-`P2PTransport` itself, all ranks in one process: `torch.distributed` is a dict here, whose works keep their
+`Transport` itself, all ranks in one process: `torch.distributed` is a dict here, whose works keep their
 tensors, as gloo's do, and fail where a real wait would block.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.comm import transport, waiting
-from lightning_diffpipe.comm.transport import MessageKey, P2PTransport
+from lightning_diffpipe.comm.transport import MessageKey, Transport
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
 from lightning_diffpipe.runtime.engine import _delivered
 from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
@@ -85,11 +85,11 @@ class Wire:
         return [operation() for operation in operations]
 
 
-class PolledTransport(P2PTransport):
+class PolledTransport(Transport):
     """Asks the wire whether a message is there, instead of waiting in a thread."""
 
     def is_ready(self, key):
-        return self._posted[key].work.polled()
+        return self._posted[key].begun.works[0].polled()
 
     def exchange(self, sends, receives):
         exchange = super().exchange(sends, receives)
@@ -117,9 +117,8 @@ def pipeline_on_a_wire(wire: Wire, *arguments: Any, **options: Any) -> Loopback:
         mesh.messages = {(a, b): (a, b) for a in positions for b in positions}
         mesh.pipeline_group = number
         confirmed = _delivered(pipeline.schedule, number)
-        rank.engine.executor._transport = PolledTransport(
-            mesh, pipeline.placement.num_stages, confirmed
-        )
+        rank.engine.executor.transport = PolledTransport(mesh)
+        rank.engine.executor.transport.follow(pipeline.placement.num_stages, confirmed)
     return pipeline
 
 
@@ -157,7 +156,7 @@ def test_what_was_sent_is_not_kept_longer_than_what_waits_for_a_backward(
         wire, Skips(), step, rows(16), len(replicas), NUM_MICROBATCHES,
         replicas=replicas, schedule=schedule,
     )  # fmt: skip
-    transports = [rank.engine.executor._transport for rank in pipeline.ranks]
+    transports = [rank.engine.executor.transport for rank in pipeline.ranks]
     most = [0] * len(transports)
 
     def look(rank, instruction):
@@ -235,7 +234,8 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
         messages={(0, 1): None}, world_rank=lambda position: position,
     )  # fmt: skip
     keys = [MessageKey("activation", 1, microbatch) for microbatch in range(2)]
-    ranks_own = P2PTransport(mesh, 2, due={Backward(1, 0): keys[:1]})
+    ranks_own = Transport(mesh)
+    ranks_own.follow(2, due={Backward(1, 0): keys[:1]})
     for key in keys:
         ranks_own.receive(key, SimpleNamespace(is_cuda=True, device="cuda"), 0)
     assert notes == ["compute stamps"] * 2
@@ -266,7 +266,7 @@ def test_sums_are_waited_for_on_behalf_of_the_stream_that_computes(monkeypatch):
         timeout_s=1.0, backend="gloo", device=torch.device("cuda", 1), local_rank=0, rank=0
     )
     work = SimpleNamespace(wait=lambda timeout: notes.append("waited"))
-    transport_of_rank = P2PTransport(mesh, 2)
+    transport_of_rank = Transport(mesh)
     exchange = transport_of_rank.awaited([work], "gradients", lambda: notes.append("read"))
     while not exchange.is_ready():
         time.sleep(1e-3)

@@ -75,9 +75,10 @@ class Messages(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         for step in trainer.strategy.pipeline.engine.layout.steps._made.values():
-            for stage, layout in enumerate(step.activation_layouts):
+            for stage, message in enumerate(step.messages["activation"]):
                 self.specs[stage] = [
-                    (str(spec.dtype), spec.requires_grad, spec.stride) for spec in layout.specs
+                    (str(spec.dtype), spec.requires_grad, spec.stride)
+                    for spec in message.layout.specs
                 ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_diffpipe.clock import CudaClock, HostClock
+from lightning_diffpipe.clock import Clock, CudaClock
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.waiting import Waiter
 from lightning_diffpipe.errors import ConfigurationError, GraphError
@@ -505,7 +505,7 @@ def lookahead_batches(filling, backend):
     layout = RankLayout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
     steps = SimpleNamespace(mesh=mesh, still_takes_its_forms=lambda step: True)
-    return PreparedBatches(filling, steps, HostClock())
+    return PreparedBatches(filling, steps, Clock())
 
 
 def test_filling_until_a_message_arrives_is_refused_where_no_host_sees_it():

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_diffpipe.comm import mesh
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.comm.transport import P2PTransport
+from lightning_diffpipe.comm.transport import Transport
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import reduction
@@ -57,7 +57,7 @@ def parts(monkeypatch):
     )
     own._reduction[RANKS] = "group"
     reducer = GradientReducer(own, parameters, dict.fromkeys(parameters, RANKS))
-    transport = P2PTransport(own, 1)
+    transport = Transport(own)
     yield parameters, lambda: reducer.start(transport.awaited)
     transport.close()
 
