@@ -5,10 +5,11 @@ no training step reads (a VAE's decoder), for validation and sampling. State tha
 stays on the stage that runs them, and is used nowhere else.
 
 A full checkpoint looks as if one process had written it: every tensor under its fully qualified name. `collect`
-brings the tensors that rank 0 does not hold to it, one at a time, through host memory, so that nothing but rank 0's
-state dict has to fit anywhere; of several pipelines the first takes part, as the others hold copies. `spread` does
-the reverse for every rank of a pipeline, when training has ended and the module shall be whole again. `take_over`
-reads a rank's part of such a state dict. Entries that are no tensors (`get_extra_state`) are those of rank 0.
+brings the tensors that rank 0 does not hold to it, those of optimizers, too, one at a time, through host memory, so
+that nothing but rank 0's state has to fit anywhere; of several pipelines the first takes part, as the others hold
+copies. `spread` does the reverse for every rank of a pipeline, when training has ended and the module shall be
+whole again. `take_over` reads a rank's part of such a state dict. Entries that are no tensors (`get_extra_state`)
+are those of rank 0.
 """
 
 from __future__ import annotations
@@ -128,28 +129,40 @@ def warn_of_statistics(graph: LayerGraph, pieces: Cut, placement: Placement) -> 
             )  # fmt: skip
 
 
-def collect(tensors: Mapping[str, Any], owners: Mapping[str, int], mesh: Mesh) -> dict[str, Any]:
-    """Brings the entries of a state dict together on world rank 0.
+def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> dict[Any, Any]:
+    """Brings the entries of a state together on world rank 0.
 
     Args:
-        tensors: This rank's entries by name, in the same order on every rank. Those of other owners are
-            placeholders of the right shape and dtype.
-        owners: For names not held everywhere: the position in the pipeline that holds them.
+        state: This rank's entries, tensors or values with tensors inside of lists and dicts. Those of other owners
+            may be there, too, as placeholders.
+        owners: For entries not held everywhere: the position in the pipeline that holds them.
         mesh: This rank's groups.
 
     Returns:
-        On world rank 0 all entries, tensors on the host; elsewhere an empty dict.
+        On world rank 0 all entries, tensors on the host, in the order of its own state and then of the owners;
+        elsewhere an empty dict.
     """
     if mesh.pipeline != 0:
         return {}
-    gathered: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        owner = owners.get(name, 0)
-        if mesh.local_rank == owner and owner != 0:
-            mesh.send_to_first(as_bytes(_on_host(tensor)))
-        elif mesh.local_rank == 0:
-            gathered[name] = _received(tensor, owner, mesh) if owner else _on_host(tensor)
-    return gathered
+    own = {key: value for key, value in state.items() if owners.get(key, 0) == mesh.local_rank}
+    # Shapes and types. A tensor of a class of its own comes with its content, on the host: whoever unpickles one of
+    # a GPU puts it there, on a card that may be full.
+    outlines = mesh.on_first(
+        pytree.tree_map_only(
+            Tensor,
+            lambda x: torch.empty_like(x, device="meta") if _is_plain(x) else x.detach().cpu(),
+            own,
+        )
+    )
+    if mesh.local_rank != 0:
+        for value in filter(_is_plain, pytree.tree_leaves(own)):
+            mesh.send_to_first(as_bytes(_on_host(value)))
+        return {}
+    whole: dict[Any, Any] = pytree.tree_map(_on_host, own)
+    for owner, outline in enumerate(outlines[1:], start=1):
+        received = partial(_received, owner=owner, mesh=mesh)
+        whole |= pytree.tree_map_only(_is_plain, received, outline)
+    return {key: whole[key] for key in {**state, **whole} if key in whole}
 
 
 def owners_of_state(
@@ -200,7 +213,7 @@ def spread(
     """Gives every rank of a pipeline the tensors it lacks.
 
     Args:
-        tensors: As for `collect`.
+        tensors: This rank's by name; placeholders of the right shape and dtype for those of other owners.
         owners: As for `collect`.
         mesh: This rank's groups.
 
@@ -274,43 +287,6 @@ def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool
 
 def _common_tensors(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     return [name for name, value in own.items() if name in state and isinstance(value, Tensor)]
-
-
-def collect_optimizer_state(
-    state: Mapping[int, Mapping[str, Any]], owners: Mapping[int, int], mesh: Mesh
-) -> dict[int, dict[str, Any]]:
-    """Brings an optimizer's state together on world rank 0.
-
-    Args:
-        state: `optimizer.state_dict()["state"]`: values by parameter index and name, tensors perhaps inside of
-            lists and dicts. Every rank numbers all parameters of the module in the same way, whoever holds them.
-        owners: Position in the pipeline that holds each parameter index.
-        mesh: This rank's groups.
-
-    Returns:
-        On world rank 0 the state of all parameters, tensors on the host; elsewhere an empty dict.
-    """
-    if mesh.pipeline != 0:
-        return {}
-    own = {index: state[index] for index in state if owners.get(index, 0) == mesh.local_rank}
-    # Shapes and types. A tensor of a class of its own comes with its content, on the host: whoever unpickles one of
-    # a GPU puts it there, on a card that may be full.
-    outlines = mesh.on_first(
-        pytree.tree_map_only(
-            Tensor,
-            lambda x: torch.empty_like(x, device="meta") if _is_plain(x) else x.detach().cpu(),
-            own,
-        )
-    )
-    if mesh.local_rank != 0:
-        for value in filter(_is_plain, pytree.tree_leaves(own)):
-            mesh.send_to_first(as_bytes(_on_host(value)))
-        return {}
-    whole: dict[int, dict[str, Any]] = pytree.tree_map(_on_host, own)
-    for owner, outline in enumerate(outlines[1:], start=1):
-        received = partial(_received, owner=owner, mesh=mesh)
-        whole |= pytree.tree_map_only(_is_plain, received, outline)
-    return dict(sorted(whole.items()))
 
 
 def _is_plain(value: Any) -> bool:

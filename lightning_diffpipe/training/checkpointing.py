@@ -42,7 +42,6 @@ from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_b
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.runtime.ownership import (
     collect,
-    collect_optimizer_state,
     owners_of_state,
     refuse_misfit,
     take_over,
@@ -270,8 +269,8 @@ class CheckpointHooks(ParallelStrategy):
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
         with self._connected(self.division.mesh):
-            whole = collect_optimizer_state(state["state"], owners, self.division.mesh)
-        return {**state, "state": whole} if self.is_global_zero else {}
+            whole = collect(state["state"], owners, self.division.mesh)
+        return {**state, "state": dict(sorted(whole.items()))} if self.is_global_zero else {}
 
     @contextlib.contextmanager
     def _connected(self, mesh: Mesh) -> Iterator[None]:

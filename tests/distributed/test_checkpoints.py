@@ -21,7 +21,7 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.data import GlyphDataModule, ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.ownership import collect, collect_optimizer_state, spread
+from lightning_diffpipe.runtime.ownership import collect, spread
 from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
 from tests.distributed.scenarios import (
@@ -357,7 +357,7 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
         owners = {f"weight{owner}": owner for owner in range(3)}
         whole = collect(own, owners, mesh)
         state = {owner: {"step": 7, "average": own[f"weight{owner}"]} for owner in range(3)}
-        states = collect_optimizer_state(state, {owner: owner for owner in range(3)}, mesh)
+        states = collect(state, {owner: owner for owner in range(3)}, mesh)
         everywhere = spread(own, owners, mesh)
     if dies:
         raise AssertionError(f"rank {rank} noticed")
@@ -411,7 +411,7 @@ def collect_nested_state(rank):
     dist.gather_object = gathers_outlines
     value = torch.arange(6.0).reshape(2, 3) + rank
     state = {rank: {"step": 3, "quantized": {"state1": value, "map": [value + 1, "fp8"]}}}
-    states = collect_optimizer_state(state, {0: 0, 1: 1}, mesh)
+    states = collect(state, {0: 0, 1: 1}, mesh)
     dist.gather_object = gather
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, states)
 

@@ -10,7 +10,7 @@ from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.runtime.ownership import collect, owners_of_state, take_over
 
-FIRST = SimpleNamespace(local_rank=0, pipeline=0)
+FIRST = SimpleNamespace(local_rank=0, pipeline=0, on_first=lambda value: [value])
 
 
 def module_of_two_ranks():
