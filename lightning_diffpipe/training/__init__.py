@@ -10,5 +10,6 @@ Here in the order in which to read:
     pipeline.py         one rank's side of it in every step; `step_watch.py` looks whether steps change
     loader.py           equal batches and random numbers on all ranks of a pipeline
     metric_sync.py      over which ranks a metric is synchronized
+    patching.py         what others decide alone, replaced for a while
     before_training.py  one batch to plan with, and what a probed step may ask its trainer for
 """

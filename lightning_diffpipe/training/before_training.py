@@ -21,8 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -51,6 +49,7 @@ from torch.utils.data import (
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.graph.rng import isolated_random_numbers
 from lightning_diffpipe.training.loader import seed_workers, unaligned
+from lightning_diffpipe.training.patching import made_on_demand, patched
 
 _ANY_ORDER = (SequentialSampler, RandomSampler, DistributedSampler)
 _END = object()
@@ -167,40 +166,7 @@ def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
-_OF_LOOP = (
-    "_data_source",
-    "_combined_loader",
-    "_data_fetcher",
-    "max_batches",
-    "_last_train_dl_reload_epoch",
-)
-_OF_TRAINER = ("val_check_batch",)
-
-
-class _OnFirstUse(list[Any]):
-    """A list that is filled when somebody looks into it."""
-
-    def __init__(self, make: Callable[[], list[Any]]) -> None:
-        super().__init__()
-        self._make: Callable[[], list[Any]] | None = make
-
-    def _fill(self) -> None:
-        if self._make is not None:
-            made = self._make()  # may fail, and then shall do so again
-            self._make = None
-            self.extend(made)
-
-    def __len__(self) -> int:
-        self._fill()
-        return super().__len__()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._fill()
-        return super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        self._fill()
-        return super().__getitem__(index)
+_OF_LOOP = ("_data_source", "_combined_loader", "_data_fetcher", "max_batches")
 
 
 @contextlib.contextmanager
@@ -212,26 +178,20 @@ def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[N
         strategy: Its strategy, which has no optimizers yet.
         num_pipelines: How many pipelines will share the training data.
     """
-    made: dict[str, list[Any]] = {}
 
-    def make(name: str) -> list[Any]:
-        if not made:  # once, and only if a step asks
-            with _disable_current_modes():  # of the probe: this is no part of the step
-                optimizers, schedulers = _init_optimizers_and_lr_schedulers(
-                    strategy.lightning_module
-                )
-            wrapped = [LightningOptimizer._to_lightning_optimizer(o, strategy) for o in optimizers]
-            made.update(zip(_OPTIMIZERS, (optimizers, wrapped, schedulers), strict=True))
-        return made[name]
+    def make_optimizers() -> None:
+        optimizers, schedulers = _init_optimizers_and_lr_schedulers(strategy.lightning_module)
+        wrapped = [LightningOptimizer._to_lightning_optimizer(o, strategy) for o in optimizers]
+        vars(strategy).update(zip(_OPTIMIZERS, (optimizers, wrapped, schedulers), strict=True))
 
-    for name in _OPTIMIZERS:
-        setattr(strategy, name, _OnFirstUse(partial(make, name)))
     try:
-        with _loader_on_demand(trainer, strategy, num_pipelines):
+        with (
+            made_on_demand(strategy, _OPTIMIZERS, make_optimizers),
+            _loader_on_demand(trainer, strategy, num_pipelines),
+        ):
             yield
     finally:
-        for name in _OPTIMIZERS:
-            setattr(strategy, name, [])
+        vars(strategy).update({name: [] for name in _OPTIMIZERS})
 
 
 @contextlib.contextmanager
@@ -241,43 +201,25 @@ def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterat
     if loop._combined_loader is not None:  # a single rank's, which may be made at any time
         yield
         return
-    saved = [(loop, name, getattr(loop, name)) for name in _OF_LOOP]
-    saved += [(trainer, name, getattr(trainer, name)) for name in _OF_TRAINER]
+    before = {name: getattr(loop, name) for name in (*_OF_LOOP, "_last_train_dl_reload_epoch")}
+    set_up_data = loop.setup_data
 
-    kind, is_set_up = type(loop), False
+    def make_loader() -> None:
+        with isolated_random_numbers(0):
+            loader = _request_dataloader(loop._data_source)
+            # Lightning writes into it.
+            own = isinstance(loader, CombinedLoader)
+            loader = copy.copy(loader) if own else CombinedLoader(loader, "max_size_cycle")
+            loop._data_source = _DataLoaderSource(loader, "")
+            with strategy.counting_batches(num_pipelines):
+                set_up_data()
 
-    def set_up_data() -> None:
-        nonlocal is_set_up
-        if is_set_up:  # or about to be
-            return
-        is_set_up = True
-        try:
-            with _disable_current_modes(), isolated_random_numbers(0):
-                loader = _request_dataloader(loop._data_source)
-                # Lightning writes into it.
-                own = isinstance(loader, CombinedLoader)
-                loader = copy.copy(loader) if own else CombinedLoader(loader, "max_size_cycle")
-                loop._data_source = _DataLoaderSource(loader, "")
-                with strategy.counting_batches(num_pipelines):
-                    kind.setup_data(loop)
-        except BaseException:
-            is_set_up = False  # whoever asks next shall get the error as well
-            raise
-
-    def read(owner: Any, name: str) -> Any:
-        if name in ("max_batches", "_combined_loader"):
-            set_up_data()
-        return kind.__getattribute__(owner, name)
-
-    loop.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
-    loop.setup_data = set_up_data
-    try:
+    with (
+        patched(loop, setup_data=lambda: loop.max_batches, **before),
+        patched(trainer, val_check_batch=trainer.val_check_batch),
+        made_on_demand(loop, ("max_batches", "_combined_loader"), make_loader),
+    ):
         yield
-    finally:
-        del loop.setup_data
-        loop.__class__ = kind
-        for owner, name, value in saved:
-            setattr(owner, name, value)
 
 
 class _WithoutLength:

@@ -62,6 +62,7 @@ from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.versions import bytes_of
 from lightning_diffpipe.runtime.upcoming import plain_bytes
+from lightning_diffpipe.training.patching import patched
 from lightning_diffpipe.training.pipeline import Pipeline
 
 _NUM_COMPARED = 2
@@ -540,27 +541,24 @@ class SeededTransfer:
     Args:
         trainer: Whose module and data module have the hooks.
         pipeline: Whose batches are transferred.
+        until: Gives the owners their hooks back when it is closed.
     """
 
-    def __init__(self, trainer: Any, pipeline: Pipeline) -> None:
+    def __init__(self, trainer: Any, pipeline: Pipeline, until: contextlib.ExitStack) -> None:
         self._trainer, self._pipeline = trainer, pipeline
         self._ahead = 0
-        self._installed: list[tuple[Any, str]] = []
         for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
             for name in _TRANSFER_HOOKS if owner is not None else ():
                 if is_overridden(name, owner):
-                    setattr(owner, name, self._seeded(getattr(owner, name)))
-                    self._installed.append((owner, name))
+                    seeded = self._seeded(getattr(owner, name))
+                    until.enter_context(patched(owner, **{name: seeded}))
 
     @contextlib.contextmanager
     def of_later_batch(self, ahead: int) -> Generator[None, None, None]:
         """Inside, hooks draw the random numbers of a later batch; 1 is the next."""
         # While a batch is trained on it counts as ready, so the next one has the number as it stands.
-        self._ahead = ahead - 1
-        try:
+        with patched(self, _ahead=ahead - 1):
             yield
-        finally:
-            self._ahead = 0
 
     def _seeded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -577,9 +575,3 @@ class SeededTransfer:
         if self._trainer.state.stage != RunningStage.TRAINING:
             stage, number = "transfer of validation", loop.val_loop.batch_progress.current.ready
         return derived_seed(pipeline.seed, stage, pipeline.mesh.pipeline, number)
-
-    def uninstall(self) -> None:
-        """Gives the owners their hooks back."""
-        for owner, name in self._installed:
-            delattr(owner, name)
-        self._installed.clear()

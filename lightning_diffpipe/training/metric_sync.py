@@ -22,25 +22,29 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
+from lightning_diffpipe.training.patching import patched
 
 
 class MetricSync:
-    """Chooses the ranks for every metric, wherever it is kept, until `uninstall`.
+    """Chooses the ranks for every metric, wherever it is kept.
 
     Args:
         trainer: Tells whether it evaluates.
         mesh: This rank's groups, once there are some.
+        until: Gives torchmetrics its own choice back when it is closed.
 
     Attributes:
         trained: Metrics that steps of training log, by name.
     """
 
-    def __init__(self, trainer: Any, mesh: Callable[[], Mesh | None]) -> None:
+    def __init__(
+        self, trainer: Any, mesh: Callable[[], Mesh | None], until: contextlib.ExitStack
+    ) -> None:
         # Frozen runs wait in threads of their own, in the middle of a step.
         self._inside = threading.local()
         self.trained: dict[str, Metric] = {}
         self._mesh = mesh
-        self._replaced = original = Metric.sync
+        original = Metric.sync
 
         @functools.wraps(original)
         def sync(
@@ -64,7 +68,7 @@ class MetricSync:
             finally:
                 metric.__dict__.pop("_sync_dist", None)
 
-        Metric.sync = sync
+        until.enter_context(patched(Metric, sync=sync))
 
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:
@@ -92,10 +96,6 @@ class MetricSync:
                     _merge(metric, mesh)
                     stack.callback(vars(metric).update, cache)
             yield
-
-    def uninstall(self) -> None:
-        """Gives torchmetrics its own choice back."""
-        Metric.sync = self._replaced  # type: ignore[method-assign]
 
 
 def forget_elsewhere(module: nn.Module, rank: int) -> None:

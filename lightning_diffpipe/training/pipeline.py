@@ -32,6 +32,7 @@ from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.reduction import StepGradients
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
+from lightning_diffpipe.training.patching import patched
 from lightning_diffpipe.training.step_watch import StepWatch
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -238,11 +239,8 @@ class Pipeline:
         """Inside, within `relayed`, this rank calls layers by itself, with the parameters that it has."""
         run = self._interception.current()
         assert isinstance(run, RelayRun), "ranks are not in lock step"
-        run.inside = True
-        try:
+        with patched(run, inside=True):
             yield
-        finally:
-            run.inside = False
 
     def trained_by(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         """Returns parameters of an optimizer among `trained`, by name."""

@@ -142,8 +142,24 @@ def _surveyed(
     planned: tuple[str, ...],
     arguments: tuple[Any, ...],
 ) -> tuple[LayerGraph, Forms]:
-    """Returns the layers of a step, in the form with most calls, and the forms it takes."""
-    graph = _probed(module, step, batch, form, seed, planned)
+    """Returns the layers of a step, in the form with most calls, and the forms it takes.
+
+    The layers are those that a plan or profile names (`planned`), perhaps finer, if this module has them.
+    """
+
+    def probed(step: Step) -> LayerGraph:
+        graph = probe(module, step, batch, seed=seed, form=form)
+        if not planned or graph.path_names == planned:
+            return graph
+        try:
+            return probe_named(module, step, batch, graph, planned, seed=seed)
+        except GraphError as error:
+            _log.info(
+                "the layers of the given plan or profile are not those of this module: %s", error
+            )
+            return graph
+
+    graph = probed(step)
     seed_of = partial(microbatch_seed, seed, 0)
     try:
         widest, forms = survey(module, step, batch, graph, seed_of, arguments)
@@ -156,10 +172,9 @@ def _surveyed(
         return graph, forms
     if graph.generators:
         refuse_own_generators(module, step, batch, graph)
-    if (
-        names_of(widest) != graph.layer_names or graph.needs_values
-    ):  # of coins, say, which are known now
-        graph = _probed(module, forms.widest.of_step(step), batch, form, seed, planned)
+    # Values of coins, say, which are known now.
+    if names_of(widest) != graph.layer_names or graph.needs_values:
+        graph = probed(forms.widest.of_step(step))
         widest, forms = survey(module, step, batch, graph, seed_of, arguments)
         if names_of(widest) != graph.layer_names:
             raise GraphError(
@@ -171,25 +186,6 @@ def _surveyed(
     shares = ", ".join(f"{share:.0%}" for share in forms.shares)
     _log.info("the step takes %d forms, in %s of the trials", len(forms.exemplars), shares)
     return graph, forms
-
-
-def _probed(
-    module: nn.Module,
-    step: Step,
-    batch: Any,
-    form: BatchForm | ModuleSplit,
-    seed: int,
-    planned: tuple[str, ...],
-) -> LayerGraph:
-    """Returns the layers of a step: those that a plan or profile names, perhaps finer, if this module has them."""
-    graph = probe(module, step, batch, seed=seed, form=form)
-    if not planned or graph.path_names == planned:
-        return graph
-    try:
-        return probe_named(module, step, batch, graph, planned, seed=seed)
-    except GraphError as error:
-        _log.info("the layers of the given plan or profile are not those of this module: %s", error)
-        return graph
 
 
 def _least_samples(module: nn.Module, step: Step, sample: Any, size: int, graph: LayerGraph) -> int:

@@ -41,6 +41,7 @@ from lightning_diffpipe.graph.side_effects import is_users, line_that_draws
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.training.patching import patched
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
@@ -295,14 +296,8 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
         return total_norm(tensors, *args, **kwargs)
 
     # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called.
-    owners = ((clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm"))
-    for owner, name in owners:
-        setattr(owner, name, refuse)
-    try:
+    with patched(clip_grad, _get_total_norm=refuse), patched(nn.utils, get_total_norm=refuse):
         yield
-    finally:
-        for owner, name in owners:
-            setattr(owner, name, total_norm)
 
 
 def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:

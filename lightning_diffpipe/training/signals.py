@@ -30,6 +30,7 @@ from lightning_diffpipe.comm.agreement import Agreement
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import LostRankError
+from lightning_diffpipe.training.patching import patched
 
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0  # for other processes to say what has ended them, or whom a signal has reached
@@ -56,17 +57,17 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
         return
     after: Any = before
     signal.signal(signal.SIGTERM, stop)
-    fits = trainer.state.fn == TrainerFn.FITTING
-    if not fits:  # Lightning's would broadcast from wherever it finds a rank
-        found._sigterm_notifier_fn = lambda *_: None
+    quiet: Any = contextlib.nullcontext()
+    if trainer.state.fn != TrainerFn.FITTING:
+        # Lightning's would broadcast from wherever it finds a rank.
+        quiet = patched(found, _sigterm_notifier_fn=lambda *_: None)
     try:
-        yield
+        with quiet:
+            yield
     except LostRankError as error:
         after = partial(_die, f"lightning_diffpipe: {error}\n".encode())
         raise
     finally:
-        if not fits:
-            del found._sigterm_notifier_fn
         signal.signal(signal.SIGTERM, after)
         if signal.SIGTERM in found._original_handlers:  # Lightning has yet to restore it
             found._original_handlers[signal.SIGTERM] = after
@@ -111,14 +112,15 @@ def report_signals(strategy: Any) -> None:
 
 
 class LockStep:
-    """Takes the place of Lightning's own decisions while a trainer fits, until `uninstall`.
+    """Takes the place of Lightning's own decisions while a trainer fits.
 
     Args:
         trainer: Before it registers its signal handlers.
         mesh: This rank's groups.
+        until: Gives Lightning its own decisions back when it is closed.
     """
 
-    def __init__(self, trainer: Any, mesh: Mesh) -> None:
+    def __init__(self, trainer: Any, mesh: Mesh, until: contextlib.ExitStack) -> None:
         self._mesh, self._agreement = mesh, Agreement(mesh)
         self._signals = trainer._signal_connector
         self._signalled = False
@@ -131,12 +133,6 @@ class LockStep:
                 launcher.kill(signum)
             self._signalled = True
 
-        self._replaced = [
-            (loop, "_broadcast_sigterm_tensor"),
-            (self._signals, "_sigterm_notifier_fn"),
-        ]
-        loop._broadcast_sigterm_tensor = self.stop_together
-        self._signals._sigterm_notifier_fn = note_signal
         own, of_first = loop._should_check_val_fx, self._agreement.of_first
         by_time = getattr(trainer, "_val_check_time_interval", None) is not None
 
@@ -152,9 +148,13 @@ class LockStep:
             checks = own(fetcher)
             return of_first(checks) if by_time else checks
 
-        loop._should_check_val_fx = should_check_validation
-        self._replaced.append((loop, "_should_check_val_fx"))
-        liveness.agrees_on_signals = True
+        until.enter_context(patched(self._signals, _sigterm_notifier_fn=note_signal))
+        until.enter_context(patched(liveness, agrees_on_signals=True))
+        replaced = {
+            "_broadcast_sigterm_tensor": self.stop_together,
+            "_should_check_val_fx": should_check_validation,
+        }
+        until.enter_context(patched(loop, **replaced))
 
     def stop_together(self, last: bool = False) -> None:
         """Ends training if any rank got a signal to stop; every rank calls it before each batch.
@@ -184,10 +184,3 @@ class LockStep:
         # Only now, as Lightning ends training wherever it finds this set.
         self._signals.received_sigterm = True
         raise SIGTERMException
-
-    def uninstall(self) -> None:
-        """Gives Lightning its own decisions back."""
-        for owner, name in self._replaced:
-            delattr(owner, name)
-        self._replaced.clear()
-        liveness.agrees_on_signals = False

@@ -60,33 +60,32 @@ class _Finite:
     number: int
 
 
+@dataclass(eq=False)
 class StepWatch:
     """Compares what one rank's steps do with what was probed.
 
-    Args:
+    Attributes:
         module: The module, its training flags as they were probed.
         layout: Lays batches out, and knows the cut steps.
         idle: Parameters of this rank that could be trained, but get no gradient, by name.
         trained: Those that get one.
-
-    Attributes:
         num_diverged: Optimizer steps in a row, up to the latest that was looked at, with a gradient of this rank
             that is not finite, or a loss where there is one pipeline: of several each has a loss of its own, and
             gradients are summed over all, so that they agree.
         last_finite: The latest batch with a finite loss, and that loss; equal on all ranks of a pipeline.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: BatchLayout,
-        idle: Mapping[str, nn.Parameter],
-        trained: Mapping[str, nn.Parameter],
-    ) -> None:
-        self._module, self._layout, self._idle, self._trained = module, layout, idle, trained
-        self.num_diverged = 0
-        self.last_finite: tuple[int, Tensor] | None = None
-        self._modules = tuple(module.modules())  # walking through a large module takes milliseconds
+    module: nn.Module
+    layout: BatchLayout
+    idle: Mapping[str, nn.Parameter]
+    trained: Mapping[str, nn.Parameter]
+    num_diverged: int = 0
+    last_finite: tuple[int, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self._modules = tuple(
+            self.module.modules()
+        )  # walking through a large module takes milliseconds
         self._modes = self._current_modes()
         self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
         self._next_look: dict[str, int] = {}  # at so many
@@ -106,7 +105,7 @@ class StepWatch:
         try:
             self._trace_again(batch, arguments)
         except Exception as error:
-            if isinstance(error, GraphError) or not self._layout.steps.needs_values:
+            if isinstance(error, GraphError) or not self.layout.steps.needs_values:
                 raise ConfigurationError(
                     f"{self._changed_modes()}, and stages would not agree on it ({error}). Set modes before "
                     "trainer.fit, e.g. in __init__"
@@ -123,7 +122,7 @@ class StepWatch:
     def _changed_modes(self) -> str:
         changed = [
             f"{name or 'the module itself'} ({'train' if module.training else 'eval'})"
-            for (name, module), mode in zip(self._module.named_modules(), self._modes, strict=False)
+            for (name, module), mode in zip(self.module.named_modules(), self._modes, strict=False)
             if module.training != mode
         ]
         return (
@@ -151,13 +150,13 @@ class StepWatch:
         Raises:
             GraphError: The step has changed since it was probed; says how.
         """
-        for name, parameter in self._idle.items():
+        for name, parameter in self.idle.items():
             if parameter.grad is not None:
                 raise GraphError(
                     f"{name} got a gradient, though the loss did not read it when the step was probed, so "
                     f"that it would never be trained. {_REMEDY}"
                 )
-        reduced = [p.grad for p in self._trained.values() if p.grad is not None] if whole else None
+        reduced = [p.grad for p in self.trained.values() if p.grad is not None] if whole else None
         values = _values(result, batch, arguments, number, reduced)
         before, self._under_way = self._under_way, values
         if values.event is None:
@@ -206,7 +205,7 @@ class StepWatch:
         if finite[_LOSS]:
             self.last_finite = values.number, values.loss
         if _GRADIENTS in finite:
-            alone = self._layout.mesh.layout.num_pipelines == 1
+            alone = self.layout.mesh.layout.num_pipelines == 1
             healthy = finite[_GRADIENTS] and (finite[_LOSS] or not alone)
             self.num_diverged = 0 if healthy else self.num_diverged + 1
         # A loss is looked at whenever it turns not finite. What is logged may come and go for good reasons, such as
@@ -264,7 +263,7 @@ class StepWatch:
             module.training = mode
 
     def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
-        number, steps = self._layout.schedule.num_microbatches, self._layout.steps
+        number, steps = self.layout.schedule.num_microbatches, self.layout.steps
         steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
 
     def _current_modes(self) -> list[bool]:

@@ -64,6 +64,7 @@ from lightning_diffpipe.training.loader import (
     unaligned,
 )
 from lightning_diffpipe.training.metric_sync import MetricSync, forget_elsewhere
+from lightning_diffpipe.training.patching import patched
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pipelines
 from lightning_diffpipe.training.preparation import prepare
@@ -183,8 +184,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
         self._counted_pipelines: int | None = None
-        self._refusing = contextlib.ExitStack()
-        self._example_input: Any = None
+        self._until_teardown = contextlib.ExitStack()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffPipeStrategy:
         """Returns itself: processes and groups are there once, and whoever copies a trainer means its callbacks."""
@@ -283,20 +283,19 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self.pipeline.engine.optimizers = self.optimizers
             self.pipeline.engine.clip_value = trainer.gradient_clip_val
             # Where Lightning clips there are no gradients, which torch takes for an error.
-            plugin.clip_grad_by_value = lambda optimizer, clip_val: None
-            self._refusing.callback(delattr, plugin, "clip_grad_by_value")
+            clips = patched(plugin, clip_grad_by_value=lambda optimizer, clip_val: None)
+            self._until_teardown.enter_context(clips)
             loop = trainer.fit_loop.epoch_loop
-            checks = loop._should_check_val_fx
-            loop._should_check_val_fx = partial(self._drained_before, checks)
-            self._refusing.callback(setattr, loop, "_should_check_val_fx", checks)
+            checks = partial(self._drained_before, loop._should_check_val_fx)
+            self._until_teardown.enter_context(patched(loop, _should_check_val_fx=checks))
         elif self.pipeline is not None:
             # The precision plugin is the user's choice; its class name keys the scaler's state in
             # checkpoints, so the instance is given another method rather than the plugin another class.
-            own, plugin.clip_grad_by_norm = plugin.clip_grad_by_norm, self.clip_by_global_norm
-            self._refusing.callback(setattr, plugin, "clip_grad_by_norm", own)
+            clips = patched(plugin, clip_grad_by_norm=self.clip_by_global_norm)
+            self._until_teardown.enter_context(clips)
             if len(self.pipeline.plan.stages) > 1:
                 trained = self.pipeline.trained.values()
-                self._refusing.enter_context(refusing_norms_of_a_stage(trained))
+                self._until_teardown.enter_context(refusing_norms_of_a_stage(trained))
 
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -304,13 +303,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
         self._metric_sync = MetricSync(
-            trainer, lambda: self.pipeline.mesh if self.pipeline else None
+            trainer,
+            lambda: self.pipeline.mesh if self.pipeline else None,
+            self._until_teardown,
         )
-        self._wants_example = True
-        try:
+        with patched(self, _wants_example=True):
             batch, arguments = example_batch(trainer, self)
-        finally:
-            self._wants_example = False
         self._arguments = arguments
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
@@ -329,11 +327,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
-        self.transfer = SeededTransfer(trainer, self.pipeline)
+        self.transfer = SeededTransfer(trainer, self.pipeline, self._until_teardown)
         if self.world_size > 1:
-            self._lock_step = LockStep(trainer, self.pipeline.mesh)
+            self._lock_step = LockStep(trainer, self.pipeline.mesh, self._until_teardown)
         if plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
-            self._example_input, module.example_input_array = module.example_input_array, None
+            example = module.example_input_array
+            self._until_teardown.callback(setattr, module, "example_input_array", example)
+            module.example_input_array = None
             rank_zero_info(
                 "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
             )
@@ -349,14 +349,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
         Lightning takes this rank's word for that of all: the step of another one may never come so far.
         """
-        self._counted_pipelines = num_pipelines
-        self.barrier = lambda name=None: None  # type: ignore[method-assign]
-        self.reduce = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
-        try:
+        alone = {"barrier": lambda name=None: None, "reduce": lambda tensor, *args, **kw: tensor}
+        with patched(self, _counted_pipelines=num_pipelines, **alone):
             yield
-        finally:
-            self._counted_pipelines = None
-            del self.barrier, self.reduce
 
     def _averages_bytes_factor(self, trainer: Any) -> float:
         """Returns bytes that averages of the weights take on a rank, for each byte it trains."""
@@ -604,11 +599,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Inside, gradients stay this rank's own: another batch of the window will follow."""
-        self._accumulating = True
-        try:
+        with patched(self, _accumulating=True):
             yield
-        finally:
-            self._accumulating = False
 
     # ---------------------------------------------------------------------------------- clipping
 
@@ -663,14 +655,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def teardown(self) -> None:
         """Makes the module whole again on every rank, on the host, and gives everything back."""
-        self._refusing.close()
-        if self._example_input is not None:
-            assert self.lightning_module is not None
-            self.lightning_module.example_input_array = self._example_input
-            self._example_input = None
-        for replacement in (self.transfer, self._lock_step, self._metric_sync):
-            if replacement is not None:
-                replacement.uninstall()
+        self._until_teardown.close()
         self.upcoming, self._finished = [], []
         self.transfer = self._lock_step = self._metric_sync = None
         self._under_way.clear()

@@ -206,7 +206,7 @@ def test_modes_that_change_nothing_are_let_be(monkeypatch):
     ranks.close()
     module.layers.train()
     watch.before_step(BATCH, ())
-    monkeypatch.setattr(watch, "_layout", SimpleNamespace())  # is not asked again
+    monkeypatch.setattr(watch, "layout", SimpleNamespace())  # is not asked again
     watch.before_step(BATCH, ())
 
 

@@ -1,0 +1,60 @@
+"""Attributes of objects of others, replaced for as long as somebody needs it.
+
+Lightning, torchmetrics and torch decide some things for a process by itself, or at a moment of their own. Where no
+argument or hook changes that, an attribute does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes of an object, class or module inside; afterwards it has again what it had by itself."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
+def made_on_demand(owner: Any, names: Collection[str], make: Callable[[], None]) -> Iterator[None]:
+    """Has some attributes of an object made inside when one of them is first read.
+
+    Args:
+        owner: The object.
+        names: Of the attributes.
+        make: Sets them. It is no part of a step that is being probed, even if that has asked; where it fails,
+            whoever asks next gets the error as well.
+    """
+    kind, is_made = type(owner), False
+
+    def read(asked: Any, name: str) -> Any:
+        nonlocal is_made
+        if name in names and not is_made:
+            is_made = True  # or about to be
+            try:
+                with _disable_current_modes():
+                    make()
+            except BaseException:
+                is_made = False
+                raise
+        return kind.__getattribute__(asked, name)
+
+    owner.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read})
+    try:
+        yield
+    finally:
+        owner.__class__ = kind
