@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -308,10 +309,11 @@ def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
     return height // scale // (patch if isinstance(patch, int) else patch[-2])
 
 
+@dataclass(eq=False)
 class ModuleSource:
     """A module of this project.
 
-    Args:
+    Attributes:
         cls: Its class.
         name: Of the denoiser, the first one of a cascade: `"unet"` or `"transformer"`.
         denoiser: It, or a skeleton of it.
@@ -321,19 +323,14 @@ class ModuleSource:
         open_part: Skeleton and weights of another denoiser; None for a module in memory.
     """
 
-    def __init__(
-        self,
-        cls: type[LatentDiffusion | CascadedDiffusion],
-        name: str,
-        denoiser: nn.Module,
-        weights: Weights | None,
-        module: LatentDiffusion | CascadedDiffusion | None,
-        vae: Mapping[str, Any] | None,
-        open_part: Callable[[str], tuple[nn.Module, Weights]] | None = None,
-    ) -> None:
-        self.name, self.denoiser, self.weights = name, denoiser, weights
-        self.cls, self._module, self._vae, self._open_part = cls, module, vae, open_part
-        self._parts: dict[str, nn.Module] = {}
+    cls: type[LatentDiffusion | CascadedDiffusion]
+    name: str
+    denoiser: nn.Module
+    weights: Weights | None
+    module: LatentDiffusion | CascadedDiffusion | None
+    vae: Mapping[str, Any] | None
+    open_part: Callable[[str], tuple[nn.Module, Weights]] | None = None
+    _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
         """Refuses what the module does not draw; returns the rows of tokens in a picture, if it has latents.
@@ -349,15 +346,15 @@ class ModuleSource:
             )
         refuse_prompts(settings.prompts)
         require_number("noise_level", settings.options.get("noise_level", 0), 0, 1)
-        if self._vae is None:
+        if self.vae is None:
             return None
         config = self.denoiser.config
-        rows, _ = latent_size(self._vae, config, settings.height, settings.width)
+        rows, _ = latent_size(self.vae, config, settings.height, settings.width)
         return rows // (config.get("patch_size") or 1)
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
         """Calls the module's own `sample`, with its denoising loop done by `sample`."""
-        module = self._module
+        module = self.module
         assert module is not None, "only the rank that leads has text encoders"
         self.check(settings)
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
@@ -367,19 +364,19 @@ class ModuleSource:
 
     def part(self, name: str) -> nn.Module:
         """The second denoiser of a cascade."""
-        if self._module is not None:
-            return getattr(self._module, name)
+        if self.module is not None:
+            return getattr(self.module, name)
         if name not in self._parts:
-            assert self._open_part is not None
-            part, weights = self._open_part(name)
+            assert self.open_part is not None
+            part, weights = self.open_part(name)
             load_weights(part, weights)
             self._parts[name] = part.eval()
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
         """What ranks compare of that denoiser."""
-        if self._open_part is not None:
-            return Identity.of({}, *self._open_part(name))
+        if self.open_part is not None:
+            return Identity.of({}, *self.open_part(name))
         return Identity.of({}, self.part(name), None)
 
 

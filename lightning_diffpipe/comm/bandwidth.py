@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_diffpipe.comm.mesh import broadcast_object, gathered_objects
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -62,7 +63,7 @@ def measure_cluster(
     if group is None or dist.get_world_size(group) == 1:
         return Cluster(1, memory_bytes=memory_bytes(device))
     bench = _LinkBench(group, device, sizes)
-    hosts = bench.hosts()
+    hosts = gathered_objects(socket.gethostname(), group)
     num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
     several = per_host is not None and per_host > 1
     each_s = budget_s / (4 if several else 2)
@@ -80,12 +81,13 @@ def measure_cluster(
         num_ranks,
         ranks_per_host=per_host,
         memory_bytes=least_memory_bytes(group, device),
-        p2p=replace(p2p, holds_sender=bench.copies_itself),
+        # gloo sends by copies that the calling rank makes.
+        p2p=replace(p2p, holds_sender=dist.get_backend(group) == "gloo"),
         p2p_between_hosts=between,
         all_reduce=all_reduce,
         all_reduce_between_hosts=reduce_between,
     )
-    return bench.agreed(cluster)
+    return broadcast_object(cluster, dist.get_global_rank(group, 0), group)
 
 
 def measure_links(backend: str, device: torch.device) -> Cluster:
@@ -166,23 +168,6 @@ class _LinkBench:
         self._ranks = dist.get_process_group_ranks(group)
         # gloo moves host memory; what a GPU sends over it is copied to the host first.
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-
-    @property
-    def copies_itself(self) -> bool:
-        """Whether this backend sends by copies that the calling rank makes, as gloo does."""
-        return dist.get_backend(self._group) == "gloo"
-
-    def hosts(self) -> list[str]:
-        """Returns the host of each rank."""
-        names: list[str] = [""] * len(self._ranks)
-        dist.all_gather_object(names, socket.gethostname(), group=self._group)
-        return names
-
-    def agreed(self, cluster: Cluster) -> Cluster:
-        """Returns rank 0's answer on all ranks."""
-        box = [cluster]
-        dist.broadcast_object_list(box, src=self._ranks[0], group=self._group)
-        return box[0]
 
     def point_to_point(self, peer: int, budget_s: float) -> Link:
         """Times half of the way from rank 0 to a peer and back; the other ranks just wait."""
@@ -308,8 +293,7 @@ def least_memory_bytes(group: dist.ProcessGroup | None, device: torch.device) ->
     own = memory_bytes(device)
     if group is None:
         return own
-    found: list[int | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    found = gathered_objects(own, group)
     limits = {rank: limit for rank, limit in enumerate(found) if limit is not None}
     if not limits:
         return None

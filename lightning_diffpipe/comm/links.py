@@ -232,10 +232,11 @@ class Alone(Links):
 # ------------------------------------------------------------------------------------------ processes
 
 
+@dataclass(eq=False)
 class ProcessLinks(Links):
     """Links between processes; `connect` makes them.
 
-    Args:
+    Attributes:
         ranks: World ranks of the positions, in order.
         device: Where tensors live.
         backend: "gloo" or "nccl".
@@ -244,34 +245,30 @@ class ProcessLinks(Links):
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.
         heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
+        is_under_way: Whether anything was sent, or is to be received, since all of it was `finish`ed.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        device: torch.device,
-        backend: str,
-        timeout_s: float,
-        groups: Mapping[tuple[int, int], dist.ProcessGroup],
-        control: dist.ProcessGroup,
-        together: dist.ProcessGroup,
-        heartbeat: Heartbeat | None = None,
-    ) -> None:
-        self.ranks, self.device, self.timeout_s = tuple(ranks), device, timeout_s
+    ranks: Sequence[int]
+    device: torch.device
+    backend: str
+    timeout_s: float
+    groups: dict[tuple[int, int], dist.ProcessGroup]
+    control: dist.ProcessGroup
+    together: dist.ProcessGroup
+    heartbeat: Heartbeat | None = None
+    is_under_way: bool = False
+
+    def __post_init__(self) -> None:
         self.num_ranks = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.traffic = Traffic()
-        self.control, self.heartbeat = control, heartbeat
-        self._groups, self._together, self._backend = dict(groups), together, backend
-        self.occupies_device = backend != "gloo"
-        self.is_under_way = False
-        """Whether anything was sent, or is to be received, since all of it was `finish`ed."""
+        self.occupies_device = self.backend != "gloo"
         self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not begun
         self._streams = SideStreams()
         self._turns: Counter[tuple[bool, int, str]] = Counter()
         self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
         # gloo moves host memory only; tensors of a GPU then travel by way of the host.
-        self._by_host = backend == "gloo" and device.type != "cpu"
+        self._by_host = self.backend == "gloo" and self.device.type != "cpu"
 
     @classmethod
     def connect(
@@ -339,13 +336,13 @@ class ProcessLinks(Links):
 
     def abandon(self) -> None:
         """Destroys the groups as they are. Over gloo, peers that wait for this position get an error at once."""
-        if not self._groups:
+        if not self.groups:
             return
-        groups = {id(g): g for g in (*self._groups.values(), self._together, self.control)}
+        groups = {id(g): g for g in (*self.groups.values(), self.together, self.control)}
         self._held.clear()
         self._posted.clear()
-        self._groups.clear()
-        del self.control, self._together  # a connection breaks when nobody holds its group
+        self.groups.clear()
+        del self.control, self.together  # a connection breaks when nobody holds its group
         while groups:
             dist.destroy_process_group(groups.popitem()[1])
 
@@ -357,7 +354,7 @@ class ProcessLinks(Links):
             work = dist.isend(
                 buffer,
                 dst=self.ranks[to],
-                group=self._groups[self.rank, to],
+                group=self.groups[self.rank, to],
                 tag=self._tag(True, to, kind),
             )
         except RuntimeError as error:  # the peer has gone since the last message
@@ -380,7 +377,7 @@ class ProcessLinks(Links):
         self.is_under_way = True
         buffers = {to: as_bytes(tensor) for to, tensor in outgoing.items()}
         incoming = {peer: self._expected(shape, peer, kind) for peer, shape in shapes.items()}
-        group, ranks = self._together, self.ranks
+        group, ranks = self.together, self.ranks
         operations = [
             *(dist.P2POp(dist.isend, b, ranks[to], group) for to, b in buffers.items()),
             *(dist.P2POp(dist.irecv, i.buffer, ranks[p], group) for p, i in incoming.items()),
@@ -430,7 +427,7 @@ class ProcessLinks(Links):
                 work = dist.irecv(
                     incoming.buffer,
                     src=self.ranks[source],
-                    group=self._groups[source, self.rank],
+                    group=self.groups[source, self.rank],
                     tag=self._tag(False, source, incoming.kind),
                 )
         except RuntimeError as error:
@@ -499,7 +496,7 @@ class ProcessLinks(Links):
     def _await(self, work: dist.Work, what: str, source: int | None) -> None:
         started_s = time.monotonic()
         try:
-            if self._backend == "gloo":
+            if self.backend == "gloo":
                 work.wait(datetime.timedelta(seconds=self.timeout_s))
             else:  # with a timeout NCCL would block the host; its groups have one of their own
                 work.wait()

@@ -30,14 +30,16 @@ from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
 
 
+@dataclass(eq=False)
 class LoopbackNetwork:
     """Positions that are threads of one process.
 
-    Args:
+    Attributes:
         num_ranks: Positions.
         device: Where tensors live.
         link: How fast messages leave a rank; None means at once.
         timeout_s: How long any wait may last.
+        links: Of each position.
 
     Example:
         >>> network = LoopbackNetwork(2)
@@ -50,16 +52,13 @@ class LoopbackNetwork:
         [None, [0, 1, 2]]
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        device: torch.device | str = "cpu",
-        link: Link | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        self.num_ranks, self.link, self.timeout_s = num_ranks, link, timeout_s
-        self.device = torch.device(device)
-        self.links = [LoopbackLinks(self, rank) for rank in range(num_ranks)]
+    num_ranks: int
+    device: torch.device | str = "cpu"
+    link: Link | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.links = [LoopbackLinks(self, rank) for rank in range(self.num_ranks)]
         self._changed = threading.Condition()
         self._mail: dict[Any, tuple[Any, float]] = {}
         self._adapter_free_s: dict[int, float] = {}
@@ -113,11 +112,9 @@ class LoopbackNetwork:
                 lambda: key in self._mail or self._failed is not None, self.timeout_s
             )
             if key not in self._mail:
-                reason = (
-                    f"lost rank {self._failed}, which stopped; its own error says why"
-                    if there
-                    else f"rank {key[0]} sent nothing for {self.timeout_s:g} s"
-                )
+                reason = f"rank {key[0]} sent nothing for {self.timeout_s:g} s"
+                if there:
+                    reason = f"lost rank {self._failed}, which stopped; its own error says why"
                 raise PipelineTimeoutError(f"rank {key[1]} waited for {what}: {reason}")
             value, arrival_s = self._mail.pop(key)
         time.sleep(max(arrival_s - time.monotonic(), 0.0))
@@ -129,7 +126,7 @@ class LoopbackLinks(Links):
 
     def __init__(self, network: LoopbackNetwork, rank: int) -> None:
         self._network, self.rank = network, rank
-        self.num_ranks, self.device = network.num_ranks, network.device
+        self.num_ranks, self.device = network.num_ranks, torch.device(network.device)
         self.traffic = Traffic()
         self.occupies_device = False
         self._turns: Counter[tuple[bool, int, str]] = Counter()

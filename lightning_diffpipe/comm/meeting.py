@@ -22,6 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -107,21 +108,23 @@ def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE
     return arrival.store
 
 
+@dataclass
 class _Arrival:
     """How far one rank has come, and who else has."""
 
-    store: dist.Store
+    rank: int
+    num_ranks: int
+    patience_s: float
+    missing: list[int] | None = None  # not known before the store answers
 
-    def __init__(self, rank: int, num_ranks: int, patience_s: float) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __post_init__(self) -> None:
+        self.store: dist.Store
         self.place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.patience_s = patience_s
-        self.missing: list[int] | None = None  # not known before the store answers
         # The store of torchrun may have seen an attempt that failed.
         self.name = f"diffpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def run(self) -> None:
-        """Comes, and waits for all others."""
+        """Tells the others that this rank has come, and waits for all of them."""
         deadline_s = time.monotonic() + self.patience_s
         opens = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = dist.TCPStore(

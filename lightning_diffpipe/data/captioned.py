@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, TypedDict
 
 import lightning as L
 import torch
@@ -23,32 +23,30 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 
-class Sample(TypedDict):
+class _Tensors(TypedDict, total=False):
+    image: Tensor
+    video: Tensor
+    condition: Tensor
+    original_size: Tensor
+    crops_coords_top_left: Tensor
+
+
+class Sample(_Tensors):
     """One captioned image; `image` is `(3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1].
 
     Or a video, `(3, F, H, W)`, in place of the image. Sizes and crops are `(2,)`, in pixels.
     """
 
-    image: NotRequired[Tensor]
-    video: NotRequired[Tensor]
     caption: str
-    condition: NotRequired[Tensor]
-    original_size: NotRequired[Tensor]
-    crops_coords_top_left: NotRequired[Tensor]
 
 
-class Batch(TypedDict):
+class Batch(_Tensors):
     """`B` captioned images; `image` is `(B, 3, H, W)`, float32 in [-1, 1]; `condition` alike, in [0, 1].
 
     Or videos, `(B, 3, F, H, W)`, in their place. Sizes and crops are `(B, 2)`, in pixels.
     """
 
-    image: NotRequired[Tensor]
-    video: NotRequired[Tensor]
     caption: list[str]
-    condition: NotRequired[Tensor]
-    original_size: NotRequired[Tensor]
-    crops_coords_top_left: NotRequired[Tensor]
 
 
 def collate(samples: list[Sample]) -> Batch:

@@ -22,7 +22,8 @@ import json
 import re
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
@@ -231,15 +232,13 @@ def require_listing(folder: Path) -> None:
         )
 
 
+@dataclass(frozen=True)
 class _Lines:
-    """What a folder's `metadata.jsonl` lists; see `ImageFolderDataModule`."""
+    """What a folder's `metadata.jsonl` lists, by the keys of file, caption and perhaps condition."""
 
-    def __init__(
-        self, folder: Path, caption_key: str, condition_key: str | None, may_be_folders: bool
-    ) -> None:
-        self._may_be_folders = may_be_folders
-        self._folder, self._path = folder, folder / "metadata.jsonl"
-        self._keys = ["file_name", caption_key, *([condition_key] if condition_key else [])]
+    folder: Path
+    keys: Sequence[str]
+    may_be_folders: bool
 
     def read(self, skip: bool) -> list[_Listed]:
         """Reads all lines.
@@ -251,14 +250,14 @@ class _Lines:
             DataError: There is one.
             ConfigurationError: There is no such file, or nothing in it.
         """
-        require_listing(self._folder)
-        found, errors = [], []
+        require_listing(self.folder)
+        (found, errors), path = ([], []), self.folder / "metadata.jsonl"
         # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
-        for number, line in enumerate(self._path.read_bytes().split(b"\n"), start=1):
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
             if not line.strip():
                 continue
             try:
-                found.append(self._entry(line, number))
+                found.append(self._entry(line, number, f"{path}, line {number}"))
             except DataError as error:
                 if not skip:
                     raise
@@ -270,32 +269,31 @@ class _Lines:
             )
         if not found:
             raise ConfigurationError(
-                f"{self._path} lists no picture{' that can be used' if errors else ''}; write one line for each"
+                f"{path} lists no picture{' that can be used' if errors else ''}; write one line for each"
             )
         return found
 
-    def _entry(self, line: bytes, number: int) -> _Listed:
-        where = f"{self._path}, line {number}"
+    def _entry(self, line: bytes, number: int, where: str) -> _Listed:
         try:
             entry = json.loads(line.decode("utf-8"))
-            values = [entry[key] for key in self._keys]
+            values = [entry[key] for key in self.keys]
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{where}: {line[:80]!r} is no UTF-8 ({error.reason}); write it in UTF-8"
             ) from error
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            *first, last = map(repr, self._keys)
+            *first, last = map(repr, self.keys)
             wanted = f"{', '.join(first)} and {last}{' (the condition)' if first[1:] else ''}"
             raise DataError(
                 f"{where}: expected a JSON object with {wanted}, but found {line.decode()[:80]!r}"
             ) from error
-        for key, value in zip(self._keys, values, strict=True):
+        for key, value in zip(self.keys, values, strict=True):
             if not isinstance(value, str):
                 raise DataError(f"{where}: {key!r} must be a text, but is {json.dumps(value)[:80]}")
         name, caption, *condition = values
-        paths = [self._folder / each for each in (name, *condition)]
+        paths = [self.folder / each for each in (name, *condition)]
         for path in paths:
-            if self._may_be_folders and path.is_dir():
+            if self.may_be_folders and path.is_dir():
                 continue
             try:  # from outside, as pictures are opened in training only
                 status = path.stat()
@@ -308,11 +306,11 @@ class _Lines:
         return _Listed(paths[0], caption, paths[1] if condition else None, number)
 
 
+@dataclass(eq=False)
 class _Pictures(Dataset[Sample]):
-    def __init__(self, entries: list[_Listed], resolution: int, num_frames: int | None) -> None:
-        self.entries = entries
-        self.resolution = resolution
-        self.num_frames = num_frames
+    entries: list[_Listed]
+    resolution: int
+    num_frames: int | None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -418,8 +416,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         """
         h = self.hparams
         split: dict[bool, list[_Listed]] = {False: [], True: []}
-        condition = None if h.condition in MADE else h.condition
-        lines = _Lines(Path(h.folder), h.caption_key, condition, h.num_frames is not None)
+        keys = ["file_name", h.caption_key]
+        if h.condition is not None and h.condition not in MADE:
+            keys.append(h.condition)
+        lines = _Lines(Path(h.folder), keys, may_be_folders=h.num_frames is not None)
         entries = lines.read(h.on_error == "skip")
         files = (entry.path for entry in entries if entry.path.is_file())
         decodes = h.num_frames is None or importlib.util.find_spec("av") is not None

@@ -13,6 +13,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +31,11 @@ _log = logging.getLogger(__name__)
 _PICTURES = ("jpg", "jpeg", "png", "webp")
 
 
+@dataclass(eq=False)
 class _Epochs(IterableDataset[Batch]):
     """Shuffled batches of one rank without end, of which an epoch is so many, over all its workers.
 
-    Args:
+    Attributes:
         stored: All samples of a worker's shards once, as they are stored, in an order that follows from a seed;
             given that, the worker and their number.
         read: Makes samples of them.
@@ -44,20 +46,15 @@ class _Epochs(IterableDataset[Batch]):
         seed: Of all orders.
     """
 
-    def __init__(
-        self,
-        stored: Callable[[int, int, int], Iterable[Any]],
-        read: Callable[[Iterable[Any]], Iterator[Sample]],
-        leaves_out: bool,
-        epoch: Callable[[], int],
-        num_batches: int,
-        batch_size: int,
-        seed: int,
-    ) -> None:
-        self._stored, self._read, self._leaves_out = stored, read, leaves_out
-        self._epoch, self._seed = epoch, seed
-        self._num_batches, self._batch_size = num_batches, batch_size
-        self._skipped = self._num_read = 0
+    stored: Callable[[int, int, int], Iterable[Any]]
+    read: Callable[[Iterable[Any]], Iterator[Sample]]
+    leaves_out: bool
+    epoch: Callable[[], int]
+    num_batches: int
+    batch_size: int
+    seed: int
+    _skipped: int = 0
+    _num_read: int = 0
 
     def skip_batches(self, count: int) -> None:
         """Lets epochs that are begun from now on begin with a later batch, as a run does that goes on in one."""
@@ -65,7 +62,7 @@ class _Epochs(IterableDataset[Batch]):
 
     def __len__(self) -> int:
         """Batches of an epoch, over all workers: what a learning rate schedule needs to know."""
-        return self._num_batches
+        return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
         information = get_worker_info()
@@ -74,14 +71,14 @@ class _Epochs(IterableDataset[Batch]):
         return self._batches((worker + self._skipped) % count, count, self._skipped)
 
     def _batches(self, worker: int, count: int, skipped: int) -> Iterator[Batch]:
-        stored = self._endless(self._epoch(), worker, count)
-        before = self._batch_size * len(range(worker, skipped, count))
-        if not self._leaves_out:  # else only those who read them know how many these are
+        stored = self._endless(self.epoch(), worker, count)
+        before = self.batch_size * len(range(worker, skipped, count))
+        if not self.leaves_out:  # else only those who read them know how many these are
             stored, before = itertools.islice(stored, before, None), 0
-        samples = itertools.islice(self._counted(self._read(stored)), before, None)
+        samples = itertools.islice(self._counted(self.read(stored)), before, None)
         first = worker + count * len(range(worker, skipped, count))
-        for _ in range(first, self._num_batches, count):
-            yield collate(list(itertools.islice(samples, self._batch_size)))
+        for _ in range(first, self.num_batches, count):
+            yield collate(list(itertools.islice(samples, self.batch_size)))
 
     def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
         for sample in samples:
@@ -91,31 +88,28 @@ class _Epochs(IterableDataset[Batch]):
     def _endless(self, epoch: int, worker: int, count: int) -> Iterator[Any]:
         for repetition in itertools.count():
             sample, read_before = None, self._num_read
-            seed = derived_seed(self._seed, "shards", epoch, repetition)
-            for sample in self._stored(seed, worker, count):
+            seed = derived_seed(self.seed, "shards", epoch, repetition)
+            for sample in self.stored(seed, worker, count):
                 yield sample
-            if sample is None or (self._leaves_out and self._num_read == read_before):
+            if sample is None or (self.leaves_out and self._num_read == read_before):
                 raise ConfigurationError(
                     "training shards hold no sample with a picture (jpg, jpeg, png or webp) and a txt that can be "
                     "read; warnings above say what was left out, if on_error=skip"
                 )
 
 
+@dataclass(eq=False)
 class _Once(IterableDataset[Batch]):
     """All batches of one rank in order; the last one may be smaller."""
 
-    def __init__(
-        self,
-        stored: Callable[[int, int], Iterable[Any]],
-        read: Callable[[Iterable[Any]], Iterator[Sample]],
-        batch_size: int,
-    ) -> None:
-        self._stored, self._read, self._batch_size = stored, read, batch_size
+    stored: Callable[[int, int], Iterable[Any]]
+    read: Callable[[Iterable[Any]], Iterator[Sample]]
+    batch_size: int
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
-        samples = self._read(self._stored(*((worker.id, worker.num_workers) if worker else (0, 1))))
-        while batch := list(itertools.islice(samples, self._batch_size)):
+        samples = self.read(self.stored(*((worker.id, worker.num_workers) if worker else (0, 1))))
+        while batch := list(itertools.islice(samples, self.batch_size)):
             yield collate(batch)
 
 

@@ -90,21 +90,21 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
+@dataclass(eq=False)
 class FlowMatching:
     """Straight lines from data to noise; times are `sigmoid(mean + std * normal)`.
 
     Middle times, where there is most to learn, are drawn most often.
 
-    Args:
+    Attributes:
         num_timesteps: What the denoiser is told at `t = 1`.
         mean: Mean of the logit of the time.
         std: Standard deviation of the logit of the time.
     """
 
-    def __init__(self, num_timesteps: int = 1000, mean: float = 0.3, std: float = 1.0) -> None:
-        self.num_timesteps = num_timesteps
-        self.mean = mean
-        self.std = std
+    num_timesteps: int = 1000
+    mean: float = 0.3
+    std: float = 1.0
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """See `NoiseSchedule.corrupt`."""
@@ -119,21 +119,19 @@ class FlowMatching:
         return noisy - _per_sample(timesteps / self.num_timesteps, noisy) * prediction
 
 
+@dataclass(eq=False)
 class Diffusion:
     """The discrete noise schedule of DDPM, with epsilon or v as the target.
 
-    Args:
-        alphas_cumprod: Cumulated alphas, falling, `(num time steps,)`.
+    Attributes:
+        alphas_cumprod: Cumulated alphas, falling, fp32, `(num time steps,)`.
         predicts_v: Whether the target is v rather than epsilon.
         min_snr_gamma: See `Noise`.
     """
 
-    def __init__(
-        self, alphas_cumprod: Tensor, predicts_v: bool, min_snr_gamma: float | None = None
-    ) -> None:
-        self.alphas_cumprod = alphas_cumprod.float()
-        self.predicts_v = predicts_v
-        self.min_snr_gamma = min_snr_gamma
+    alphas_cumprod: Tensor
+    predicts_v: bool
+    min_snr_gamma: float | None = None
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """See `NoiseSchedule.corrupt`."""
@@ -193,4 +191,4 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
     table = getattr(scheduler, "alphas_cumprod", None)
     if table is None:
         table = DDPMScheduler.from_config(config).alphas_cumprod
-    return Diffusion(table, prediction == "v_prediction", noise.min_snr_gamma)
+    return Diffusion(table.float(), prediction == "v_prediction", noise.min_snr_gamma)
