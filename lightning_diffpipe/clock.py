@@ -39,11 +39,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """For work in the current stream of a GPU; gaps in which the GPU waits for the host count.
-
-    Args:
-        device: The GPU.
-    """
+    """For work in the current stream of a GPU; gaps in which the GPU waits for the host count."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -262,10 +262,6 @@ def refuse_method(source: Source, method: str) -> None:
 def refuse_ignored_size(source: Source, settings: Settings) -> None:
     """Refuses a height without a width, or the reverse, where a pipeline takes its own size unless it gets both.
 
-    Args:
-        source: With the pipeline, or its config.
-        settings: What to draw.
-
     Raises:
         ConfigurationError: What was given would be ignored.
     """

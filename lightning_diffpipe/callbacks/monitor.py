@@ -345,11 +345,7 @@ class PipelineMonitor(L.Callback):
         return list(self.samples)[len(_EARLY_STEPS) :] or list(self.samples)[-1:]
 
     def report(self, plan: PipelinePlan) -> str:
-        """Returns the report at the end of a run, of one pipeline; see `final_report`.
-
-        Args:
-            plan: What was planned.
-        """
+        """Returns the report at the end of a run, of one pipeline; see `final_report`."""
         return final_report(plan, self.settled())
 
     def _write_plan(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
@@ -420,7 +416,6 @@ def _going_on(folder: Path) -> Iterator[None]:
 
 
 def _log_artifact(trainer: L.Trainer, path: Path, kind: str) -> None:
-    """Gives a file to loggers that keep artifacts."""
     for logger in trainer.loggers:
         experiment = logger.experiment if hasattr(logger, "log_image") else None
         if callable(log := getattr(experiment, "log_artifact", None)):

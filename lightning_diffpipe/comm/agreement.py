@@ -42,11 +42,7 @@ class _Vote(NamedTuple):
 
 
 class Agreement:
-    """Lets all ranks of the world decide together; every rank must make the same calls.
-
-    Args:
-        mesh: This rank's groups.
-    """
+    """Lets all ranks of the world decide together; every rank must make the same calls."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -91,12 +91,7 @@ def measure_cluster(
 
 
 def measure_links(backend: str, device: torch.device) -> Cluster:
-    """Measures the links between all ranks in a group of its own; collective.
-
-    Args:
-        backend: "gloo" or "nccl".
-        device: Where messages of this rank live.
-    """
+    """Measures the links between all ranks in a group of its own; collective."""
     group = dist.new_group(backend=backend)
     cluster = measure_cluster(group, device)
     dist.destroy_process_group(group)

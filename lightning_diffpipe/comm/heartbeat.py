@@ -262,9 +262,6 @@ class Heartbeat:
     def naming(self, what: str) -> Iterator[None]:
         """Turns the error of a broken connection into one that says who was lost, and in which phase.
 
-        Args:
-            what: Was waited for.
-
         Raises:
             PipelineTimeoutError: Instead.
         """

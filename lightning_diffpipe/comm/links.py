@@ -162,13 +162,7 @@ class Links(Protocol):
 def start_all_gather(
     links: Links, tensor: Tensor, shapes: Sequence[TensorShape], kind: MessageKind
 ) -> Callable[[], list[Tensor]]:
-    """Sends a tensor to all peers and posts the receives of theirs.
-
-    Args:
-        links: Of this position.
-        tensor: This position's part.
-        shapes: Shapes of all parts, by position.
-        kind: What it is.
+    """Sends this position's part to all peers and posts the receives of theirs, of shapes by position.
 
     Returns:
         A function that waits, and returns the parts of all positions, in order.
@@ -187,14 +181,7 @@ def exchange(
     shapes: Mapping[int, TensorShape],
     kind: MessageKind,
 ) -> dict[int, Tensor]:
-    """Sends one tensor to each of some peers and receives one from each of some peers.
-
-    Args:
-        links: Of this position.
-        outgoing: Tensors by receiver.
-        shapes: Shapes of what comes, by sender.
-        kind: What it is.
-    """
+    """Sends one tensor to each of some peers and receives one from each of some; as `Links.start_exchange`."""
     incoming = links.start_exchange(outgoing, shapes, kind)
     return {peer: posted.wait() for peer, posted in incoming.items()}
 
@@ -399,7 +386,6 @@ class ProcessLinks(Links):
         self.traffic.messages_sent[kind] += 1
 
     def _hold(self, work: dist.Work, buffers: Sequence[Tensor]) -> None:
-        """Holds what is sent until it has left."""
         self._held.append((work, buffers))
         while self._held and self._held[0][0].is_completed():
             self._await(self._held.popleft()[0], "a sent message", None)
@@ -464,7 +450,6 @@ class ProcessLinks(Links):
         ]
 
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
-        """Runs a collective of the host to its end."""
         started_s = time.monotonic()
         if self.heartbeat is None:
             try:

@@ -40,11 +40,7 @@ class MessageLayout:
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> MessageLayout:
-        """Lays out tensors one after the other, aligned.
-
-        Args:
-            specs: What the message holds.
-        """
+        """Lays out tensors one after the other, aligned."""
         offsets, end = [], 0
         for spec in specs:
             offsets.append(end)

@@ -74,9 +74,6 @@ class _Posted:
 class Transport:
     """Carries flat byte buffers between the positions of one pipeline, over gloo or NCCL.
 
-    Args:
-        mesh: Positions and groups.
-
     Attributes:
         num_bytes_sent: Bytes of all messages sent so far.
         blocks_host: Whether waiting for a message stops the host, so that it could do something else.

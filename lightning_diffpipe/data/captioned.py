@@ -111,11 +111,7 @@ def require_made(condition: str) -> None:
 
 
 class Conditioned(Dataset[Sample]):
-    """Samples of another data set, with conditions made from their pictures.
-
-    Args:
-        samples: The data set.
-        condition: A name in `MADE`.
+    """Samples of another data set, with conditions made from their pictures by what has this name in `MADE`.
 
     Raises:
         ConfigurationError: The name is unknown.

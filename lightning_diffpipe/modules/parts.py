@@ -511,12 +511,7 @@ def checkpoint_weights(checkpoint: Mapping[str, Any], ema: bool = True) -> dict[
 
 
 def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> PartOutline:
-    """Class and config of one part of a checkpoint.
-
-    Args:
-        checkpoint: From `read_checkpoint`.
-        name: Such as `"unet"`.
-    """
+    """Class and config of one part of a checkpoint."""
     stored = checkpoint[_FILES_KEY][name]
     config = json.loads(stored["files"]["config.json"])
     return PartOutline(_class_of(*stored["class"]), config)

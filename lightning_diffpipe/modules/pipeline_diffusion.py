@@ -350,14 +350,7 @@ class PipelineDiffusion(PartsModule):
         condition: Tensor | None = None,
         **settings: Any,
     ) -> PipelineCall:
-        """The pipeline's call that `sample` makes, for samplers that run its loop step by step.
-
-        Args:
-            prompts: As for `sample`.
-            guidance_scale: As for `sample`.
-            condition: As for `sample`.
-            settings: Further arguments of `sample`.
-        """
+        """Returns the pipeline's call that `sample` makes of these arguments, for samplers that run its loop."""
         guidance = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
         own = {**self._trained_size, "batch_size": len(prompts), **self.hparams.call, **guidance}
         taken = inspect.signature(self.pipeline.__call__).parameters

@@ -208,11 +208,8 @@ class FrozenWork:
 class FillingTimes:
     """How long layers and waits take, learnt from the steps before, as long as training lives.
 
-    On a GPU the answers come later: stamps are read once the device has passed them.
-
-    Args:
-        mode: See the file's head.
-        clock: The clock of the rank's device.
+    On a GPU the answers come later: stamps are read once the device has passed them. The mode, see the file's head,
+    says what is expected of a wait that was not measured.
     """
 
     def __init__(self, mode: FillingMode, clock: Clock) -> None:
@@ -252,11 +249,7 @@ class FillingTimes:
 
 
 class Filler:
-    """This rank's frozen parts of coming batches, run in pieces.
-
-    Args:
-        times: What it learns of layers and waits.
-    """
+    """This rank's frozen parts of coming batches, run in pieces."""
 
     def __init__(self, times: FillingTimes) -> None:
         self._times = times
@@ -273,13 +266,7 @@ class Filler:
         self._works.append(_Work(frozen, [part.index for part in frozen.own_parts]))
 
     def fill(self, wait: Instruction, is_ready: Callable[[], bool], recording: Recording) -> None:
-        """Runs layers until the wait is over, or would be before the next layer is done.
-
-        Args:
-            wait: The instruction the rank stands at.
-            is_ready: Whether it can go on.
-            recording: Of the running step.
-        """
+        """Runs layers until the wait is over, or would be before the next layer is done."""
         filled = start = recording.stamp()
         limit = _Limit(self._times, wait, is_ready)
         while not self.done:

@@ -51,12 +51,6 @@ def owners_of(
 ) -> dict[str, int]:
     """Returns the position of the first holder of every entry of the state dict that is not the same everywhere.
 
-    Args:
-        module: The module.
-        pieces: How it is cut.
-        residents: Parameters held at each position.
-        placement: Ranks of the stages.
-
     Returns:
         Entries that some rank lacks, or has an old copy of; on all ranks in the same order, in which they are sent.
     """
@@ -238,15 +232,7 @@ def take_over(
     mesh: Mesh,
     strict: bool = True,
 ) -> None:
-    """Copies this rank's part of a whole state dict into the module.
-
-    Args:
-        state: Of the whole module.
-        module: With placeholders for what other ranks hold.
-        resident: Names of the parameters that this rank holds.
-        owners: As for `collect`.
-        mesh: This rank's place.
-        strict: Refuse names that are missing or unknown.
+    """Copies this rank's part of a whole state dict into the module: what is resident, and buffers that it owns.
 
     Raises:
         CheckpointError: Names are missing or unknown, or shapes differ.
@@ -261,11 +247,6 @@ def take_over(
 
 def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> None:
     """Says in few words why a state dict does not fit a module.
-
-    Args:
-        state: What was read.
-        own: The module's state dict.
-        strict: Refuse names that are missing or unknown.
 
     Raises:
         CheckpointError: Names are missing or unknown, or shapes differ.

@@ -31,10 +31,6 @@ from lightning_diffpipe.planning.timeline import Span
 class Recording:
     """The stamps of one step on one rank.
 
-    Args:
-        rank: Position in the pipeline.
-        clock: What time is read from.
-
     Attributes:
         started_s: When the step began, on the host's clock (`time.perf_counter`).
     """

@@ -114,9 +114,6 @@ class GradientReducer:
         none afterwards, so that the optimizer leaves the parameter alone. Frozen ones get no sum. Every
         holder must call it at the same point of its program.
 
-        Args:
-            awaited: Waits for operations; see `Transport.awaited`.
-
         Returns:
             `None` if this rank shares no parameter.
         """
@@ -195,11 +192,6 @@ class Reduction:
     """Gradients on their way to be summed; a `PendingWork`.
 
     A bucket is begun whenever one is over, so that all are waited for in turn, however many there are.
-
-    Args:
-        mesh: The groups.
-        buckets: Parameters that travel together, and who holds them.
-        awaited: As for `GradientReducer.start`.
     """
 
     def __init__(

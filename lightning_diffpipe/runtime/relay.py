@@ -191,11 +191,7 @@ _DEVICE = "device"  # stands for the device of a rank
 
 
 class RelayChannel:
-    """Broadcasts the output of a layer from the rank that ran it.
-
-    Args:
-        mesh: This rank's groups.
-    """
+    """Broadcasts the output of a layer from the rank that ran it."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -106,11 +106,6 @@ class _Past(NamedTuple):
 class PreparedBatches:
     """The coming batches that one rank knows of.
 
-    Args:
-        filling: How bubbles are filled.
-        layout: Lays batches out.
-        clock: The clock of this rank's device.
-
     Raises:
         ConfigurationError: Bubbles cannot be filled in this mode over the mesh's backend.
 

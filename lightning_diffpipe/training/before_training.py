@@ -58,10 +58,6 @@ _END = object()
 def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
     """Takes one training batch through the module's own transfer hooks.
 
-    Args:
-        trainer: The trainer being set up.
-        strategy: Broadcasts the batch.
-
     Returns:
         The batch on the host, where the module still is, and the further arguments `training_step` takes.
 

@@ -439,12 +439,7 @@ def epoch_of(trainer: Any) -> int:
 
 
 def resumed(trainer: Any, length: int | None) -> tuple[int, int]:
-    """Returns how often a loader had ended, and how many batches it had given, in the epoch that a run goes on in.
-
-    Args:
-        trainer: Which may go on from a checkpoint.
-        length: Of the loader.
-    """
+    """Returns how often a loader had ended, and batches it had given since, in the epoch that a run goes on in."""
     done = _place(trainer)[1]
     combined = trainer.fit_loop._combined_loader
     if done and length and combined is not None and combined._mode == "max_size_cycle":

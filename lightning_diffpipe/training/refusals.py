@@ -47,10 +47,6 @@ from lightning_diffpipe.training.patching import patched
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
     """Checks module, callbacks, precision and what has been made already.
 
-    Args:
-        trainer: The trainer being set up.
-        strategy: The strategy, connected to the module.
-
     Raises:
         ConfigurationError: Something cannot work; says what, why and what to do instead.
     """
@@ -92,10 +88,6 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
 def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
     """Checks what one rank can train with, and several cannot.
 
-    Args:
-        trainer: The trainer being set up to fit.
-        strategy: The strategy, connected to the module.
-
     Raises:
         ConfigurationError: A loader was made while nobody knew which ranks shall see the same samples; a checkpoint
             would be collected from ranks of which one has just failed, or stands elsewhere; or batch norms look
@@ -131,11 +123,7 @@ def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
 
 
 def refuse_without_flush(trainer: Any, schedule: str) -> None:
-    """Refuses what looks at gradients or weights of all stages at a time, where stages step at different times.
-
-    Args:
-        trainer: The trainer being set up.
-        schedule: One that does not flush.
+    """Refuses what looks at gradients or weights of all stages at a time, with a schedule that does not flush.
 
     Raises:
         ConfigurationError: Something does; says what to do instead.
@@ -303,10 +291,6 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
 def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Names arguments the strategy does not have.
 
-    Args:
-        arguments: What it was given and has no parameter for.
-        known: Its parameters.
-
     Raises:
         ConfigurationError: Always.
     """
@@ -346,12 +330,7 @@ def refuse_own_generators(module: nn.Module, step: Any, batch: Any, graph: Layer
 
 
 def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
-    """Warns if what is trained is hidden in one compiled module, which cannot be cut.
-
-    Args:
-        module: The root.
-        graph: Its step.
-    """
+    """Warns if what is trained is hidden in one compiled module, which cannot be cut."""
     trained = [layer for layer in graph.layers if not layer.frozen]
     cost = sum(layer.cost_flops for layer in trained)
     for layer in trained:
@@ -365,9 +344,6 @@ def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
 
 def warn_of_outputs(out: Any) -> bool:
     """Warns if a step returns more than its loss, which callbacks may be waiting for.
-
-    Args:
-        out: What `training_step` returned.
 
     Returns:
         Whether it did.

@@ -355,11 +355,7 @@ class _StandIns:
 
 
 class _RowsOfDraws(TorchDispatchMode):
-    """Gives a part of a batch the random numbers that were drawn for these samples in the whole.
-
-    Args:
-        total: Samples in the batch.
-    """
+    """Gives a part of a batch the random numbers that were drawn for these samples in the whole."""
 
     def __init__(self, total: int) -> None:
         super().__init__()
