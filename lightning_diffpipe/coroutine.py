@@ -169,6 +169,6 @@ class _ThreadSettings:
             yield
 
     def follow_stream(self) -> None:
-        """Work goes to the stream the owner is using now, so that order needs no events."""
+        """Gives work to the stream the owner is using now, so that order needs no events."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)

@@ -359,7 +359,7 @@ class ModuleSource:
             return pictures(drawn_by(call, sample, type(module).__name__))
 
     def part(self, name: str) -> nn.Module:
-        """The second denoiser of a cascade."""
+        """Returns the second denoiser of a cascade, with its weights."""
         if self.module is not None:
             return getattr(self.module, name)
         if name not in self._parts:
@@ -370,7 +370,7 @@ class ModuleSource:
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
-        """What ranks compare of that denoiser."""
+        """Returns what ranks compare of that denoiser."""
         if self.open_part is not None:
             return Identity.of({}, *self.open_part(name))
         return Identity.of({}, self.part(name), None)
@@ -424,7 +424,7 @@ def _stored_module(
     cls.check_parts(parts, origin)
 
     def open_part(name: str) -> tuple[nn.Module, Weights]:
-        """A denoiser without its weights, and these with LoRA files added as they are read."""
+        """Returns a denoiser without its weights, and these, to which LoRA files are added as they are read."""
         outline, weights = outline_of(name), weights_of(name)
         refuse_adapted(weights.names(), weights.origin)
         denoiser = skeleton(outline.cls, outline.config, device, opening.dtype)

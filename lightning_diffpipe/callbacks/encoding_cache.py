@@ -94,7 +94,7 @@ class EncodingCache(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch, finds out which layers can be stored."""
+        """Finds out with the first batch which layers can be stored."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is None or self.memo is not None:
             return

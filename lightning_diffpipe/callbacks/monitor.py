@@ -186,7 +186,7 @@ class PipelineMonitor(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Counts; at every n-th step all ranks look closely at it."""
+        """Counts the step; at every n-th one all ranks look closely at it."""
         clock = self._clock
         ended_s = time.perf_counter()
         self._num_steps += 1

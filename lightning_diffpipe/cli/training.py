@@ -125,7 +125,7 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
 
 
 def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
-    """The id of the run that W&B shall write: that of the run this one goes on from, or a new one."""
+    """Returns the id of the run that W&B shall write: that of the run this one goes on from, or a new one."""
     if not node._target_.endswith("WandbLogger") or node.get("id") or own_rank():
         return {}
     path, folder = config.ckpt_path, Path(config.output_dir)

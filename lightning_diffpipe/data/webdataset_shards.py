@@ -61,7 +61,7 @@ class _Epochs(IterableDataset[Batch]):
         self._skipped = count
 
     def __len__(self) -> int:
-        """Batches of an epoch, over all workers: what a learning rate schedule needs to know."""
+        """Returns the batches of an epoch, over all workers: what a learning rate schedule needs to know."""
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -277,7 +277,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         )
 
     def train_dataloader(self) -> DataLoader:
-        """Endless shuffled shards, cut into epochs of `samples_per_epoch`."""
+        """Returns endless shuffled shards, cut into epochs of `samples_per_epoch`."""
         h, (_, num_ranks) = self.hparams, self._data_parallel()
         batches = max(1, h.samples_per_epoch // (h.batch_size * num_ranks))
         stream = _Epochs(

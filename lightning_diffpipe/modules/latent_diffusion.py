@@ -68,7 +68,7 @@ _DENOISERS: dict[str, tuple[type, ...]] = {
 def latent_size(
     vae: Mapping[str, Any], denoiser: Mapping[str, Any], height: int | None, width: int | None
 ) -> tuple[int, int]:
-    """Rows and columns of the latents of a picture.
+    """Returns rows and columns of the latents of a picture.
 
     Args:
         vae: Config of the autoencoder.
@@ -333,7 +333,7 @@ class LatentDiffusion(PartsModule):
         self.log("val/loss", loss, prog_bar=True, batch_size=len(latents), sync_dist=True)
 
     def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """For subclasses: what the denoiser is given of a batch besides captions, a row for each sample."""
+        """Returns what the denoiser is given of a batch besides captions, a row for each sample; for subclasses."""
         return {}
 
     def _loss(
@@ -419,7 +419,7 @@ class LatentDiffusion(PartsModule):
             return self.decode_latents(denoised(self.scheduler, start, predict, *settings))
 
     def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """The size of the latents of pictures, by `latent_size`."""
+        """Returns rows and columns of the latents of pictures of a size in pixels, or refuses it; see `latent_size`."""
         return latent_size(self.vae.config, self.denoiser.config, height, width)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
@@ -451,7 +451,7 @@ class LatentDiffusion(PartsModule):
 def start_noise(
     shape: Sequence[int], generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Standard normal numbers in fp32, drawn where the generator is, on the device."""
+    """Draws standard normal numbers in fp32 where the generator is, and brings them to the device."""
     drawn_on = generator.device if generator is not None else device
     return torch.randn(tuple(shape), generator=generator, device=drawn_on, dtype=torch.float32).to(
         device

@@ -254,7 +254,7 @@ class PartsModule(L.LightningModule):
                     lora.add_to(part)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW with the schedule of `optimization`."""
+        """Returns AdamW with the schedule of `optimization`."""
         return self.optimization.configure(self)
 
     @contextlib.contextmanager
@@ -269,7 +269,7 @@ class PartsModule(L.LightningModule):
                 module.training = mode
 
     def drawing(self, prompts: Sequence[str], **settings: Any) -> PipelineCall:
-        """The call of `sample`, for samplers that run its loop step by step.
+        """Returns the call of `sample`, for samplers that run its loop step by step.
 
         Args:
             prompts: What to draw.
@@ -313,7 +313,7 @@ class PartsModule(L.LightningModule):
     def _assembled(
         cls, parts: Mapping[str, Any], index: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> Self:
-        """For subclasses: the module of these parts, before its weights are loaded."""
+        """Returns the module of these parts, before its weights are loaded; for subclasses."""
         return cls(**{**parts, **arguments})
 
     @classmethod
@@ -332,7 +332,7 @@ class PartsModule(L.LightningModule):
 
     @classmethod
     def _check_outlines(cls, outlines: Mapping[str, PartOutline]) -> None:
-        """For subclasses: refuses parts before weights, perhaps of many gigabytes, are read."""
+        """Refuses parts before weights, perhaps of many gigabytes, are read; for subclasses."""
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Writes every part into its sub-folder and adds it to `model_index.json`; adapters go into the weights.
@@ -404,7 +404,7 @@ class PartsModule(L.LightningModule):
         return weights
 
     def _replaced(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        """For subclasses that are whole models: what an index of another model may not say any more."""
+        """Returns what an index of another model may not say any more; for subclasses that are whole models."""
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -511,7 +511,7 @@ def checkpoint_weights(checkpoint: Mapping[str, Any], ema: bool = True) -> dict[
 
 
 def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> PartOutline:
-    """Class and config of one part of a checkpoint."""
+    """Returns class and config of one part of a checkpoint, such as `"unet"`."""
     stored = checkpoint[_FILES_KEY][name]
     config = json.loads(stored["files"]["config.json"])
     return PartOutline(_class_of(*stored["class"]), config)
