@@ -74,11 +74,11 @@ class Agreement:
         """
         self._await_all(self._sent)
         self._read(wish)
-        self._wishes = [self._receive(neighbour) for neighbour in self._below]
+        self._wishes = [self._start(dist.irecv, neighbour) for neighbour in self._below]
         if last:
             self._read(wish)
         if self._above is not None:
-            self._send(self._above, self._asked)
+            self._sent.append(self._start(dist.isend, self._above, self._asked))
         decision = self._pass_down(self._asked)
         if last or decision:  # who goes now may not come back
             self._await_all(self._sent)
@@ -95,11 +95,10 @@ class Agreement:
 
     def _pass_down(self, decision: bool) -> bool:
         if self._above is not None:
-            message = self._receive(self._above)
+            message = self._start(dist.irecv, self._above)
             self._await(message)
             decision = bool(message.value)
-        for neighbour in self._below:
-            self._send(neighbour, decision)
+        self._sent += [self._start(dist.isend, neighbour, decision) for neighbour in self._below]
         return decision
 
     def _read(self, wish: bool) -> None:
@@ -107,13 +106,9 @@ class Agreement:
         self._await_all(self._wishes)
         self._asked = self._asked or wish or any(map(bool, values))
 
-    def _send(self, neighbour: _Neighbour, value: bool) -> None:
-        self._sent.append(self._start(dist.isend, neighbour, value))
-
-    def _receive(self, neighbour: _Neighbour) -> _Vote:
-        return self._start(dist.irecv, neighbour, False)
-
-    def _start(self, operation: Callable[..., Any], neighbour: _Neighbour, value: bool) -> _Vote:
+    def _start(
+        self, operation: Callable[..., Any], neighbour: _Neighbour, value: bool = False
+    ) -> _Vote:
         (rank, group), buffer = neighbour, torch.tensor([value], dtype=torch.uint8)
         with self._mesh.naming([rank]):
             return _Vote(rank, buffer, operation(buffer, rank, group=group, tag=_TAG))

@@ -75,9 +75,7 @@ class Traffic:
 
     def copy(self) -> Traffic:
         """Returns a snapshot."""
-        return Traffic(
-            Counter(self.bytes_sent), Counter(self.bytes_received), Counter(self.messages_sent)
-        )
+        return self.plus(Traffic())
 
     def since(self, before: Traffic) -> Traffic:
         """Returns what was counted after a snapshot."""

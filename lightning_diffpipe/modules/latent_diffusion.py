@@ -419,7 +419,7 @@ class LatentDiffusion(PartsModule):
             return self.decode_latents(denoised(self.scheduler, start, predict, *settings))
 
     def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Returns rows and columns of the latents of pictures of a size in pixels, or refuses it; see `latent_size`."""
+        """Returns rows and columns of the latents of pictures of a size in pixels; see `latent_size`."""
         return latent_size(self.vae.config, self.denoiser.config, height, width)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:

@@ -323,32 +323,27 @@ _SLOWER = 1.01  # than the best that was tried
 _AT_FIRST, _LATER = 4, 16  # steps between two looks
 
 
+@dataclass(eq=False)
 class GroupShares:
     """The shares of the ranks of one pipeline.
 
-    Args:
+    Attributes:
         num_ranks: Ranks of the pipeline.
         gather: Brings a few numbers of each rank to all of them; a collective call.
-        adapts: Follow what is measured.
+        adapts: Whether the shares follow what is measured, if there are several ranks.
         planned: Weights of the ranks to begin with; equal if not given.
         period: Batches over which shares are whole numbers of groups.
-
-    Attributes:
-        adapts: Whether the shares follow what is measured.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        gather: Callable[[Sequence[float]], list[list[float]]],
-        adapts: bool = True,
-        planned: Sequence[float] = (),
-        period: int = 1,
-    ) -> None:
-        self._period = period
-        self._gather = gather
-        self.adapts = adapts and num_ranks > 1
-        self._weights = list(planned) or [1.0] * num_ranks
+    num_ranks: int
+    gather: Callable[[Sequence[float]], list[list[float]]]
+    adapts: bool = True
+    planned: Sequence[float] = ()
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        self.adapts = self.adapts and self.num_ranks > 1
+        self._weights = list(self.planned) or [1.0] * self.num_ranks
         self._steps = 0
         self._steps_s: list[float] = []
         self._busy_s: list[float] = []
@@ -365,11 +360,11 @@ class GroupShares:
             >>> [shares.counts(4, batch_index) for batch_index in range(4)]
             [(3, 1), (2, 2), (2, 2), (2, 2)]
         """
-        batches = _spread(self._counts_of_period(num_groups), self._period)
-        return batches[batch_index % self._period]
+        batches = _spread(self._counts_of_period(num_groups), self.period)
+        return batches[batch_index % self.period]
 
     def _counts_of_period(self, num_groups: int) -> tuple[int, ...]:
-        total = num_groups * self._period
+        total = num_groups * self.period
         exact = [weight * total / sum(self._weights) for weight in self._weights]
         return largest_remainders(exact, total)
 
@@ -395,7 +390,7 @@ class GroupShares:
         if self._steps % (_AT_FIRST if self._steps <= _LATER else _LATER):
             return
         seen = (self._steps_s, self._busy_s, self._groups_s)
-        gathered = self._gather([statistics.median_low(times or [0.0]) for times in seen])
+        gathered = self.gather([statistics.median_low(times or [0.0]) for times in seen])
         for times in seen:
             times.clear()
         known = [group for _, _, group in gathered if group > 0]
@@ -407,7 +402,7 @@ class GroupShares:
         if self._tried[current] > _SLOWER * self._tried[best]:
             self._weights = [float(count) for count in best]
             return
-        busy_s = [busy * self._period for _, busy, _ in gathered]
+        busy_s = [busy * self.period for _, busy, _ in gathered]
         group_s = sum(known) / len(known)
         even = even_shares(busy_s, group_s, sum(current))  # all ranks would end together
         won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, even, group_s)
