@@ -87,7 +87,7 @@ class LoopbackTransport:
             self.receive(parcel.key, parcel.buffer, parcel.peer)
         return _LoopbackWork(self, [parcel.key for parcel in receives])
 
-    def awaited(self, works: Sequence[Any], what: str, then: Callable[[], None]) -> PendingWork:
+    def awaited(self, works: Sequence[Any], what: str, then: Any = None) -> PendingWork:
         """Raises, as nothing is started elsewhere in one process."""
         raise NotImplementedError(f"no {what} between processes in one process")
 
