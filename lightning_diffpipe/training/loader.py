@@ -80,12 +80,10 @@ class AlignedLoader:
         loader: The user's loader, or a pipeline's share of it.
         seed: Seed of the run.
         data_parallel_rank: Which share of the data this rank's pipeline sees.
-        pass_index: Tells the epoch, and so which pass over the data begins; survives a resume. None if every
-            pass shall draw the same numbers, as validation does.
+        place: Given the loader's length (None if it has none), tells where a pass begins, also of a resumed run, as
+            `place_of` does. None if every pass shall draw the same numbers, as validation does.
         compare: Given a batch's checksum, raises if another rank of the pipeline has another.
         looks_ahead: Batches to read ahead.
-        resumed: Given the loader's length (None if it has none), tells how often it had ended and how many batches
-            it had given in the epoch that a resumed run goes on in; zeros in all others.
 
     Attributes:
         loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
@@ -96,10 +94,9 @@ class AlignedLoader:
         loader: Any,
         seed: int,
         data_parallel_rank: int,
-        pass_index: Callable[[], int] | None,
+        place: Callable[[int | None], tuple[int, int, int]] | None,
         compare: Callable[[int, int], None],
         looks_ahead: int = 0,
-        resumed: Callable[[int | None], tuple[int, int]] | None = None,
     ) -> None:
         self._loader = loader
         self.loading_s = 0.0
@@ -111,8 +108,7 @@ class AlignedLoader:
         self._seed = seed
         self._data_parallel_rank = data_parallel_rank
         self._compare = compare
-        self._pass_index = pass_index
-        self._resumed = None if pass_index is None else resumed
+        self._place = place
         self._ended = 0, 0
         seed_workers(loader)
         batches = getattr(loader, "batch_sampler", None)
@@ -162,9 +158,9 @@ class AlignedLoader:
             batch, self._state_before = read.popleft()
             yield batch
         self._state_before = None
-        if self._pass_index is not None:
+        if self._place is not None:
             # Counted where passes end: Lightning may begin one twice before it takes a batch.
-            epoch = self._pass_index()
+            epoch, *_ = self._place(None)
             self._ended = epoch, self._times_ended(epoch) + 1
 
     @property
@@ -174,9 +170,10 @@ class AlignedLoader:
 
     def _aligned_batches(self) -> Iterator[Any]:
         # Those of this pass that were trained on before the run was interrupted.
-        times_ended, done = self._resumed(sized_len(self._source)) if self._resumed else (0, 0)
+        size = sized_len(self._source)
+        epoch, times_ended, done = self._place(size) if self._place else (0, 0, 0)
         if times_ended:
-            self._ended = self._pass_index(), times_ended
+            self._ended = epoch, times_ended
         name = self._name_of_pass()
         first = 0
         if self._numbered is not None:
@@ -215,9 +212,9 @@ class AlignedLoader:
 
     def _name_of_pass(self) -> str:
         """Returns the epoch and, where a short loader begins anew next to a longer one, how often it has in it."""
-        if self._pass_index is None:
+        if self._place is None:
             return "0"
-        epoch = self._pass_index()
+        epoch, *_ = self._place(None)
         times = self._times_ended(epoch)
         return f"{epoch}.{times}" if times else f"{epoch}"
 
@@ -433,26 +430,12 @@ def _copied(ask: Callable[[Any], Any], source: Any) -> Any:
     return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
 
 
-def epoch_of(trainer: Any) -> int:
-    """Returns the epoch whose passes begin now."""
-    return _place(trainer)[0]
+def place_of(trainer: Any, length: int | None) -> tuple[int, int, int]:
+    """Returns the epoch whose passes begin now; how often a loader had ended in it, and batches it had given since.
 
-
-def resumed(trainer: Any, length: int | None) -> tuple[int, int]:
-    """Returns how often a loader had ended, and batches it had given since, in the epoch that a run goes on in."""
-    done = _place(trainer)[1]
-    combined = trainer.fit_loop._combined_loader
-    if done and length and combined is not None and combined._mode == "max_size_cycle":
-        return divmod(done, length)
-    return 0, done
-
-
-def _place(trainer: Any) -> tuple[int, int]:
-    """Returns the epoch whose passes begin now, and the batches of it that have been trained on before.
-
-    Also where Lightning does not know yet that the run goes on in it: the first batch of a loader without a length
-    is read while the run is set up, by `estimated_stepping_batches` before the loops are restored, and always
-    before a processed epoch counts as completed.
+    Both are zero but in the epoch that a run goes on in, also where Lightning does not know yet that it does: the
+    first batch of a loader without a length is read while the run is set up, by `estimated_stepping_batches` before
+    the loops are restored, and always before a processed epoch counts as completed.
     """
     loop = trainer.fit_loop
     loops = (trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops")
@@ -462,13 +445,14 @@ def _place(trainer: Any) -> tuple[int, int]:
     else:
         epochs = loop.epoch_progress.state_dict()
         batches = loop.epoch_loop.batch_progress.state_dict()
-    epoch = epochs["current"]["processed"]
-    within = epochs["current"]["started"] > epoch
-    if not (loops or loop.epoch_loop.restarting) or not within:
-        return epoch, 0
-    if batches["is_last_batch"] and batches["current"]["processed"]:
-        return epoch + 1, 0
-    return epoch, batches["current"]["processed"]
+    epoch, done = epochs["current"]["processed"], 0
+    if (loops or loop.epoch_loop.restarting) and epochs["current"]["started"] > epoch:
+        done = batches["current"]["processed"]
+        if batches["is_last_batch"] and done:
+            epoch, done = epoch + 1, 0
+    if done and length and getattr(loop._combined_loader, "_mode", "") == "max_size_cycle":
+        return epoch, *divmod(done, length)
+    return epoch, 0, done
 
 
 def _is_stateful(loader: Any) -> bool:

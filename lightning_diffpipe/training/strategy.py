@@ -57,8 +57,7 @@ from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division,
 from lightning_diffpipe.training.loader import (
     SeededTransfer,
     aligned,
-    epoch_of,
-    resumed,
+    place_of,
     shared_out,
     take_over,
     unaligned,
@@ -402,10 +401,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             dataloader,
             pipeline.seed,
             pipeline.mesh.pipeline,
-            pass_index=partial(epoch_of, trainer) if training else None,
+            place=partial(place_of, trainer) if training else None,
             compare=pipeline.compare_over_pipeline,
             looks_ahead=self.lookahead_batches if training and pipeline.fills else 0,
-            resumed=partial(resumed, trainer),
         )
 
     # ------------------------------------------------------------------------------------- steps

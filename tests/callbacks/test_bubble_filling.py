@@ -67,7 +67,7 @@ class Numbers:
 def announced_and_came(iterables, mode, looks_ahead):
     """At each batch of a pass under Lightning's own fetcher: those that were announced, and that came."""
     loaders = {
-        name: aligned(iterable, 7, 0, lambda: 0, lambda number, value: None, looks_ahead)
+        name: aligned(iterable, 7, 0, lambda _: (0, 0, 0), lambda number, value: None, looks_ahead)
         for name, iterable in iterables.items()
     }
     combined, fetcher = CombinedLoader(loaders, mode), _PrefetchDataFetcher()

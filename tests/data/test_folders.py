@@ -326,7 +326,9 @@ def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers
             3, collation_fn=torch.stack
         )
         stream = DataLoader(data.with_epoch(4), batch_size=None, num_workers=num_workers)
-        return aligned(stream, 7, rank, pass_index=iter(range(9)).__next__, compare=lambda *_: None)
+        epochs = iter(range(9))
+        place = lambda length: (next(epochs), 0, 0)
+        return aligned(stream, 7, rank, place, compare=lambda *_: None)
 
     first, same, other = loader(0), loader(0), loader(1)
     epochs = [torch.cat(list(first)).tolist() for _ in range(2)]

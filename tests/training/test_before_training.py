@@ -303,7 +303,9 @@ def test_looking_at_a_batch_leaves_all_ranks_at_the_same_place(make_loader):
     for rank in (0, 1):
         loader = make_loader()
         example_on_rank(rank, loader, sent)
-        passes.append(list(AlignedLoader(loader, 7, 0, lambda: 0, lambda number, value: None)))
+        passes.append(
+            list(AlignedLoader(loader, 7, 0, lambda _: (0, 0, 0), lambda number, value: None))
+        )
         if isinstance(loader, DataLoader) and loader.generator:
             passes[-1].append(loader.generator.get_state())
     for one, other in zip(*passes, strict=True):
