@@ -48,7 +48,7 @@ def come_to_harm(phase: str) -> None:
         while together and not (FOLDER / f"{phase}{1 - OWN_RANK}").exists():
             time.sleep(0.1)
         if HARM in ("LINK", "CABLE"):
-            time.sleep(0.2)  # the other one has heard of the phase
+            time.sleep(1.5 if "(" in phase else 0.2)  # the other one has heard of the phase
         mark.touch()
         if HARM == "LINK":
             while not (FOLDER / "cut").exists():

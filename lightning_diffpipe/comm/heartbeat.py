@@ -18,8 +18,12 @@ return. Only the thread makes them, and who waits looks at the clock.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
+import functools
 import json
+import os
 import threading
 import time
 import weakref
@@ -43,6 +47,7 @@ _LONGEST_PAUSE_S = 0.5  # between two beats
 _LONGEST_LOOK_S = 0.02  # between two looks at what is waited for
 _MISSED_BEATS = 4  # of a rank that is dead when a connection has broken
 _GRACE_S = 0.5  # what ranks that refuse together need at most to arrive
+_EXIT_S = 5.0  # for Python to end, on a busy machine
 _BRIEFLY_S = 2.0  # for the store, where an error is already there
 
 
@@ -294,6 +299,7 @@ class Heartbeat:
         return f"{self._called([gone[0][0]])}, which stopped: {gone[0][1].text}" if gone else ""
 
     def _waited(self, what: str, reason: str) -> str:
+        _end_in_spite_of_gloo()
         return f"rank {self._rank} waited for {what}: {reason}"
 
     def _called(self, ranks: list[int]) -> str:
@@ -363,6 +369,16 @@ class Heartbeat:
                 raise PipelineTimeoutError(self._waited(what, self._lost_store()))
 
         return check
+
+
+@functools.cache
+def _end_in_spite_of_gloo() -> None:
+    """Ends this process some seconds after Python has begun to end: gloo's groups wait for what is under way.
+
+    They do so in a destructor, up to half an hour, where a peer is silent; only a thread in C goes on then.
+    """
+    end = functools.partial(faulthandler.dump_traceback_later, _EXIT_S, exit=True)
+    atexit.register(lambda: end(file=open(os.devnull, "w")))  # noqa: PTH123, SIM115
 
 
 def _close(board: _Board, thread: threading.Thread) -> None:
