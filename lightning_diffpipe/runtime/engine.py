@@ -179,9 +179,8 @@ class Engine:
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         picture = self._picture and partial(self._picture, step.schedule, rank=rank)
         with hooks_off(self.layout.root.parameters()) as hooks:
-            is_apart = weighted or bool(
-                hooks
-            )  # the batch's gradients from earlier ones of its window
+            # The batch's gradients from earlier ones of its window.
+            is_apart = weighted or bool(hooks)
             earlier = self.reducer.take() if is_apart else ()
             self._reduces, self._alarm = reduce_gradients or is_apart, alarm
             try:
@@ -193,10 +192,9 @@ class Engine:
         loss, weight, logged = self._results.finish()
         if is_apart:  # a weight is a sum known only now
             self.reducer.add(earlier, hooks, weight if weighted else None)
-        recording = self.executor.recording
+        num_samples, recording = sum(w.num_samples for w in step.works), self.executor.recording
         if prepared:
             prepared.observe(step, recording)
-        num_samples = sum(work.num_samples for work in step.works)
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
 
     def close(self) -> None:
