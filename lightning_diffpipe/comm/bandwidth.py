@@ -229,9 +229,8 @@ class _LinkBench:
         each_s = budget_s / len(self._sizes)
         medians_s: list[tuple[int, float]] = []
         for size in self._sizes:
-            if (
-                len(medians_s) >= 2
-            ):  # two make a line; a slow link would take minutes for the others
+            # Two make a line; a slow link would take minutes for the others.
+            if len(medians_s) >= 2:
                 before, last_s = medians_s[-1]
                 ends = torch.tensor([last_s * size / before > 4 * budget_s], device=self._device)
                 dist.broadcast(ends, src=self._ranks[0], group=self._group)

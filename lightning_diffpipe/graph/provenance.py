@@ -395,9 +395,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
-        if func == _SET_DATA and storage_key(args[0]) != storage_key(
-            args[1]
-        ):  # `.to()` sets what is there
+        # `.to()` sets what is there.
+        if func == _SET_DATA and storage_key(args[0]) != storage_key(args[1]):
             self._provenance.note_parameter_writes([args[0]])
         if func in HOOKING:
             self._provenance.hook(args[0], changes=func is HOOKING[0])

@@ -101,9 +101,8 @@ class PartitionedStepCache:
         self._cut_steps: dict[tuple[str, tuple[str, ...], PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
         self._dummies = DummyMemory()
-        if (
-            self.device.type == "cpu"
-        ):  # the probe saw host tensors, whose types autocast leaves alone
+        # The probe saw host tensors, whose types autocast leaves alone.
+        if self.device.type == "cpu":
             self._add(self.graph)
         for other in self.known:
             self._add(other)

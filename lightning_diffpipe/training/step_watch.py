@@ -83,9 +83,8 @@ class StepWatch:
     last_finite: tuple[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self._modules = tuple(
-            self.module.modules()
-        )  # walking through a large module takes milliseconds
+        # Walking through a large module takes milliseconds.
+        self._modules = tuple(self.module.modules())
         self._modes = self._current_modes()
         self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
         self._next_look: dict[str, int] = {}  # at so many
