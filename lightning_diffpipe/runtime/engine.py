@@ -83,6 +83,8 @@ class Engine:
     ) -> None:
         self.layout = layout
         self.reducer = reducer
+        # Walking through a large module takes milliseconds.
+        self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
         self._picture = picture
         self._clock = clock_for(layout.mesh.device)
@@ -178,7 +180,7 @@ class Engine:
         weighted = step.works[0].partitioned.graph.weighted
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         picture = self._picture and partial(self._picture, step.schedule, rank=rank)
-        with hooks_off(self.layout.root.parameters()) as hooks:
+        with hooks_off(self._parameters) as hooks:
             # The batch's gradients from earlier ones of its window.
             is_apart = weighted or bool(hooks)
             earlier = self.reducer.take() if is_apart else ()

@@ -52,8 +52,11 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks.
     """
-    found = {p: (p._backward_hooks or {}, p._post_accumulate_grad_hooks or {}) for p in parameters}
-    hooks = {p: both for p, both in found.items() if any(both)}
+    hooks = {
+        p: (p._backward_hooks or {}, p._post_accumulate_grad_hooks or {})
+        for p in parameters
+        if p._backward_hooks or p._post_accumulate_grad_hooks
+    }
     for parameter, (of_gradient, after) in hooks.items():
         if of_gradient:
             parameter._backward_hooks = None
