@@ -29,7 +29,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 """How the attention of text encoders, CLIP's and T5's, calls the layers that denoisers call `to_q` and so on."""
 
-_KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+_COMPARED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 """Settings of peft by which a layer's adapter is what it is, once it is there."""
 
 _REMEDY = "save the trained module with save_pretrained(folder), which merges adapters"
@@ -339,7 +339,7 @@ def refuse_others(
             [json.loads(text) for text in each.get("configs", {}).values()]
             for each in (settings_of(part), settings)
         ]
-        values = {key: [[c.get(key) for c in side] for side in configs] for key in _KEPT}
+        values = {key: [[c.get(key) for c in side] for side in configs] for key in _COMPARED}
         differing = [key for key, (own, stored) in values.items() if own != stored]
         found = "".join(f"{k} is {values[k][0]} now, {values[k][1]} there" for k in differing[:1])
     if differing:

@@ -6,7 +6,7 @@
 
 Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So while a
 trainer fits, a signal is only noted where it finds a rank, and passed on before the next batch (`LockStep`); the
-time is that of rank 0's clock, and whether to stop after a batch, what rank 0 was told. Before training, where
+time is that of rank 0's clock, and after a batch its `should_stop` counts for all. Before training, where
 Lightning does not listen, a signal ends the run at once. At the end a line says who got it.
 """
 
