@@ -246,7 +246,9 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
         config.pop("hydra")
     with contextlib.suppress(OmegaConfBaseException):
         if OmegaConf.is_dict(present := OmegaConf.select(config, wrong, throw_on_missing=False)):
-            return f" with these keys: it has {', '.join(present)}; add others by +{wrong}=..."
+            if any(a.startswith(f"{wrong}={{") for a in arguments):
+                return f" with these keys: it has {', '.join(present)}; add others by +{wrong}=..."
+            return f" to choose from; there are {', '.join(f'{wrong}.{key}' for key in present)}"
     node, _, last = wrong.rpartition(".")
     parent = OmegaConf.select(config, node, throw_on_missing=False) if node else None
     builds = OmegaConf.is_dict(parent) and "_target_" in parent
@@ -254,8 +256,6 @@ def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
         return f" in the config, but what it builds takes it: write +{wrong}=..."
     known = [key for key in {*_flatten(config), *groups} if key != wrong]
     elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
-    if OmegaConf.is_dict(settings := OmegaConf.select(config, wrong, throw_on_missing=False)):
-        return f" to choose from; there are {', '.join(f'{wrong}.{key}' for key in settings)}"
     options = _options_with(last, [node] if node else groups)
     if options and (node or not elsewhere):
         return f"; {', '.join(options)} {'have' if len(options) > 1 else 'has'} it"

@@ -78,7 +78,7 @@ def test_a_checkpoint_alone_rebuilds_a_model_with_adapters(adapted, batch, tmp_p
     torch.testing.assert_close(drawn(loaded), drawn(adapted), atol=0, rtol=0)
     source = open_source(tmp_path / "a.ckpt", True, torch.device("cpu"), torch.float32)
     load_weights(source.denoiser, source.weights)
-    torch.testing.assert_close(drawn(source._module), drawn(adapted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(drawn(source.module), drawn(adapted), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
