@@ -23,6 +23,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 def call(capsys, monkeypatch, *arguments):
     """Calls the command in this process; returns its exit code, output and errors."""
     monkeypatch.setattr(sys, "argv", ["diffpipe", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the folder it is called in
     # Hydra composes each config twice: first to look for `hydra.mode`, which none of ours sets.
     sets_mode = any("hydra" in each or each.startswith("-") for each in arguments)
     look = (

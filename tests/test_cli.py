@@ -98,6 +98,11 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "experiment=broken", "-cd", "conf", "trainer.devices=1"],
             "diffpipe train: cannot read a config: while parsing a flow sequence",
         ),
+        # History: OmegaConf's further lines came along.
+        (
+            ["plan", "global_batch_size=8", "hydra.run.dir=${nope}"],
+            "diffpipe plan: Interpolation key 'nope' not found",
+        ),
         # History: there was said to be none.
         (
             ["plan", "global_batch_size=8", "strategy=diffpipe"],
@@ -316,6 +321,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
     assert message in printed
     assert "Traceback" not in printed
     assert "HYDRA_FULL_ERROR" not in printed
+    assert "full_key" not in printed
 
 
 @pytest.mark.parametrize(

@@ -193,9 +193,11 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             "written, so choose another one with hydra.run.dir=FOLDER, or start elsewhere"
         ) from error
     except yaml.YAMLError as error:
+        if begun:
+            raise
         raise ConfigurationError(f"cannot read a config: {error}") from error
     except ValueError as error:
-        if begun:
+        if begun or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
             raise
         raise ConfigurationError(str(error)) from error  # flags that do not go together
     finally:

@@ -417,7 +417,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         h = self.hparams
         split: dict[bool, list[_Listed]] = {False: [], True: []}
         keys = ["file_name", h.caption_key]
-        if h.condition is not None and h.condition not in MADE:
+        if h.condition and h.condition not in MADE:
             keys.append(h.condition)
         lines = _Lines(Path(h.folder), keys, may_be_folders=h.num_frames is not None)
         entries = lines.read(h.on_error == "skip")

@@ -391,7 +391,8 @@ class PartsModule(L.LightningModule):
                 replaced so.
         """
         weights = lora_weights(self.parts, names)
-        pipeline = getattr(diffusers, self.pipeline_index.get("_class_name", ""), None)
+        # Of a class outside of diffusers the index has a list.
+        pipeline = getattr(diffusers, str(self.pipeline_index.get("_class_name")), None)
         loaded = getattr(pipeline, "_lora_loadable_modules", [])
         adapted = adapted_parts(self.parts)
         left_out = [f"{n} ({type(p).__name__})" for n, p in adapted.items() if n not in loaded]

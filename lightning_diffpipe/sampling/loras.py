@@ -236,15 +236,14 @@ def _factor(settings: Mapping[str, Any], layer: str, rank: int) -> float:
     part, _, name = layer.partition(".")
     own = {key: settings.get(f"{part}.{key}", settings.get(key)) for key in _SETTINGS}
     alpha = own["lora_alpha"]
-    for pattern, value in (own["alpha_pattern"] or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            alpha = value
-            break
-    alpha = settings.get(f"{layer}.alpha", rank if alpha is None else alpha)
     try:
-        alpha = float(alpha)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the alpha of {layer} in a LoRA is no number: {alpha!r}") from error
+        for pattern, value in dict(own["alpha_pattern"] or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                alpha = value
+                break
+        alpha = float(settings.get(f"{layer}.alpha", rank if alpha is None else alpha))
+    except (TypeError, ValueError, RuntimeError, re.error) as error:
+        raise CheckpointError(f"the alpha of {layer} in a LoRA cannot be read: {error}") from error
     return alpha / (math.sqrt(rank) if own["use_rslora"] else rank)
 
 

@@ -136,7 +136,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         resident_bytes=[r.resident_bytes for r in reports],
         whole_bytes=reports[0].whole_bytes,
         measured=Timeline(tuple(spans), len(reports)),
-        planned=_planned(options.mesh, reports[0].statistics.plan, spans),
+        planned=_planned(options.mesh, reports[0].statistics.plan, spans) if patches else None,
         freshness=Freshness.joined(noted) if any(each is not None for each in noted) else None,
     )
 

@@ -123,6 +123,13 @@ def test_adapters_without_settings_are_refused_with_the_remedy(adapted, make_mod
         open_source(tmp_path / "folder", False, torch.device("cpu"), torch.float32)
 
 
+def test_adapters_of_a_class_outside_of_diffusers_are_written(adapted, tmp_path):
+    """History: the index of such a pipeline names its class by a list, which ended in a TypeError."""
+    adapted.pipeline_index = {"_class_name": ["pipeline", "Mine"]}
+    adapted.save_lora(tmp_path)
+    assert (tmp_path / adapters.LORA_FILE).exists()
+
+
 def test_a_missing_peft_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     settings = {"configs": {"default": json.dumps({})}, "active": ["default"]}

@@ -373,7 +373,17 @@ QUERY = "transformer.transformer_blocks.0.attn.to_q"
         (
             ((2, 8), (8, 2)),
             '{"transformer.lora_alpha": "x"}',
-            r"alpha of \S+to_q .* no number: 'x'",
+            r"alpha of \S+to_q .* cannot be read: could not convert string to float: 'x'",
+        ),
+        (
+            ((2, 8), (8, 2)),
+            '{"transformer.alpha_pattern": ["to_q"]}',
+            r"alpha of \S+to_q .* cannot be read: dictionary update",
+        ),
+        (
+            ((2, 8), (8, 2)),
+            '{"transformer.alpha_pattern": {"(": 1}}',
+            r"alpha of \S+to_q .* cannot be read: missing \), unterminated",
         ),
     ],
 )

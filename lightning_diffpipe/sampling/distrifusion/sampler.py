@@ -28,6 +28,7 @@ Source:
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -187,7 +188,7 @@ class DistriFusionRun(ForwardOnlyRun):
             if scaler is not None and not settled:
                 now = scaler.scale(latents, timestep, index)
                 if before is not None:
-                    change = self._links.broadcast_object(partial(relative_error, before, now))
+                    change = self._links.broadcast_object(partial(_change, before, now))
                     settled = change < sampler.settled
                 before = now
             warm = not settled if by_itself else index < warmup_steps
@@ -479,3 +480,8 @@ def emulate(
                 "it a generator or a seed of its own, or sample with processes"
             )
     return latents, [sampler for _, sampler in results]
+
+
+def _change(before: Tensor, now: Tensor) -> float:
+    """Returns how much a model's input has changed, relatively; one that is not finite never settles."""
+    return relative_error(before, now) if now.isfinite().all() else math.inf

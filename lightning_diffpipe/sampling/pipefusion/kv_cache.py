@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,12 +106,13 @@ class KeysInShares:
     Attributes:
         whole: Keys and values over all tokens, into which shares are written; None if nobody will read them.
         mask: Over all keys, if there is one.
-        others: Keys that are there already, of other patches; None in a synchronous step.
+        others: Selects keys that are there already, of other patches, when asked: that takes longer than what most
+            calls of attention need; None in a synchronous step.
     """
 
     whole: tuple[Tensor, Tensor] | None
     mask: Tensor | None
-    others: Selection | None = None
+    others: Callable[[], Selection] | None = None
 
     def put(self, place: Selection, k: Tensor, v: Tensor) -> None:
         """Writes a share to its place among all tokens."""
@@ -119,7 +121,7 @@ class KeysInShares:
 
     def of_others(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Keys, values and mask of other patches; None if there are none."""
-        others = self.others
+        others = None if self.others is None or self.whole is None else self.others()
         if others is None or self.whole is None or not len(others):
             return None
         key, value = (others.take(x, -2) for x in self.whole)
@@ -191,7 +193,7 @@ class KvCache:
         buffer = self._buffer(call, len(call.k))
         mask = self._over_all_keys(call, buffer)
         visible = frozenset(buffer.written) if self._hide_unseen else frozenset(self._patches)
-        others = self._keys_of(call, visible - {call.part})
+        others = partial(self._keys_of, call, visible - {call.part})
         buffer.written[call.part] = self._step
         self._look(call, buffer)
         return KeysInShares((buffer.key, buffer.value), mask, others)

@@ -67,6 +67,12 @@ def test_keys_of_another_step_are_refused_by_name(tiny_models, monkeypatch):
         emulate("sd3", tiny_models("sd3"), 4, 1)
 
 
+def test_keys_of_others_are_selected_only_where_they_are_read_apart(tiny_models, monkeypatch):
+    """History: a ring reads them so, and all calls of attention made the selection: seconds for long sequences."""
+    monkeypatch.setattr(KvCache, "_keys_of", None)
+    emulate("sd3", tiny_models("sd3"), 4, 1)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
     tiny = tiny_models(name)
