@@ -47,7 +47,7 @@ class Pending:
     """An operation that is being waited for."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+        self._wait: Callable[[], None] | None = wait
         self._over = threading.Event()
         self._error: BaseException | None = None
 
@@ -67,10 +67,13 @@ class Pending:
 
     def run(self) -> None:
         """Waits; called by the thread."""
+        wait, self._wait = self._wait, None  # which may refer to this, and to buffers
+        assert wait is not None
         try:
-            self._wait()
+            wait()
         except BaseException as error:
             self._error = error
+        del wait
         self._over.set()
 
 

@@ -86,6 +86,7 @@ class Engine:
         # Walking through a large module takes milliseconds.
         self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
+        self._window_is_apart: bool | None = None  # of the accumulation window that has begun
         self._picture = picture
         self._clock = clock_for(layout.mesh.device)
         self._prepared: PreparedBatches | None = None
@@ -183,6 +184,11 @@ class Engine:
         with hooks_off(self._parameters) as hooks:
             # The batch's gradients from earlier ones of its window.
             is_apart = weighted or bool(hooks)
+            if accumulate > 1:  # ranks sum after each batch of a window, or after the last one
+                if self._window_is_apart is None:
+                    self._window_is_apart = self.reducer.agreed(is_apart)
+                is_apart = self._window_is_apart
+                self._window_is_apart = None if reduce_gradients else is_apart
             earlier = self.reducer.take() if is_apart else ()
             self._reduces, self._alarm = reduce_gradients or is_apart, alarm
             try:

@@ -247,6 +247,7 @@ class FreeRunningEngine(Engine):
 
     def _follow(self, schedule: Schedule) -> None:
         # Which of the messages that this rank sent another one confirms, wherever in the loop.
+        self._followed = schedule
         ring, rank = self._ring, self.layout.mesh.local_rank
         looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
         confirmed = {

@@ -145,7 +145,7 @@ def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> 
         pytree.tree_map_only(
             Tensor,
             lambda x: torch.empty_like(x, device="meta") if _is_plain(x) else x.detach().cpu(),
-            own,
+            own if mesh.local_rank else {},
         )
     )
     if mesh.local_rank != 0:

@@ -105,6 +105,7 @@ class GradientReducer:
         self._buckets = [
             (ranks, bucket) for ranks, bucket in _buckets(parameters, holders) if len(ranks) > 1
         ]
+        self._sums_anywhere = any(len(ranks) > 1 for ranks in holders.values())
         pipeline = set(mesh.layout.pipeline_ranks(mesh.pipeline))
         self._counted = frozenset(
             name for name in parameters if min(pipeline.intersection(holders[name])) == mesh.rank
@@ -121,6 +122,17 @@ class GradientReducer:
             `None` if this rank shares no parameter.
         """
         return Reduction(self._mesh, self._buckets, awaited) if self._buckets else None
+
+    def agreed(self, wish: bool) -> bool:
+        """Returns whether any rank of the world wishes, where some of them sum gradients; collective there.
+
+        Hooks on weights may be on one rank only: W&B watches gradients on rank 0.
+        """
+        if not self._sums_anywhere:
+            return wish
+        wishes = torch.tensor(float(wish), device=self._mesh.device)
+        self._mesh.reduce(wishes)
+        return self._mesh.summed_over_pipelines(float(wishes)) > 0
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Takes away the gradients that are there; a step adds to none."""

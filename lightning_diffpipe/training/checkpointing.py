@@ -340,8 +340,11 @@ class CheckpointHooks(ParallelStrategy):
         states = [state for state in states if state]  # one that does nothing has none
         # Of optimizers, and in each how many parameters its groups have.
         given, stored = (
-            [[len(g["params"]) for g in each.get("param_groups", ())] for each in side]
-            for side in ([optimizer.state_dict() for optimizer in optimizers], states)
+            [[len(group["params"]) for group in groups] for groups in side]
+            for side in (
+                [optimizer.param_groups for optimizer in optimizers],
+                [state.get("param_groups", ()) for state in states],
+            )
         )
         if given != stored:
             with raised_by_all():

@@ -318,6 +318,27 @@ def test_hooks_on_weights_see_the_gradient_of_a_batch(ranks, pipelines, strategy
     )
 
 
+class WatchesWeights(TinyDiffusion):
+    """Looks at gradients on rank 0, as W&B does."""
+
+    def on_train_start(self):
+        for parameter in self.parameters() if self.global_rank == 0 else ():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: None)
+
+
+def test_hooks_on_weights_of_one_rank():
+    """History: it summed gradients after each batch of a window, and waited for ranks that waited for it."""
+    check(
+        2,
+        2,
+        2,
+        module_class=WatchesWeights,
+        trainer={"accumulate_grad_batches": 2},
+        strategy={"num_stages": 1, "num_replicas": 1, "data_parallel": 2},
+    )
+
+
 def test_tied_weights_on_two_stages():
     check(
         2, 2, module={"tied": True}, strategy={"num_stages": 2}, trainer={"gradient_clip_val": 0.1}

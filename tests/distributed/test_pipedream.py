@@ -126,6 +126,11 @@ def test_weights_follow_the_formula(world_size, schedule):
         assert [n for n, empty in enumerate(watch.empty, 1) if empty] == [5, 10]
 
 
+def test_verifying_the_step_changes_nothing():
+    """History: a step that is run for comparison asked for a schedule that this engine had not noted."""
+    check(2, "pipedream", strategy={"verify": True})
+
+
 def test_pipelines_side_by_side_step_together():
     """Two pipelines of two ranks: gradients of a batch are means over both; each sees every other sample."""
     strategy = {"schedule": "pipedream", "num_stages": 2, "data_parallel": 2, "num_replicas": 1}
