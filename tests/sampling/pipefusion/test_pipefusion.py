@@ -69,7 +69,13 @@ def test_keys_of_another_step_are_refused_by_name(tiny_models, monkeypatch):
 
 def test_keys_of_others_are_selected_only_where_they_are_read_apart(tiny_models, monkeypatch):
     """History: a ring reads them so, and all calls of attention made the selection: seconds for long sequences."""
-    monkeypatch.setattr(KvCache, "_keys_of", None)
+    keys_of = KvCache._keys_of
+
+    def checked(cache, call, visible):
+        assert len(cache._buffers[call.place].written) < len(cache._patches), "none is unseen"
+        return keys_of(cache, call, visible)
+
+    monkeypatch.setattr(KvCache, "_keys_of", checked)
     emulate("sd3", tiny_models("sd3"), 4, 1)
 
 
