@@ -218,7 +218,7 @@ class CallNode:
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
         num_transforms: Function transforms (`torch.func.jvp`) around it.
         takes: The name of what differentiates modules inside it, so that it stays one layer if it can.
-        keeps_together: What else its own code does, so that it stays one layer unless it is half of the whole.
+        keeps_together: What else its own code does, so that it stays one layer unless it is half of the run, or trained.
     """
 
     name: str
@@ -348,7 +348,7 @@ def choose_layers(
     Raises:
         GraphError: A module must be expanded, but calls others inside an autograd function.
     """
-    whole = _whole(top, max_share * top.cost, expand)
+    whole = _whole(root, top, max_share * top.cost, expand)
     if torn := whole & {"", *expand}:
         raise GraphError(inside_function(min(torn) or "the step"))
     owns = {n for n, m in root.named_modules() if any(True for _ in m.parameters())}
@@ -373,11 +373,19 @@ def choose_layers(
             return layers, expanded
 
 
-def _whole(top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
+def _whole(root: nn.Module, top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
     """Returns modules that cannot be expanded; warns if some would have been.
 
     Those that differentiate what they call may have to be: then the trace says where they do.
     """
+
+    def num_trained(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+    def is_half(node: CallNode) -> bool:
+        trained = 2 * num_trained(root.get_submodule(node.name)) >= max(num_trained(root), 1)
+        return 2 * node.cost >= top.cost or trained
+
     found: set[str] = set()
     dear: dict[str, str] = {}
     stack = [top]
@@ -390,7 +398,7 @@ def _whole(top: CallNode, limit: float, expand: Collection[str]) -> set[str]:
             continue
         elif node.takes:
             reason = stays_whole(node.name, f"uses {node.takes} on layers that it calls")
-        elif node.keeps_together and 2 * node.cost < top.cost:
+        elif node.keeps_together and not is_half(node):
             reason = stays_whole(node.name, node.keeps_together)
         else:
             continue
