@@ -218,7 +218,7 @@ class CallNode:
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
         num_transforms: Function transforms (`torch.func.jvp`) around it.
         takes: The name of what differentiates modules inside it, so that it stays one layer if it can.
-        keeps_together: What else its own code does, so that it stays one layer unless it is half of the run, or trained.
+        keeps_together: What else its own code does, so that it stays one layer unless it is half of the model.
     """
 
     name: str
