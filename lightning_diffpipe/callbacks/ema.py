@@ -143,7 +143,7 @@ class EMA(L.Callback):
 
     @contextmanager
     def averaged(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module has the averaged weights.
+        """Gives the module the averaged weights inside.
 
         After a training in stages a rank has those of its own stage only; `from_checkpoint` has all.
 

@@ -452,7 +452,7 @@ class StageDrawer:
 
     @contextlib.contextmanager
     def _everything_needed(self, model: nn.Module, setting: PipeFusionSetting) -> Iterator[None]:
-        """Inside, this rank has all that it runs: its own blocks, and what lies between blocks."""
+        """Gives this rank inside all that it runs: its own blocks, and what lies between blocks."""
         needed, own = list[set[str]](), dict(model.named_parameters())
         for rank in range(self._mesh.layout.ranks_per_pipeline):
             names = resident_parameters(model, setting.layout, setting.stages, rank)

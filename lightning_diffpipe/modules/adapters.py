@@ -193,7 +193,7 @@ def _only_adapter(name: str, part: nn.Module) -> str:
 
 
 def stored_name(part: str, key: str) -> str:
-    """The name of an adapter's weight in a file that diffusers and ComfyUI take.
+    """Returns the name of an adapter's weight in a file that diffusers and ComfyUI take.
 
     Those of U-Nets are diffusers' from before peft, and encoders of prompts have `text_model`, as transformers had
     it before its release 5: ComfyUI maps no others.

@@ -259,7 +259,7 @@ class PartsModule(L.LightningModule):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, all modules are in evaluation mode; after it, each is in the mode it had before."""
+        """Puts all modules into evaluation mode inside; after it, each is in the mode it had before."""
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:

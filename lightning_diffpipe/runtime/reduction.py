@@ -47,7 +47,7 @@ HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 
 @contextlib.contextmanager
 def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
-    """Inside, the user's hooks on gradients of parameters are off; gives those there are.
+    """Turns the user's hooks on gradients of parameters off inside; gives those there are.
 
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks.

@@ -167,7 +167,7 @@ _OF_LOOP = ("_data_source", "_combined_loader", "_data_fetcher", "max_batches")
 
 @contextlib.contextmanager
 def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
-    """Inside, a step that is run before training gets what it asks its trainer for.
+    """Gives a step that is run before training what it asks its trainer for.
 
     Args:
         trainer: The trainer being set up.
@@ -192,7 +192,7 @@ def early_answers(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[N
 
 @contextlib.contextmanager
 def _loader_on_demand(trainer: Any, strategy: Any, num_pipelines: int) -> Iterator[None]:
-    """Inside, Lightning counts the batches of one of so many pipelines; afterwards its loop has no loader again."""
+    """Lets Lightning count the batches of one of so many pipelines; afterwards its loop has no loader again."""
     loop = trainer.fit_loop
     if loop._combined_loader is not None:  # a single rank's, which may be made at any time
         yield

@@ -274,7 +274,7 @@ class CheckpointHooks(ParallelStrategy):
 
     @contextlib.contextmanager
     def _connected(self, mesh: Mesh) -> Iterator[None]:
-        """Inside, the ranks of a pipeline can talk, be it under way or at its end."""
+        """Lets the ranks of a pipeline communicate inside, be it under way or at its end."""
         if self.pipeline is not None:
             yield
             return

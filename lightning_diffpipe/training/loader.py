@@ -534,7 +534,7 @@ class SeededTransfer:
 
     @contextlib.contextmanager
     def of_later_batch(self, ahead: int) -> Generator[None, None, None]:
-        """Inside, hooks draw the random numbers of a later batch; 1 is the next."""
+        """Lets hooks draw the random numbers of a later batch inside; 1 is the next."""
         # While a batch is trained on it counts as ready, so the next one has the number as it stands.
         with patched(self, _ahead=ahead - 1):
             yield

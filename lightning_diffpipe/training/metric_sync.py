@@ -72,7 +72,7 @@ class MetricSync:
 
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:
-        """Inside, nothing is gathered."""
+        """Gathers nothing inside."""
         asked: list[Metric] = []
         self._inside.asked = asked
         try:
@@ -85,7 +85,7 @@ class MetricSync:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, metrics that steps of training log have the state they would have in one process; collective."""
+        """Gives metrics that steps of training log the state they would have in one process; collective."""
         mesh = self._mesh()
         apart = mesh is not None and mesh.layout.world_size > 1
         with contextlib.ExitStack() as stack:

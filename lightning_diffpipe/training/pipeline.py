@@ -230,13 +230,13 @@ class Pipeline:
 
     @contextlib.contextmanager
     def relayed(self) -> Generator[None, None, None]:
-        """Inside, layers of other ranks answer with their results; all ranks in lock step."""
+        """Lets layers of other ranks answer with their results inside; all ranks in lock step."""
         with self._relay.active():
             yield
 
     @contextlib.contextmanager
     def apart(self) -> Generator[None, None, None]:
-        """Inside, within `relayed`, this rank calls layers by itself, with the parameters that it has."""
+        """Lets this rank, within `relayed`, call layers by itself, with the parameters that it has."""
         run = self._interception.current()
         assert isinstance(run, RelayRun), "ranks are not in lock step"
         with patched(run, inside=True):

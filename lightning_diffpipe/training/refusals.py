@@ -257,7 +257,7 @@ def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
 
 @contextlib.contextmanager
 def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, torch takes no norm over gradients of a rank that has those of its own stages only.
+    """Refuses norms that torch takes over gradients of a rank that has those of its own stages only.
 
     A `clip_grad_norm_` of the user's own would scale every stage by another factor, and move the copies of shared
     weights apart, without any error. It is refused with a ConfigurationError.

@@ -245,7 +245,7 @@ class StepWatch:
 
     @contextlib.contextmanager
     def as_in_steps(self) -> Iterator[None]:
-        """Inside, training flags are those of steps: who saves after a validation finds them all off.
+        """Sets training flags to those of steps inside: who saves after a validation finds them all off.
 
         There nothing gets a gradient, either.
         """

@@ -344,7 +344,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @contextlib.contextmanager
     def counting_batches(self, num_pipelines: int) -> Generator[None, None, None]:
-        """Inside, loaders tell how many batches one of so many pipelines has, and give none.
+        """Lets loaders say how many batches one of so many pipelines has, and give none.
 
         Lightning takes this rank's word for that of all: the step of another one may never come so far.
         """
@@ -596,7 +596,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Inside, gradients stay this rank's own: another batch of the window will follow."""
+        """Leaves gradients this rank's own inside: another batch of the window will follow."""
         with patched(self, _accumulating=True):
             yield
 

@@ -130,7 +130,7 @@ class PipeFusion:
         """
 
         def decide() -> tuple[int, Layout | None, tuple[int, ...]]:
-            """Number of the layout, the layout if others do not have it yet, and where to cut."""
+            """Returns the number of the layout, the layout if others do not have it yet, and where to cut."""
             layout, positions = self._decide(request)
             for number, known in self._by_number.items():
                 if known is layout:
