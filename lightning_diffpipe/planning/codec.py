@@ -190,7 +190,9 @@ def stored(default: Any = MISSING, **how: object) -> Any:
     Args:
         default: Of the field.
         how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is
-            written at its default as well; `never=True`, if it is neither read nor written.
+            written at its default as well; `never=True`, if it is neither read nor written; `read` and `write`,
+            if its form depends on other fields: functions of the whole object's node, or of the object, and of
+            the field's key.
     """
     return field(default=default, metadata=how)
 
@@ -205,17 +207,19 @@ def read(cls: type[_T], node: Node) -> _T:
     return own(node) if own else read_fields(cls, node)
 
 
-def read_fields(cls: type[_T], node: Node, *also: str) -> _T:
-    """Reads a dataclass from an object, field by field; keys of `also` are there besides.
+def read_fields(cls: type[_T], node: Node, *also: str, optional: Iterable[str] = ()) -> _T:
+    """Reads a dataclass from an object, field by field; keys of `also` are there besides, `optional` ones may be.
 
     Raises:
         DiffPipeError: See `read`.
     """
     given, hints = _stored_fields(cls), get_type_hints(cls)
     required = [key for key, own in given.items() if _default(own) is MISSING]
-    node.check_keys((*also, *required), [key for key in given if key not in required])
+    node.check_keys((*also, *required), (*optional, *(key for key in given if key not in required)))
     values = {
-        own.name: read_value(hints[own.name], node[key], own.metadata)
+        own.name: own.metadata["read"](node, key)
+        if "read" in own.metadata
+        else read_value(hints[own.name], node[key], own.metadata)
         for key, own in given.items()
         # An infinite number that is the default need not be in range.
         if key in required or (key in node and not node[key].value == math.inf == own.default)
@@ -229,7 +233,9 @@ def write(value: object) -> Any:
         return value.to_plain()
     if is_dataclass(value):
         return {
-            key: write(getattr(value, own.name))
+            key: own.metadata["write"](value, key)
+            if "write" in own.metadata
+            else write(getattr(value, own.name))
             for key, own in _stored_fields(type(value)).items()
             if own.metadata.get("always") or getattr(value, own.name) != _default(own)
         }

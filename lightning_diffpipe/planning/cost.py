@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.codec import Node, read_value, stored, write
+from lightning_diffpipe.planning.codec import Node, read_value, stored
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     cheapest_group_size,
@@ -278,6 +278,27 @@ def _running(times: Iterable[float]) -> tuple[float, ...]:
 
 
 Table = tuple[tuple[float, ...], ...]
+TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
+
+
+def _table_to_plain(costs: PipelineCosts, key: str) -> dict[str, list[float]]:
+    table: Table = getattr(costs, key)
+    first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
+    return {str(size): [row[at] for row in table] for size, at in first.items()}
+
+
+def _table_from_node(costs: Node, key: str) -> Table:
+    sizes: tuple[int, ...] = read_value(tuple[int, ...], costs["sizes"], {"minimum": 1})
+    table = costs[key].check_keys(sorted(set(map(str, sizes))))
+    columns = [read_value(tuple[float, ...], table[str(size)]) for size in sizes]
+    for size, column in zip(sizes, columns, strict=True):
+        if len(column) != len(columns[0]):
+            raise table[str(size)].expected(f"{len(columns[0])} numbers, one for each stage")
+    return tuple(zip(*columns, strict=True))
+
+
+_AS_TABLE = {"read": _table_from_node, "write": _table_to_plain}
+"""Tables are written as `{samples: [seconds of each stage]}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,17 +321,17 @@ class PipelineCosts:
         first_layers: Where the stages begin that these are the costs of; empty where that is not known.
     """
 
-    sizes: tuple[int, ...]
-    forward_s: Table
-    backward_s: Table
-    weight_gradient_s: Table
-    activation_s: Table
-    gradient_s: Table
+    sizes: tuple[int, ...] = field(metadata={"minimum": 1})
+    forward_s: Table = field(metadata=_AS_TABLE)
+    backward_s: Table = field(metadata=_AS_TABLE)
+    weight_gradient_s: Table = field(metadata=_AS_TABLE)
+    activation_s: Table = field(metadata=_AS_TABLE)
+    gradient_s: Table = field(metadata=_AS_TABLE)
     encode_s: tuple[float, ...] = stored((), always=True)
     all_reduce_s: tuple[float, ...] = stored((), always=True)
     all_gather_s: float = stored(0.0, always=True)
     holds_sender: bool = False
-    split_s: Table = ()
+    split_s: Table = field(default=(), metadata=_AS_TABLE)
     first_layers: tuple[int, ...] = ()
 
     def compute_s(self, instruction: Compute) -> float:
@@ -473,47 +494,4 @@ def pipeline_costs(
         holds_sender=links.cluster.p2p.holds_sender,
         split_s=table(model.split_s) if any(b.split_s for b in model.profile.backbones) else (),
         first_layers=tuple([run.first for run in runs]),
-    )
-
-
-TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
-
-
-def costs_to_json(costs: PipelineCosts) -> dict[str, object]:
-    """Writes the JSON form: tables as `{samples: [seconds of each stage]}`."""
-    first = {size: costs.sizes.index(size) for size in sorted(set(costs.sizes))}
-    document: dict[str, object] = write(costs)
-    for name in (*TABLES, "split_s"):
-        if name in document:
-            table = getattr(costs, name)
-            document[name] = {str(n): [row[at] for row in table] for n, at in first.items()}
-    return document
-
-
-def costs_from_node(node: Node) -> PipelineCosts:
-    """Reads the JSON form back.
-
-    Raises:
-        DiffPipeError: Of the node's type; names the bad key.
-    """
-    keys = ("sizes", *TABLES, "encode_s", "all_reduce_s", "all_gather_s")
-    node.check_keys(keys, ("holds_sender", "split_s", "first_layers"))
-    sizes = tuple(size.integer(minimum=1) for size in node["sizes"].elements())
-    tables: dict[str, Table] = {}
-    for name in (*TABLES, *(["split_s"] if "split_s" in node else [])):
-        table = node[name].check_keys(sorted({str(size) for size in sizes}))
-        columns = [read_value(tuple[float, ...], table[str(size)]) for size in sizes]
-        for size, column in zip(sizes, columns, strict=True):
-            if len(column) != len(columns[0]):
-                raise table[str(size)].expected(f"{len(columns[0])} numbers, one for each stage")
-        tables[name] = tuple(zip(*columns, strict=True))
-    first_layers = node["first_layers"].elements() if "first_layers" in node else ()
-    return PipelineCosts(
-        sizes=sizes,
-        **tables,
-        encode_s=read_value(tuple[float, ...], node["encode_s"]),
-        all_reduce_s=read_value(tuple[float, ...], node["all_reduce_s"]),
-        all_gather_s=node["all_gather_s"].number(),
-        holds_sender="holds_sender" in node and node["holds_sender"].flag(),
-        first_layers=tuple(layer.integer() for layer in first_layers),
     )

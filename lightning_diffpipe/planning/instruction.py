@@ -7,8 +7,8 @@ in tests:
     2F0      stage 2 forwards microbatch 0        2a0>3   send what stage 2 reads to rank 3
     2B0      ... and backpropagates it            2a0<1   post its receive from rank 1
     2I0 2W0  ... in two parts                     2a0?1   wait until it is here
-    2P0      forwards it without gradients        2g0 2f0 2p0: also for a gradient, for feedback,
-    2U0      steps the optimizer of stage 2               and for a no-grad activation
+    2P0      forwards it without gradients        2g0 2f0: also for a gradient, and for feedback
+    2U0      steps the optimizer of stage 2
     E3       encodes frozen part 3                X R L   exchange frozen parts; reduce gradients;
                                                           share the loss
 
@@ -24,14 +24,9 @@ from typing import ClassVar, Literal, get_args
 
 from lightning_diffpipe.errors import ScheduleError
 
-Kind = Literal["activation", "gradient", "feedback", "no_grad_activation"]
+Kind = Literal["activation", "gradient", "feedback"]
 
-LETTER_OF_KIND: dict[Kind, str] = {
-    "activation": "a",
-    "gradient": "g",
-    "feedback": "f",
-    "no_grad_activation": "p",
-}
+LETTER_OF_KIND: dict[Kind, str] = {"activation": "a", "gradient": "g", "feedback": "f"}
 _KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in LETTER_OF_KIND.items()}
 
 
@@ -92,7 +87,7 @@ class BackwardWeight(_OfStage):
 class ForwardNoGrad(_OfStage):
     """Forwards one microbatch without keeping anything for a backward. Text form: `2P0`.
 
-    Roughly: `with no_grad(): send(stage(stash["no_grad_activation", s, m]))`
+    Roughly: `with no_grad(): send(stage(stash["activation", s, m]))`
     """
 
     letter = "P"
@@ -202,16 +197,12 @@ Instruction = Compute | Send | Receive | Wait | ExchangeFrozen | ReduceGradients
 Program = tuple[Instruction, ...]
 
 _STAGED: dict[str, type[Staged]] = {kind.letter: kind for kind in get_args(Staged)}
-_MESSAGE: dict[str, type[Send] | type[Receive] | type[Wait]] = {
-    ">": Send,
-    "<": Receive,
-    "?": Wait,
-}
+_MESSAGE: dict[str, type[Send | Receive | Wait]] = {">": Send, "<": Receive, "?": Wait}
 _COLLECTIVE: dict[str, Instruction] = {
     str(each): each for each in (ExchangeFrozen(), ReduceGradients(), ShareResults())
 }
 _STAGED_TEXT = re.compile(r"(\d+)?([FBIWPU])(\d+)")
-_MESSAGE_TEXT = re.compile(r"(\d+)?([agfp])(\d+)([<>?])(\d+)")
+_MESSAGE_TEXT = re.compile(r"(\d+)?([agf])(\d+)([<>?])(\d+)")
 _ENCODE_TEXT = re.compile(r"E(\d+)")
 
 
@@ -270,12 +261,8 @@ def format_program(program: Iterable[Instruction], stage: int | None = None) -> 
 
 def without_stage(instruction: Instruction, stage: int | None) -> str:
     """Returns the text of an instruction, its stage left out where it is `stage`."""
-    text = str(instruction)
-    if stage is None or isinstance(
-        instruction, (Encode, ExchangeFrozen, ReduceGradients, ShareResults)
-    ):
-        return text
-    return text.removeprefix(str(stage)) if instruction.stage == stage else text
+    text, own = str(instruction), getattr(instruction, "stage", None)
+    return text if own is None or own != stage else text.removeprefix(str(stage))
 
 
 def parse_program(text: str, stage: int | None = None) -> Program:

@@ -163,6 +163,8 @@ class PlanOptions:
         """Returns plain values, ready for JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
+    to_plain = to_dict
+
 
 def ranks_of_pipeline(
     num_stages: int | Auto, num_replicas: int | tuple[int, ...] | Auto

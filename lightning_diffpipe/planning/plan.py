@@ -24,18 +24,12 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from lightning_diffpipe.errors import DiffPipeError, PlanError
-from lightning_diffpipe.planning.codec import Node, read, read_value, write
-from lightning_diffpipe.planning.cost import (
-    TABLES,
-    PipelineCosts,
-    costs_from_node,
-    costs_to_json,
-)
+from lightning_diffpipe.planning.codec import Node, read_fields, read_value, write
+from lightning_diffpipe.planning.cost import TABLES, PipelineCosts
 from lightning_diffpipe.planning.filling import (
     EncodePart,
     FrozenPiece,
@@ -106,6 +100,29 @@ class PlannedChange:
     iteration_s: float
 
 
+def _read_programs(plan: Node, key: str) -> tuple[Program, ...]:
+    """Reads the programs by rank; where a rank has one stage, its number is left out."""
+    stages: tuple[Stage, ...] = read_value(tuple[Stage, ...], plan["stages"])
+    _check_stages(stages)
+    placement: Placement = plan["stages"].made(placement_of, stages)
+    ranks = range(placement.num_ranks)
+    texts = plan[key].check_keys(map(str, ranks))
+    members = (
+        (text, placement.only_stage_of(rank)) for rank in ranks for text in [texts[str(rank)]]
+    )
+    return tuple(text.made(parse_program, text.text(), stage) for text, stage in members)
+
+
+def _texts_of_programs(plan: PipelinePlan, name: str) -> dict[str, str]:
+    return {
+        str(rank): format_program(program, plan.placement.only_stage_of(rank))
+        for rank, program in enumerate(plan.programs)
+    }
+
+
+_AS_TEXTS = {"read": _read_programs, "write": _texts_of_programs}
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """What each rank shall do, and what to expect of it.
@@ -125,7 +142,7 @@ class PipelinePlan:
 
     options: PlanOptions
     stages: tuple[Stage, ...]
-    programs: tuple[Program, ...]
+    programs: tuple[Program, ...] = field(metadata=_AS_TEXTS)
     planned: Planned
     costs: PipelineCosts | None = None
     pieces: tuple[FrozenPiece, ...] = ()
@@ -263,8 +280,9 @@ class PipelinePlan:
     @property
     def digest(self) -> str:
         """A hash of all that ranks must agree on; equal plans have equal digests."""
-        content = json.dumps(_canonical(_content(self)), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        content = {key: value for key, value in write(self).items() if key != "changes"}
+        text = json.dumps(_canonical(content), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def validate(self) -> None:
         """Checks that its parts belong together, the laws of its schedule and that it ends.
@@ -272,9 +290,9 @@ class PipelinePlan:
         Raises:
             PlanError: Names what is wrong.
         """
-        check_options(self)
-        check_encodes(self)
-        check_costs(self)
+        _check_options(self)
+        _check_encodes(self)
+        _check_costs(self)
         try:
             check_laws(self.lowered)
             simulate(self.lowered)
@@ -283,10 +301,8 @@ class PipelinePlan:
 
     def to_json(self) -> str:
         """Writes `diffpipe-plan/1`."""
-        document = {"format": FORMAT, "digest": self.digest, **_content(self)}
-        if self.changes:
-            document["changes"] = write(self.changes)
-        return json.dumps(document, indent=1) + "\n"
+        head = {"format": FORMAT, "digest": self.digest}
+        return json.dumps({**head, **write(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> PipelinePlan:
@@ -302,35 +318,12 @@ class PipelinePlan:
                 hangs, or that an edited plan takes another time than it promises.
         """
         node = Node.of_text(text, PlanError, source, FORMAT)
-        node.check_keys(
-            ("format", "options", "stages", "programs", "planned"),
-            ("digest", "layers", "forms", "pieces", "costs", "changes"),
-        )
-        stages = tuple(read(Stage, stage) for stage in node["stages"].elements())
-        _check_stages(stages)
-        options = read(PlanOptions, node["options"])
-        placement, texts = node["stages"].made(placement_of, stages), node["programs"]
-        texts.check_keys(map(str, range(placement.num_ranks)))
-        programs = [  # of a rank with one stage that is left out
-            text.made(parse_program, text.text(), placement.only_stage_of(rank))
-            for rank, text in ((rank, texts[str(rank)]) for rank in range(placement.num_ranks))
-        ]
-        plan = cls(
-            options,
-            stages,
-            tuple(programs),
-            read(Planned, node["planned"]),
-            costs_from_node(node["costs"]) if "costs" in node else None,
-            _tuple_of(FrozenPiece, node, "pieces"),
-            _tuple_of(str, node, "layers"),
-            _tuple_of(tuple[float, int], node, "forms"),
-            _tuple_of(PlannedChange, node, "changes"),
-        )
+        plan = read_fields(cls, node, "format", optional=("digest",))
         plan.validate()
         if (
             "digest" not in node
         ):  # With it the numbers are as they were promised, if by another version.
-            check_promise(plan)
+            _check_promise(plan)
         elif node["digest"].value != plan.digest:
             raise node["digest"].expected(
                 f'"{plan.digest}", the digest of this content (if you edited it, remove the digest)'
@@ -378,45 +371,15 @@ def _canonical(value: object) -> object:
     """Returns the same content with all numbers as floats, so that 1 and 1.0 are the same plan."""
     if isinstance(value, dict):
         return {key: _canonical(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_canonical(element) for element in value]
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
 
 
-def _content(plan: PipelinePlan) -> dict[str, object]:
-    """Returns everything but format and digest."""
-    texts = {
-        str(rank): format_program(program, plan.placement.only_stage_of(rank))
-        for rank, program in enumerate(plan.programs)
-    }
-    return {
-        "options": plan.options.to_dict(),
-        "stages": write(plan.stages),
-        **({"layers": list(plan.layers)} if plan.layers else {}),
-        **({"forms": [list(form) for form in plan.forms]} if plan.forms else {}),
-        "programs": texts,
-        "planned": write(plan.planned),
-        **({"pieces": write(plan.pieces)} if plan.pieces else {}),
-        **({} if plan.costs is None else {"costs": costs_to_json(plan.costs)}),
-    }
-
-
-def _tuple_of(kind: Any, node: Node, key: str) -> tuple[Any, ...]:
-    """Reads an array that may be left out."""
-    return read_value(tuple[kind, ...], node[key]) if key in node else ()
-
-
 SAME_STEP = 1e-6
 """Steps that differ by a smaller share are the same; sums of seconds depend on their order."""
-
-_DEFAULTS = {"schedule": DEFAULT_SCHEDULE}
-"""Of the strategy, where it is not `auto`: nobody has asked for it."""
-
-_NAMES = (
-    "num_stages", "num_microbatches", "num_replicas", "data_parallel", "schedule", "filling", "frozen_group_size",
-)  # fmt: skip
 
 
 def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: str) -> None:
@@ -443,18 +406,11 @@ def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: st
             )
 
 
-def check_options(plan: PipelinePlan) -> None:
-    """Checks that the options are those of these stages, and every pipeline and microbatch gets its samples.
-
-    Raises:
-        PlanError: Not so; says which, with the numbers.
-    """
+def _check_options(plan: PipelinePlan) -> None:
+    """Checks that the options are those of these stages, and every pipeline and microbatch gets its samples."""
     options, replicas = plan.options, _replicas(plan)
-    batch, pipelines, microbatches = (
-        options.global_batch_size,
-        plan.num_pipelines,
-        plan.num_microbatches,
-    )
+    batch, pipelines = options.global_batch_size, plan.num_pipelines
+    microbatches = plan.num_microbatches
     if options.schedule == "auto":
         raise PlanError(
             f"plan: options.schedule: a plan needs the schedule of its programs; choose from {', '.join(SCHEDULES)}"
@@ -486,12 +442,8 @@ def _replicas(plan: PipelinePlan) -> tuple[int, ...]:
     return tuple(stage.num_replicas for stage in plan.stages[: plan.num_stages])
 
 
-def check_costs(plan: PipelinePlan) -> None:
-    """Checks that there are costs for every microbatch, stage, frozen part and rank, and of these stages.
-
-    Raises:
-        PlanError: A table has another length, or is of another cut; says which.
-    """
+def _check_costs(plan: PipelinePlan) -> None:
+    """Checks that there are costs for every microbatch, stage, frozen part and rank, and of these stages."""
     costs = plan.costs
     if costs is None:
         return
@@ -520,12 +472,8 @@ def check_costs(plan: PipelinePlan) -> None:
         )
 
 
-def check_promise(plan: PipelinePlan) -> None:
-    """Checks that the step that is promised is what the programs take by the plan's own costs.
-
-    Raises:
-        PlanError: Not so; names both.
-    """
+def _check_promise(plan: PipelinePlan) -> None:
+    """Checks that the step that is promised is what the programs take by the plan's own costs."""
     if plan.costs is None:
         return
     promised_s, simulated_s = plan.planned.iteration_s, plan.step_s(plan.costs)
@@ -537,12 +485,8 @@ def check_promise(plan: PipelinePlan) -> None:
         )
 
 
-def check_encodes(plan: PipelinePlan) -> None:
-    """Checks that every frozen part or piece is run once, on its rank.
-
-    Raises:
-        PlanError: Names the part.
-    """
+def _check_encodes(plan: PipelinePlan) -> None:
+    """Checks that every frozen part or piece is run once, on its rank."""
     known = {piece.index: piece.rank for piece in plan.pieces or plan.frozen_parts}
     for rank, program in enumerate(plan.programs):
         for part in (i.part for i in program if isinstance(i, Encode)):
@@ -565,15 +509,13 @@ def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) ->
     Raises:
         PlanError: Names every option that differs, with both values.
     """
-    wanted = {name: getattr(wishes, name) for name in _NAMES}
-    if isinstance(wishes.num_replicas, int):
-        wanted["num_replicas"] = (wishes.num_replicas,) * plan.num_stages
-    decided = _decided(plan, num_pipelines)
-    odd = {
-        name: value
-        for name, value in decided.items()
-        if wanted[name] not in ("auto", value, _DEFAULTS.get(name))
-    }
+    decided, replicas = _decided(plan, num_pipelines), wishes.num_replicas
+    wanted = {name: getattr(wishes, name) for name in decided}
+    if isinstance(replicas, int):
+        wanted["num_replicas"] = (replicas,) * plan.num_stages
+    if wishes.schedule == DEFAULT_SCHEDULE:  # of the strategy: nobody has asked for it
+        wanted["schedule"] = "auto"
+    odd = {name: value for name, value in decided.items() if wanted[name] not in ("auto", value)}
     if odd:
         have = ", ".join(f"{name}={value}" for name, value in odd.items())
         asked = ", ".join(f"{name}={getattr(wishes, name)}" for name in odd)
@@ -585,11 +527,11 @@ def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) ->
 
 def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     """Returns what a plan decides, by option; without what is the same there however it is decided."""
-    options, replicas = plan.options, _replicas(plan)
+    options = plan.options
     decided: dict[str, object] = {
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
-        "num_replicas": replicas,
+        "num_replicas": _replicas(plan),
         "data_parallel": num_pipelines,
     }
     if plan.num_stages > 1:

@@ -140,17 +140,14 @@ class SamplingWish:
             return False
         if self.methods is not None and method not in self.methods:
             return False
-        return all(axes[name] == size for name, size in self._sizes().items())
-
-    def _sizes(self) -> dict[str, int]:
-        sizes = {name: getattr(self, name) for name in _AXES}
-        return {name: size for name, size in sizes.items() if size is not None}
+        return all(getattr(self, name) in (None, axes[name]) for name in _AXES)
 
     def __str__(self) -> str:
-        given = ", ".join(f"{name}={size}" for name, size in self._sizes().items())
-        if self.methods is None:
-            return given
-        return ", ".join(filter(None, (given, f"a method among {', '.join(self.methods)}")))
+        sizes = ((name, getattr(self, name)) for name in _AXES)
+        given = [f"{name}={size}" for name, size in sizes if size is not None]
+        if self.methods is not None:
+            given.append(f"a method among {', '.join(self.methods)}")
+        return ", ".join(given)
 
 
 @dataclass(frozen=True)
@@ -255,18 +252,20 @@ class SamplingChoice:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of all axes of the mesh."""
-        own = {"sequence": self.ranks} if self.method == "sequence" else {"parallel": self.ranks}
-        return {
-            "data": self.data,
-            "guidance": self.guidance,
-            "parallel": 1,
-            "sequence": self.sequence,
-        } | own
+        parallel, sequence = self.ranks, self.sequence
+        if self.method == "sequence":
+            parallel, sequence = 1, self.ranks
+        return dict(zip(_AXES, (self.data, self.guidance, parallel, sequence), strict=True))
 
     @property
     def mesh(self) -> str:
         """The axes that have several ranks, as text."""
         return mesh_of(self.axes)
+
+
+def share_of_samples(profile: DenoiserProfile, data: int) -> float:
+    """Returns the share of the samples that each of so many parts of the data axis has at most."""
+    return math.ceil(profile.num_samples / data) / profile.num_samples
 
 
 def candidates(
@@ -292,13 +291,9 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Ways:
-    """All ways to sample in which so many ranks share one branch of some samples.
+    """All ways to sample in which so many ranks share one branch of some samples; see `candidates`.
 
     Attributes:
-        profile: What a step costs.
-        link: Of a rank.
-        num_steps: Denoising steps.
-        wish: What is given and not chosen.
         data: Size of the data axis.
         guidance: Size of the guidance axis; of two halves each sends its predictions to the other.
         ranks: Ranks that share the work.
@@ -320,11 +315,10 @@ class _Ways:
             return
         can_share = bool(profile.num_blocks and profile.num_attention and profile.shares_tokens)
         if can_share and ranks <= profile.num_units:
-            trade = _Trade.among(profile, self.of_work, ranks, mode=self.wish.sequence_mode)
-            blocks_s = self.of_work * (profile.step_s - profile.glue_s)
-            step_s = self.of_work * profile.glue_s + blocks_s / ranks + trade.seconds(self.link)
-            step_s += self.exchange_s(ranks)
-            yield self.way("sequence", self.num_steps * step_s, sequence_mode=trade.mode)
+            mode, trade_s = self.trade(ranks)
+            blocks_s = (profile.step_s - profile.glue_s) / ranks
+            step_s = self.of_work * (profile.glue_s + blocks_s) + trade_s + self.exchange_s(ranks)
+            yield self.way("sequence", self.num_steps * step_s, sequence_mode=mode)
         if ranks <= profile.num_units:
             yield from self.bands()
         if self.num_steps < MIN_STEPS:
@@ -341,18 +335,14 @@ class _Ways:
                     yield self.pipefusion(stages, per_stage, patches)
 
     @property
-    def of_samples(self) -> float:
-        return math.ceil(self.profile.num_samples / self.data) / self.profile.num_samples
-
-    @property
     def of_work(self) -> float:
-        """Returns the share of all samples and branches."""
-        return self.of_samples / self.guidance
+        """The share of all samples and branches."""
+        return share_of_samples(self.profile, self.data) / self.guidance
 
     @property
     def prediction_bytes(self) -> float:
-        """Returns bytes of one prediction of one branch, for their samples."""
-        return self.of_samples * self.profile.latent_bytes
+        """Bytes of one prediction of one branch, for their samples."""
+        return share_of_samples(self.profile, self.data) * self.profile.latent_bytes
 
     def way(self, method: str, seconds: float, **more: Any) -> SamplingChoice:
         """Makes a choice of these ranks, or of as many as `more` says."""
@@ -363,6 +353,31 @@ class _Ways:
         """Returns seconds to swap one of so many parts of a prediction with the other half of guidance."""
         return self.link.seconds(self.prediction_bytes / parts) if self.guidance == 2 else 0.0
 
+    def trade(
+        self, ranks: int, stages: int = 1, turns: int = 1, parts: int = 1
+    ) -> tuple[str, float]:
+        """Returns how ranks that share tokens attend, and seconds of what they send each other.
+
+        Args:
+            ranks: Of a stage; there are no messages if it is one.
+            stages: Of the pipeline.
+            turns: Each sends as many messages.
+            parts: The turns compute one of so many parts of a step.
+        """
+        profile, peers = self.profile, ranks - 1
+        if not peers:
+            return "", 0.0
+        mode = self.wish.sequence_mode or ("ulysses" if profile.spreads_heads(ranks) else "ring")
+        if mode == "ulysses":
+            num_bytes, messages = profile.sequence_bytes * peers / ranks**2, 2 * peers
+        else:
+            num_bytes, messages = profile.key_value_bytes * peers / ranks, peers
+        sent_s = self.of_work * num_bytes / stages / parts / self.link.bandwidth_bytes_per_s
+        return (
+            mode,
+            sent_s + turns * messages * profile.num_attention / stages * self.link.latency_s,
+        )
+
     def bands(self) -> Iterator[SamplingChoice]:
         """Yields methods with bands of rows, which are waited for or one step old."""
         profile, link, num_steps, others = self.profile, self.link, self.num_steps, self.ranks - 1
@@ -372,21 +387,22 @@ class _Ways:
         # Operators of each kind, and to how many ranks each sends: all others, or two neighbours.
         kinds = [(profile.num_attention, others), (profile.num_norms, others)]
         kinds.append((profile.num_halos, min(2, others)))
-        transport_s = (
-            sent_s + sum(count * peers_sent for count, peers_sent in kinds) * link.latency_s
-        )
+
+        def transport_s(operators_of_a_message: int) -> float:
+            messages = sum(-(-count // operators_of_a_message) * to for count, to in kinds)
+            return sent_s + messages * link.latency_s
+
         # Whole predictions: of the other bands first, then of the other branch of guidance.
         gather_s = link.seconds(self.prediction_bytes * peers) + self.exchange_s(1)
         compute_s = _BAND * self.of_work * profile.step_s / self.ranks
-        synchronous_s = compute_s + transport_s + gather_s
+        synchronous_s = compute_s + transport_s(1) + gather_s
         yield self.way("synchronous", num_steps * synchronous_s)
         if num_steps < MIN_STEPS:
             return
         warmup = self.wish.warmup_steps
         if warmup is None:
             warmup = 4 if num_steps < 30 else 1
-        grouped = sum(-(-count // _CALLS_PER_MESSAGE) * peers_sent for count, peers_sent in kinds)
-        displaced_s = max(compute_s, sent_s + grouped * link.latency_s) + gather_s
+        displaced_s = max(compute_s, transport_s(_CALLS_PER_MESSAGE)) + gather_s
         waited_for = min(warmup, num_steps)
         seconds = waited_for * synchronous_s + (num_steps - waited_for) * displaced_s
         yield self.way("distrifusion", seconds, warmup_steps=warmup)
@@ -404,14 +420,14 @@ class _Ways:
             warmup_microbatches=1 if halves else profile.warmup_microbatches,
             ranks_per_stage=per_stage,
         )
-        trade = _Trade.among(profile, self.of_work, per_stage, stages, self.wish.sequence_mode)
         glue_s, call_s = self.of_work * profile.glue_s, profile.call_s / stages
         blocks_s = self.of_work * (profile.step_s - profile.glue_s) / stages
 
         def stage_s(parts: int, turns: int) -> list[float]:
             """Returns seconds of every stage for one of so many parts of a step, which takes some turns."""
             computed = max(blocks_s - call_s, 0.0) / per_stage / parts
-            each = turns * (glue_s + call_s) + computed + trade.seconds(self.link, turns, parts)
+            _, trade_s = self.trade(per_stage, stages, turns, parts)
+            each = turns * (glue_s + call_s) + computed + trade_s
             return [each] * (stages - 1) + [each + self.exchange_s(parts * per_stage)]
 
         timeline = plan.timeline(
@@ -428,47 +444,8 @@ class _Ways:
             num_patches=patches,
             warmup_steps=warmup,
             sequence=per_stage,
-            sequence_mode=trade.mode,
+            sequence_mode=self.trade(per_stage)[0],
         )
-
-
-@dataclass(frozen=True)
-class _Trade:
-    """What a rank sends in one step to those it shares tokens with.
-
-    Attributes:
-        mode: How they attend.
-        num_bytes: Of all calls of attention.
-        num_messages: Of all calls of attention; each turn sends as many.
-    """
-
-    mode: str
-    num_bytes: float
-    num_messages: float
-
-    @classmethod
-    def among(
-        cls,
-        profile: DenoiserProfile,
-        of_work: float,
-        ranks: int,
-        stages: int = 1,
-        mode: str | None = None,
-    ) -> _Trade:
-        """Counts what ranks send that hold one of some stages: nothing if there is one rank."""
-        peers, calls = ranks - 1, profile.num_attention / stages
-        if not peers:
-            return cls("", 0.0, 0.0)
-        if (mode or ("ulysses" if profile.spreads_heads(ranks) else "ring")) == "ulysses":
-            sent = of_work * profile.sequence_bytes * peers / ranks**2
-            return cls("ulysses", sent / stages, 2 * calls * peers)
-        sent = of_work * profile.key_value_bytes * peers / ranks
-        return cls("ring", sent / stages, calls * peers)
-
-    def seconds(self, link: Link, turns: int = 1, parts: int = 1) -> float:
-        """Returns seconds of some turns, which together compute one of so many parts of a step."""
-        sent_s = self.num_bytes / parts / link.bandwidth_bytes_per_s
-        return sent_s + turns * self.num_messages * link.latency_s
 
 
 def choose_sampling(
@@ -547,8 +524,7 @@ def memory_of_rank(profile: DenoiserProfile, choice: SamplingChoice) -> int:
         >>> memory_of_rank(profile, SamplingChoice("pipefusion", 1.0, 1, 1, ranks=2, num_patches=2))
         3500
     """
-    samples = math.ceil(profile.num_samples / choice.data) / profile.num_samples
-    share, ranks = samples / choice.guidance, choice.ranks
+    share, ranks = share_of_samples(profile, choice.data) / choice.guidance, choice.ranks
     weights = float(profile.weight_bytes)
     activations, kept = profile.activation_bytes / ranks, 0.0
     if choice.method in ("synchronous", "distrifusion"):

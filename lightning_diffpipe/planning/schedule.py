@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -90,10 +90,7 @@ class Message:
         return Wait(self.kind, self.stage, self.microbatch, self.from_rank)
 
 
-_ONWARD: dict[type[Instruction], Kind] = {
-    Forward: "activation",
-    ForwardNoGrad: "no_grad_activation",
-}
+_ONWARD = (Forward, ForwardNoGrad)
 _BACK = (Backward, BackwardInput)
 
 
@@ -368,30 +365,24 @@ class Schedule:
         """Returns what instructions of this type read from another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and before is not None:
-            return Flow(self._carried(work, stage), before, stage)
+            return Flow("activation", before, stage)
         if work in _BACK and after is not None and after not in self.placement.no_grad:
             return Flow("gradient", after, stage)
-        return self._feedback(stage) if work is ForwardNoGrad and before is None else None
+        return self._feedback(stage) if work is ForwardNoGrad else None
 
     def made_by(self, work: type[Instruction], stage: int) -> Flow | None:
         """Returns what instructions of this type make for another stage, if anything."""
         before, after = self.placement.previous_stage(stage), self.placement.next_stage(stage)
         if work in _ONWARD and after is not None:
-            return Flow(self._carried(work, stage), stage, after)
+            return Flow("activation", stage, after)
         if work in _BACK and before is not None and self.placement.sends_gradient(stage):
             return Flow("gradient", stage, before)
-        is_last = work is ForwardNoGrad and after is None
-        return self._feedback(self.placement.backbone_of(stage)[0]) if is_last else None
+        return self._feedback(stage) if work is ForwardNoGrad else None
 
-    def _carried(self, work: type[Instruction], stage: int) -> Kind:
-        """Returns what a forward hands on: of another kind only where a stage runs with and without gradients."""
-        return "activation" if self.placement.no_grad else _ONWARD[work]
-
-    def _feedback(self, first_stage: int) -> Flow | None:
+    def _feedback(self, stage: int) -> Flow | None:
         """Returns what flows from the last stage of a backbone back to its first, if anything does."""
-        if not self.fed_by:
-            return None
-        return Flow("feedback", self.placement.backbone_of(first_stage)[-1], first_stage)
+        backbone = self.placement.backbone_of(stage)
+        return Flow("feedback", backbone[-1], backbone[0]) if self.fed_by else None
 
     def made_for(self, flow: Flow) -> Sequence[int]:
         """Returns, by microbatch of the reader, for which one the maker made what it needs; -1 where nothing is."""
@@ -415,24 +406,19 @@ class Schedule:
         flow_of: Callable[[type[Instruction], int], Flow | None],
         fed: Sequence[int],
     ) -> Iterator[Message | None]:
-        """Yields a message, or None, for each instruction; flows are looked up once for a stage.
+        """Yields a message, or None, for each instruction.
 
         `fed` names the reader of what flows back, by the microbatch of the instruction.
         """
-        flows: dict[tuple[type[Instruction], int], Flow | None] = {}
-        for instruction in program:
-            if not isinstance(instruction, Staged):
-                yield None
-                continue
-            key = type(instruction), instruction.stage
-            if key not in flows:
-                flows[key] = flow_of(*key)
-            flow = flows[key]
-            if flow is None:
+        found = cache(flow_of)
+        for i in program:
+            flow = found(type(i), i.stage) if isinstance(i, Staged) else None
+            if flow is None or not isinstance(i, Staged):
                 yield None
             else:
-                microbatch = instruction.microbatch
-                yield self.message(flow, fed[microbatch] if flow.kind == "feedback" else microbatch)
+                yield self.message(
+                    flow, fed[i.microbatch] if flow.kind == "feedback" else i.microbatch
+                )
 
     def input_of(self, instruction: Instruction) -> Message | None:
         """Returns what an instruction reads from another stage, if anything."""
@@ -489,7 +475,6 @@ class ScheduleSpec:
         whole_groups: Microbatches move in groups, one for each rank: their number is a multiple of the ranks.
         keeps_all: A rank keeps the activations of all its microbatches.
         splits_backward: Backwards run in two parts where a gradient is sent on, which not every module allows.
-        warmup_depth: Forwards of a rank before its first backward, for each rank after it.
         auto: `schedule="auto"` tries it: it does the same work as others in another order.
         advice: What a plan that could be faster with it is advised; empty for none.
         staleness: Without a flush: how many batches' updates the weights lack with which a stage
@@ -509,7 +494,6 @@ class ScheduleSpec:
     whole_groups: bool = False
     keeps_all: bool = False
     splits_backward: bool = False
-    warmup_depth: int = 1
     auto: bool = False
     advice: str = ""
     staleness: Callable[[Placement, int], int] | None = None

@@ -100,7 +100,7 @@ class TickCosts:
     def message_s(self, message: Message) -> float:
         """See `Costs`."""
         match message.kind:
-            case "activation" | "no_grad_activation":
+            case "activation":
                 return _at(self.activation, message.stage)
             case "gradient":
                 return _at(self.gradient, message.stage)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.planning.caching import (
@@ -25,7 +25,6 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
-from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import (
     SAME_STEP,
     PipelinePlan,
@@ -211,18 +210,13 @@ def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
     return replace(costs, forward_s=even(costs.forward_s), backward_s=even(costs.backward_s))
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
-    """One change, everything else as it is; a step of it takes `more_s` longer than its plan says.
-
-    `changes` of the options may be ones that they refuse: a schedule without a flush takes one microbatch only.
-    """
+class _Try(NamedTuple):
+    """Other options than the plan's, everything else as it is; a step takes `more_s` longer than its plan says."""
 
     description: str
-    options: PlanOptions
+    changes: Mapping[str, Any]
     profile: ModelProfile
     more_s: float = 0.0
-    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _helpful(
@@ -231,61 +225,60 @@ def _helpful(
     """Yields the changes that make the step shorter, of those that can be planned within the budget."""
     until_s = time.perf_counter() + budget_s
     below_s = plan.planned.iteration_s * (1 - WORTH_A_LINE)
-    for change in tries:
+    for description, changes, profile, more_s in tries:
         left_s = max(until_s - time.perf_counter(), 0.0)  # those still to come share it
         try:
-            options = replace(change.options, **change.changes)
-            found = find_plan(change.profile, cluster, options, below_s, left_s / 2)
+            options = replace(plan.options, **changes)
+            found = find_plan(profile, cluster, options, below_s, left_s / 2)
         except DiffPipeError:
             continue  # No faster, or not possible: too many stages, too few samples, too little memory.
-        step_s = found.planned.iteration_s + change.more_s
+        step_s = found.planned.iteration_s + more_s
         if step_s < below_s:
             details = _moved(plan, found)
-            if change.description == BEST:
+            if description == BEST:
                 pipelines = count_of(found.num_pipelines, "pipeline")
                 stages = count_of(found.num_stages, "stage")
                 microbatches = count_of(found.num_microbatches, "microbatch", "es")
                 details = f": {pipelines} of {stages}, {microbatches}, {found.options.schedule}"
-            yield PlannedChange(f"{change.description}{details}", step_s)
+            yield PlannedChange(f"{description}{details}", step_s)
 
 
 def _tries(
     plan: PipelinePlan, profile: ModelProfile, cluster: Cluster, disk_bytes_per_s: float
 ) -> Iterator[_Try]:
     """Yields what could be changed; stages are cut again where they must be."""
-    fixed = replace(plan.options, frozen_group_size="auto")
-    evaluator = Evaluator(CostModel(joined(profile), cluster), fixed)
+    same: dict[str, Any] = {"frozen_group_size": "auto"}
+    options = replace(plan.options, **same)
+    evaluator = Evaluator(CostModel(joined(profile), cluster), options)
     chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
     if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs anew
-        fixed = plan.options
-    free = replace(fixed, num_replicas="auto", partition="auto")
-    any_shape = replace(free, num_stages="auto", num_microbatches="auto", data_parallel="auto")
-    one_rank = replace(any_shape, num_stages=1, num_replicas=1, schedule=DEFAULT_SCHEDULE)
+        same, options = {}, plan.options
+    free = {**same, "num_replicas": "auto", "partition": "auto"}
+    any_shape = dict.fromkeys(("num_stages", "num_microbatches", "data_parallel"), "auto") | free
     count, stages = plan.num_microbatches, plan.num_stages
     for n in filter(None, (2 * count, count // 2)):
-        what = count_of(n, "microbatch", "es")
-        yield _Try(what, fixed, profile, changes={"num_microbatches": n})
+        yield _Try(count_of(n, "microbatch", "es"), {**same, "num_microbatches": n}, profile)
     yield _Try("cutting the layers anew", free, profile)
     for n in filter(None, (stages - 1, stages + 1)):
-        yield _Try(count_of(n, "stage"), free, profile, changes={"num_stages": n})
-    parallel = replace(one_rank, data_parallel=cluster.num_ranks)
+        yield _Try(count_of(n, "stage"), {**free, "num_stages": n}, profile)
+    alone = {"num_stages": 1, "num_replicas": 1, "data_parallel": cluster.num_ranks}
+    parallel = {**any_shape, **alone, "schedule": DEFAULT_SCHEDULE}
     yield _Try("no pipeline: plain data parallelism", parallel, profile)
     if stored := cacheable_encoders(profile):
-        read_s = reading_s(profile, stored, cluster, fixed, disk_bytes_per_s)
+        read_s = reading_s(profile, stored, cluster, options, disk_bytes_per_s)
         what = f"storing encodings ({', '.join(stored)})"
-        yield _Try(what, fixed, with_stored(profile, stored), read_s)
-    if profile.encoders and fixed.filling == "none":
-        filled = replace(fixed, filling="auto")
-        yield _Try("frozen work in the bubbles (filling=auto)", filled, profile)
+        yield _Try(what, same, with_stored(profile, stored), read_s)
+    if profile.encoders and options.filling == "none":
+        what = "frozen work in the bubbles (filling=auto)"
+        yield _Try(what, {**same, "filling": "auto"}, profile)
     for spec in SCHEDULES.values():
         if spec.advice:
-            several = replace(free, num_stages="auto") if spec.place else free
-            base = fixed if spec.warmup_depth > 1 else several
             what = f"{spec.advice} (schedule={spec.name})"
-            yield _Try(what, base, profile, changes={"schedule": spec.name})
+            number = {"num_stages": "auto"} if spec.place else {}
+            yield _Try(what, {**free, **number, "schedule": spec.name}, profile)
     finer, name = _with_largest_layer_split(plan, profile)
     yield _Try(f"splitting layer {name} in two", free, finer)
-    yield _Try(BEST, replace(any_shape, schedule="auto"), profile)
+    yield _Try(BEST, {**any_shape, "schedule": "auto"}, profile)
 
 
 def _with_largest_layer_split(

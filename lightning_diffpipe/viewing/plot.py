@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import (
@@ -26,8 +26,7 @@ from lightning_diffpipe.planning.instruction import (
     Staged,
     UpdateWeights,
 )
-from lightning_diffpipe.planning.schedule import Message
-from lightning_diffpipe.planning.timeline import Span, Timeline
+from lightning_diffpipe.planning.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,25 +90,13 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
 def _draw_bars(axis: Axes, timeline: Timeline) -> None:
     for span in timeline.spans:
         color = COLORS.get(type(span.instruction), "#999999")
-        axis.barh(
-            span.rank, span.duration_s, left=span.start_s, height=0.8, color=color,
-            edgecolor="white", linewidth=0.5,
-        )  # fmt: skip
+        style: dict[str, Any] = {"height": 0.8, "edgecolor": "white", "linewidth": 0.5}
+        axis.barh(span.rank, span.duration_s, left=span.start_s, color=color, **style)
     axis.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
     axis.invert_yaxis()
 
 
 Event = dict[str, object]
-
-_COLORS: dict[type[Instruction], str] = {
-    Forward: "thread_state_running",
-    ForwardNoGrad: "thread_state_runnable",
-    Backward: "thread_state_iowait",
-    BackwardInput: "thread_state_iowait",
-    Encode: "good",
-    ExchangeFrozen: "grey",
-    ReduceGradients: "grey",
-}
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
@@ -137,13 +124,11 @@ def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
 
 def _slices(timeline: Timeline, process: int) -> Iterator[Event]:
     for span in timeline.spans:
-        kind, instruction = type(span.instruction), span.instruction
+        instruction = span.instruction
         event: Event = {
-            "ph": "X", "name": str(instruction), "cat": kind.__name__, "pid": process,
+            "ph": "X", "name": str(instruction), "cat": type(instruction).__name__, "pid": process,
             "tid": span.rank, "ts": 1e6 * span.start_s, "dur": 1e6 * span.duration_s,
         }  # fmt: skip
-        if kind in _COLORS:
-            event["cname"] = _COLORS[kind]
         if isinstance(instruction, Staged):
             event["args"] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
         yield event
@@ -152,31 +137,23 @@ def _slices(timeline: Timeline, process: int) -> Iterator[Event]:
 def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterator[Event]:
     spans = {(span.rank, span.instruction): span for span in timeline.spans}
     for transfer in timeline.transfers:
-        message = transfer.message
-        before = message.stage + (1 if message.kind == "gradient" else -1)
-        maker = _end(spans, message, message.from_rank, before)
-        reader = _end(spans, message, message.to_rank, message.stage)
-        if maker is None or reader is None:
+        message, back = transfer.message, transfer.message.kind == "gradient"
+        if message.kind == "feedback":
+            continue  # the last stage, which made it, is not known here
+        kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
+        before = message.stage + (1 if back else -1)
+        ends = [(message.from_rank, before), (message.to_rank, message.stage)]
+        found = [
+            span
+            for rank, stage in ends
+            for kind in kinds
+            if (span := spans.get((rank, kind(stage, message.microbatch))))
+        ]
+        if len(found) < len(ends):
             continue
-        common: Event = {
-            "name": message.kind,
-            "cat": "message",
-            "id": next(numbers),
-            "pid": process,
-        }
+        maker, reader = found
+        arrow: Event = {"name": message.kind, "cat": "message", "id": next(numbers), "pid": process}
         # An arrow must begin and end within a slice to be drawn.
         middle_s = (maker.start_s + maker.stop_s) / 2
-        yield {**common, "ph": "s", "tid": maker.rank, "ts": 1e6 * middle_s}
-        yield {**common, "ph": "f", "bp": "e", "tid": reader.rank, "ts": 1e6 * reader.start_s}
-
-
-def _end(
-    spans: Mapping[tuple[int, Instruction], Span], message: Message, rank: int, stage: int
-) -> Span | None:
-    """Returns the span that made or read a message; of feedback the last stage is not known here."""
-    if message.kind == "feedback":
-        return None
-    back = message.kind == "gradient"
-    kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
-    found = (spans.get((rank, kind(stage, message.microbatch))) for kind in kinds)
-    return next(filter(None, found), None)
+        yield arrow | {"ph": "s", "tid": maker.rank, "ts": 1e6 * middle_s}
+        yield arrow | {"ph": "f", "bp": "e", "tid": reader.rank, "ts": 1e6 * reader.start_s}

@@ -24,7 +24,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 
 numbers = st.integers(min_value=0, max_value=400)
-kinds = st.sampled_from(["activation", "gradient", "feedback", "no_grad_activation"])
+kinds = st.sampled_from(["activation", "gradient", "feedback"])
 staged = [Forward, Backward, BackwardInput, BackwardWeight, ForwardNoGrad, UpdateWeights]
 instructions = st.one_of(
     *(st.builds(make, stage=numbers, microbatch=numbers) for make in staged),
@@ -47,7 +47,6 @@ instructions = st.one_of(
         (Send("activation", 2, 0, 3), "2a0>3"),
         (Receive("gradient", 2, 0, 1), "2g0<1"),
         (Wait("feedback", 0, 5, 3), "0f5?3"),
-        (Send("no_grad_activation", 1, 0, 1), "1p0>1"),
         (Encode(3), "E3"),
         (ExchangeFrozen(), "X"),
         (ReduceGradients(), "R"),

@@ -111,7 +111,6 @@ one_f_one_b = ScheduleSpec("1f1b", one_f_one_b_program, auto=True)
 deep_one_f_one_b = ScheduleSpec(
     "1f1b_deep",
     partial(one_f_one_b_program, depth=2),
-    warmup_depth=2,
     auto=True,
     advice="another order",
 )
