@@ -6,7 +6,7 @@ rows. From where the marks end up, it is read
 * which arguments besides the latents grow with the rows (position ids, residuals of a ControlNet), on which axis;
 * which modules embed the latents together with their position (a band alone would get the position of the top);
 * for each attention, which keys are the image's and which the text's, in which order;
-* which linear layers see the text only;
+* which modules with linear layers are given a text only;
 * how many rows strides and patches take together;
 * that nothing else mixes rows: a mark outside its rows names the operator.
 
@@ -25,6 +25,7 @@ Reading: `tracing/marks.py` follows single tokens through blocks of a transforme
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ class CallAnalysis:
         outputs: Results that grow with the rows, and on which axis.
         embedders: Modules that embed the latents with their positions; axes of their results.
         keys: For each call of attention; None for cross-attention, which sees no other band.
-        constant: Linear layers, by position among them, whose input holds no image, nor anything of it.
+        constant: Modules with linear layers that are given a text only, which has nothing of the image.
         unit: Rows of the latents that strides and patches take together.
     """
 
@@ -88,7 +89,7 @@ class CallAnalysis:
     outputs: dict[int, int] = field(default_factory=dict)
     embedders: dict[str, dict[int, int]] = field(default_factory=dict)
     keys: list[JointKeys | None] = field(default_factory=list)
-    constant: frozenset[int] = frozenset()
+    constant: frozenset[str] = frozenset()
     unit: int = 1
 
 
@@ -122,17 +123,14 @@ def analyse(call: ModelCall) -> CallAnalysis:
     """
     look = _Look(call)
     analysis = CallAnalysis(sample=look.find_sample(call.latents))
-    marks, analysis.embedders, analysis.outputs = look.mark_rows(analysis.sample)
-    analysis.unit = marks.unit(look.num_rows)
-    marks, _, _ = look.run(analysis.sample, None)
-    analysis.keys = [JointKeys.of(positions) for positions in marks.keys]
-    untouched = marks.num_untouched
-    analysis.constant = frozenset(
-        layer for layer in marks.unreached if untouched is None or layer < untouched
-    )
+    notes, analysis.outputs = look.mark_rows(analysis.sample)
+    analysis.unit, analysis.embedders = notes.unit(look.num_rows), notes.embedders
+    notes, _ = look.run(analysis.sample, None)
+    analysis.keys = [JointKeys.of(positions) for positions in notes.keys]
+    analysis.constant = frozenset(notes.constant)
     for leaf, axis in look.candidates(analysis.sample):
         if leaf not in analysis.sliced:
-            _, _, out = look.run(leaf, axis)
+            _, out = look.run(leaf, axis)
             # Marks at the end of this axis come out as the last rows.
             if look.axes(out) == analysis.outputs:
                 analysis.sliced[leaf] = axis
@@ -159,19 +157,17 @@ class _Look:
             f"tensors are {shapes}"
         )
 
-    def mark_rows(self, sample: int) -> tuple[Marks, dict[str, dict[int, int]], dict[int, int]]:
+    def mark_rows(self, sample: int) -> tuple[Notes, dict[int, int]]:
         """Marks the last rows of the latents; they must come out as the last rows of the prediction."""
-        marks, embedders, out = self.run(sample, -2)
+        notes, out = self.run(sample, -2)
         outputs = self.axes(out)
         reached = [i for i, x in enumerate(pytree.tree_leaves(out)) if has_nan(x)]
         if not reached or set(reached) != outputs.keys():
             named = self.run(sample, -2, name_spreaders=True)[0].spreader
             raise unsupported(f"{named}()" if named else "an operator")
-        return marks, embedders, outputs
+        return notes, outputs
 
-    def run(
-        self, leaf: int, axis: int | None, name_spreaders: bool = False
-    ) -> tuple[Marks, dict[str, dict[int, int]], Any]:
+    def run(self, leaf: int, axis: int | None, name_spreaders: bool = False) -> tuple[Notes, Any]:
         """Runs it with marks in the last part of an axis of an argument, or in all of it."""
         given = self._leaves[leaf]
         marked = given.clone()
@@ -181,11 +177,11 @@ class _Look:
         part.fill_(_NAN)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         stand_ins = StandIns(self.num_rows, name_spreaders)
-        watch = _EmbedderSearch(self, stand_ins, marked)
+        watch = _ModuleSearch(self, stand_ins.notes, marked)
         names = {name for name, _ in self._interception.root.named_modules() if name}
         with self._interception.also_watching(names), self._interception.running(watch), stand_ins:
             out = self._forward(*args, **kwargs)
-        return stand_ins.marks, watch.embedders, out
+        return stand_ins.notes, out
 
     def axes(self, tree: Any) -> dict[int, int]:
         """Returns results with marks in exactly the last part of one axis, and that axis."""
@@ -215,23 +211,40 @@ class _Look:
         return 0 if rest else whole
 
 
-class _EmbedderSearch(ForwardOnlyRun):
-    """Finds modules that embed the latents: the outermost that take them, and mix no rows."""
+class _ModuleSearch(ForwardOnlyRun):
+    """Finds modules that embed the latents, and those that are given a text only: the outermost ones."""
 
-    def __init__(self, look: _Look, stand_ins: StandIns, sample: Tensor) -> None:
-        self._look, self._stand_ins, self._sample = look, stand_ins, sample
-        self.embedders: dict[str, dict[int, int]] = {}
+    def __init__(self, look: _Look, notes: Notes, sample: Tensor) -> None:
+        self._look, self._notes, self._sample = look, notes, sample
+        self._num_calls: Counter[str] = Counter()
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self._stand_ins.num_exchanging
+        notes, before = self._notes, self._notes.num_exchanging
+        self._num_calls[site.name] += 1
         out = site.diffpipe_original(*args, **kwargs)
-        takes_sample = any(x is self._sample for x in (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        takes_sample = any(x is self._sample for x in given)
         has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
-        if takes_sample and has_positions and self._stand_ins.num_exchanging == before:
-            inside = site.name + "."
-            self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
-            self.embedders[site.name] = self._look.axes(out)
+        inside = site.name + "."
+        if takes_sample and has_positions and notes.num_exchanging == before:
+            for name in [name for name in notes.embedders if name.startswith(inside)]:
+                del notes.embedders[name]
+            notes.embedders[site.name] = self._look.axes(out)
+        if self._is_constant(site.module, given, out) and self._num_calls[site.name] == 1:
+            notes.constant = {name for name in notes.constant if not name.startswith(inside)}
+            notes.constant.add(site.name)
+        else:
+            notes.constant.discard(site.name)
         return out
+
+    def _is_constant(self, module: nn.Module, given: Sequence[Any], out: Any) -> bool:
+        """Returns whether nothing but a text, which has seen nothing of the image, is given and returned."""
+        if self._notes.texts_see_image or len(given) != 1:
+            return False
+        multiplies = any(isinstance(inner, nn.Linear) for inner in module.modules())
+        return multiplies and all(
+            _is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out)
+        )
 
 
 def _is_float(x: Any) -> bool:
@@ -239,23 +252,27 @@ def _is_float(x: Any) -> bool:
 
 
 @dataclass
-class Marks:
+class Notes:
     """What one run has shown.
 
     Attributes:
         keys: For each attention call, which positions of the keys are marked.
-        unreached: Linear layers, by their position among linear layers, whose input has tokens and no mark.
         units: Rows of the latents for one row after each convolution.
+        embedders: Modules that embed the latents; axes of their results.
+        constant: Modules that are given a text without marks only, once.
         spreader: The first function that had marked and clean rows before it and none clean after it.
-        num_untouched: Linear layers before the first attention that gives texts something of the image, which its
-            stand-in does not: after it, what is not marked may depend on the image all the same.
+        num_exchanging: Calls of functions that look beyond a band.
+        texts_see_image: An attention has given texts something of the image, which its stand-in does not: what is
+            not marked may depend on the image all the same.
     """
 
     keys: list[Tensor] = field(default_factory=list)
-    unreached: list[int] = field(default_factory=list)
     units: list[float] = field(default_factory=list)
+    embedders: dict[str, dict[int, int]] = field(default_factory=dict)
+    constant: set[str] = field(default_factory=set)
     spreader: str | None = None
-    num_untouched: int | None = None
+    num_exchanging: int = 0
+    texts_see_image: bool = False
 
     def unit(self, num_rows: int) -> int:
         """Returns the rows of the latents that strides and patches take together.
@@ -279,14 +296,11 @@ class StandIns(TorchFunctionMode):
 
     def __init__(self, num_rows: int, name_spreaders: bool = False) -> None:
         super().__init__()
-        self.marks, self._num_rows, self._name = Marks(), num_rows, name_spreaders
-        self.num_exchanging = 0
-        self._num_linear = 0
+        self.notes, self._num_rows, self._name = Notes(), num_rows, name_spreaders
         self._rules: dict[Any, Callable[..., Tensor]] = {
             torch.conv2d: self._conv2d,
             F.group_norm: self._group_norm,
             F.scaled_dot_product_attention: self._attention,
-            F.linear: self._linear,
         }
 
     def __torch_function__(
@@ -298,40 +312,33 @@ class StandIns(TorchFunctionMode):
         if rule is not None:
             args, kwargs = input_first(args, kwargs)
         out = (rule or func)(*args, **kwargs)
-        if self._name and self.marks.spreader is None and func not in self._rules:
+        if self._name and self.notes.spreader is None and func not in self._rules:
             self._watch(func, (args, kwargs), out)
         return out
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.num_exchanging += 1
+        self.notes.num_exchanging += 1
         keys = key.isnan().any(-1).flatten(0, -2).any(0)
-        self.marks.keys.append(keys)
-        if self.marks.num_untouched is None and keys.any() and not query.isnan().any(-1).all():
-            self.marks.num_untouched = self._num_linear
+        self.notes.keys.append(keys)
+        self.notes.texts_see_image |= bool(keys.any() and not query.isnan().any(-1).all())
         size = value.shape[-1]
         if query.shape[-1] == size:
             return query
         return query.mean(-1, keepdim=True).expand(*query.shape[:-1], size)
 
     def _group_norm(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.num_exchanging += 1
+        self.notes.num_exchanging += 1
         return x.clone()
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.ndim >= 3 and not x.isnan().any():
-            self.marks.unreached.append(self._num_linear)
-        self._num_linear += 1
-        return F.linear(x, weight, bias)
 
     def _conv2d(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rows, columns = windows_of(weight, *args, **kwargs)
         if not rows.is_patch:
-            self.num_exchanging += 1
+            self.notes.num_exchanging += 1
         picked = x[..., _centres(rows, x.shape[-2], x.device), :]
         picked = picked[..., _centres(columns, x.shape[-1], x.device)]
-        self.marks.units.append(self._num_rows / picked.shape[-2])
+        self.notes.units.append(self._num_rows / picked.shape[-2])
         mixed = picked.mean(-3, keepdim=True)
         return mixed.repeat(*[1] * (x.ndim - 3), weight.shape[0], 1, 1)
 
@@ -342,7 +349,7 @@ class StandIns(TorchFunctionMode):
             return
         marked = [x.isnan() for x in pytree.tree_leaves(inputs) if _is_float(x)]
         if marked and not any(bool(x.all()) for x in marked) and any(bool(x.any()) for x in marked):
-            self.marks.spreader = name
+            self.notes.spreader = name
 
 
 def _centres(window: Window, size: int, device: torch.device) -> Tensor:

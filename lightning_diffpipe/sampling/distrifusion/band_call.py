@@ -11,11 +11,11 @@ band, it answers the functions that have a rule (`RULES`):
 | the first convolution | `conv2d` | its rows are cut from the whole latents, which every rank has: no message |
 | statistics of the picture | `F.group_norm` | moments of all bands (`moments.py`) |
 | self- and joint attention | `F.scaled_dot_product_attention` | keys and values of all bands; texts are local |
-| keys and values of texts | `F.linear` | computed once, for as long as its input stays the same |
 | nearest up-sampling, pooling in patches | `F.interpolate`, `F.avg_pool2d` | local |
 | square grids of tokens | `Tensor.reshape` | the grid of the band |
 
-Everything else acts on rows or tokens one by one, which `analysis.py` has seen.
+Everything else acts on rows or tokens one by one, which `analysis.py` has seen. Modules that are given texts only,
+such as those that make keys and values of them, run once, for as long as their input stays the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class CallState:
 
     Attributes:
         group_norm: Rule in displaced steps.
-        constants: Linear layers of texts.
+        constants: Results of modules that are given texts only.
         moments: Of all bands, by call of group norm and step.
         fallbacks: Negative variances of the corrected rule, counted where they are.
         freshness: Where to note how old is what the band reads; None if nobody asks.
@@ -104,7 +105,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         super().__init__()
         self._state, self._step = state, step
         self._bands = state.bands
-        self._num_calls = self._num_attentions = self._num_linears = 0
+        self._num_calls = self._num_attentions = 0
         self._suspended = False
         self._layer = ""
         self.padded: Tensor | None = None
@@ -122,7 +123,6 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
         exchange.start_step(self._step.index, self._step.synchronous, self._step.keep)
-        self._state.constants.start_step()
         with call.interception.also_watching(watched), call.interception.running(self), self:
             out = call.forward(*band_args, **band_kwargs)
         exchange.stop_step()
@@ -139,16 +139,13 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._suspended:
-            self._num_linears += func is F.linear
             return func(*args, **kwargs)
         refuse(func)
         rule = RULES.get(func)
-        if rule is not None:
-            args, kwargs = input_first(args, kwargs)
-            return rule(self, *args, **kwargs)
-        out = func(*args, **kwargs)
-        self._state.constants.follow(func, args, kwargs, out)
-        return out
+        if rule is None:
+            return func(*args, **kwargs)
+        args, kwargs = input_first(args, kwargs)
+        return rule(self, *args, **kwargs)
 
     # ------------------------------------------------------------ modules
 
@@ -161,9 +158,12 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             self._layer = before
 
     def _answered(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Modules that embed the latents embed all of them."""
-        axes = self._state.analysis.embedders.get(site.name)
+        """Modules that embed the latents embed all of them; those that are given a text only run once."""
         given = (*args, *kwargs.values())
+        if site.name in self._state.analysis.constant and len(given) == 1:
+            run = partial(site.diffpipe_original, *args, **kwargs)
+            return self._state.constants.get(site.name, given[0], run)
+        axes = self._state.analysis.embedders.get(site.name)
         if self._suspended or axes is None or not any(x is self._band for x in given):
             return site.diffpipe_original(*args, **kwargs)
         whole = {id(self._band): self._whole}
@@ -297,11 +297,6 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             return moments
         return stale(before, now, band, shares)
 
-    def constant(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """Computes a linear layer, or remembers it if its input is a text that stays the same."""
-        self._num_linears += 1
-        return self._state.constants.get(self._num_linears - 1, x, compute)
-
     # ------------------------------------------------------------ freshness
 
     @property
@@ -418,11 +413,6 @@ def attention(
     )
 
 
-def linear(call: BandCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes a linear layer; of texts, once."""
-    return call.constant(x, lambda: F.linear(x, weight, bias))
-
-
 def interpolate(call: BandCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Repeats rows, each by itself, as nearest up-sampling does; raises GraphError otherwise."""
     mode = kwargs.get("mode", args[2] if len(args) > 2 else "nearest")
@@ -472,7 +462,6 @@ RULES: dict[Callable[..., Any], Rule] = {
     F.pad: pad,
     F.group_norm: group_norm,
     F.scaled_dot_product_attention: attention,
-    F.linear: linear,
     F.interpolate: interpolate,
     F.avg_pool2d: average_pool,
     torch.Tensor.reshape: reshape,

@@ -220,7 +220,7 @@ class DistriFusionRun(ForwardOnlyRun):
         )
         state = self._state_of(whole)
         self._num_calls += 1
-        watched = set(state.analysis.embedders)
+        watched = state.analysis.embedders.keys() | state.analysis.constant
         if state.freshness is not None:  # layers are to be named
             watched = {name for name, _ in self._interception.root.named_modules()} - {"", MODEL}
         return BandCall(state, self._step).run(whole, watched)
