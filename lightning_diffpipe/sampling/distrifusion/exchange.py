@@ -21,14 +21,15 @@ Modules that are given texts only have the same input in all steps, so they run 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_all_gather
+from lightning_diffpipe.comm.links import Links, MessageKind, exchange, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.statistics import Stopwatch
@@ -36,45 +37,45 @@ from lightning_diffpipe.sampling.statistics import Stopwatch
 Shapes = Mapping[int, TensorShape]
 
 
-@dataclass
-class _Stale:
-    """Data of one call, made at `step`: tensors, or parts of messages under way."""
-
-    step: int
-    tensors: dict[int, Tensor]
-    parts: dict[int, tuple[_SharedMessage, int]] = field(default_factory=dict)
-
-    def read(self) -> dict[int, Tensor]:
-        self.tensors |= {peer: message.wait()[i] for peer, (message, i) in self.parts.items()}
-        self.parts = {}
-        return self.tensors
+Read = Callable[[], dict[int, Tensor]]
+"""Returns what others handed in, by sender, waiting for it if it is still under way."""
 
 
-class _SharedMessage:
-    """A range under way from one peer; waited for once, read by all its calls."""
-
-    def __init__(
-        self, incoming: Incoming, shapes: Sequence[TensorShape], stopwatch: Stopwatch
-    ) -> None:
-        self._incoming, self._shapes, self._stopwatch = incoming, shapes, stopwatch
-        self._tensors: list[Tensor] | None = None
-
-    def wait(self) -> list[Tensor]:
-        if self._tensors is None:
-            with self._stopwatch.waiting():
-                self._tensors = look_into(self._incoming.wait(), self._shapes)
-        return self._tensors
-
-
-@dataclass
 class _Range:
-    """Consecutive calls of one kind and dtype that will share a message to each peer."""
+    """Consecutive calls of one kind and dtype, which share a message to each peer."""
 
-    num_calls: int = 0
-    outgoing: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    expected: dict[int, list[tuple[_Stale, TensorShape]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._outgoing: dict[int, list[Tensor]] = defaultdict(list)
+        self._expected: dict[int, list[TensorShape]] = defaultdict(list)
+
+    def add(self, outgoing: Mapping[int, Tensor], expected: Shapes) -> Read:
+        self.num_calls += 1
+        for peer, tensor in outgoing.items():
+            self._outgoing[peer].append(tensor)
+        places = {peer: len(self._expected[peer]) for peer in expected}
+        for peer, shape in expected.items():
+            self._expected[peer].append(shape)
+        return lambda: {peer: self._received(peer)[place] for peer, place in places.items()}
+
+    def send(self, links: Links, kind: MessageKind, stopwatch: Stopwatch) -> None:
+        """Sends the range, and posts the receives of the same range of the others."""
+        shapes = self._expected
+        packed: dict[tuple[int, ...], Tensor] = {}  # most peers get the same
+        outgoing = {}
+        for peer, tensors in self._outgoing.items():
+            parts = tuple(map(id, tensors))
+            packed[parts] = outgoing[peer] = packed[parts] if parts in packed else pack(tensors)
+        expected = {peer: packed_shape(of_peer) for peer, of_peer in shapes.items()}
+        incoming = links.start_exchange(outgoing, expected, kind)
+        self._outgoing.clear()
+
+        @functools.cache
+        def received(peer: int) -> list[Tensor]:
+            with stopwatch.waiting():
+                return look_into(incoming[peer].wait(), shapes[peer])
+
+        self._received = received
 
 
 class Exchange:
@@ -88,7 +89,7 @@ class Exchange:
         self.age: int | None = None
         self._links, self._calls_per_message = links, calls_per_message
         self._stopwatch = stopwatch
-        self._stale: dict[int, _Stale] = {}
+        self._stale: dict[int, tuple[int, Read]] = {}  # by call: of which step
         self._signatures: dict[int, tuple[MessageKind, TensorShape]] = {}
         self._ranges: dict[tuple[MessageKind, torch.dtype], _Range] = {}
         self._step, self._synchronous, self._keep = -1, True, True
@@ -133,25 +134,24 @@ class Exchange:
         self._check(kind, call, own)
         if fresh or self._synchronous:
             self.age = 0
-            incoming = self._links.start_exchange(outgoing, expected, kind)
             with self._stopwatch.waiting():
-                received = {peer: posted.wait() for peer, posted in incoming.items()}
+                received = exchange(self._links, outgoing, expected, kind)
             if not fresh and self._keep:
-                self._stale[call] = _Stale(self._step, received)
+                self._stale[call] = self._step, lambda: received
             return received
-        before = self._stale.pop(call, None)
-        self.age = None if before is None else self._step - before.step
+        made, read = self._stale.pop(call, (None, dict[int, Tensor]))
+        self.age = None if made is None else self._step - made
         if self._keep:
-            self._stale[call] = self._later(kind, outgoing, expected)
-        if before is None and self._step > 0:
-            raise GraphError(
-                f"call {call} ({kind}) of step {self._step} has no data of the step before"
-            )
-        if before is not None and before.step != self._step - 1:
-            raise GraphError(
-                f"call {call} ({kind}) of step {self._step} would read step {before.step}"
-            )
-        return None if before is None else before.read()
+            self._stale[call] = self._step, self._later(kind, outgoing, expected)
+        if made is None:
+            if self._step > 0:
+                raise GraphError(
+                    f"call {call} ({kind}) of step {self._step} has no data of the step before"
+                )
+            return None
+        if made != self._step - 1:
+            raise GraphError(f"call {call} ({kind}) of step {self._step} would read step {made}")
+        return read()
 
     def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
         """Gathers the predictions of all bands, in order, now."""
@@ -161,8 +161,9 @@ class Exchange:
 
     def stop_step(self) -> None:
         """Sends what has not filled a message."""
-        for kind, dtype in list(self._ranges):
-            self._send(kind, dtype)
+        for (kind, _), unfilled in self._ranges.items():
+            unfilled.send(self._links, kind, self._stopwatch)
+        self._ranges.clear()
 
     def _check(self, kind: MessageKind, call: int, own: TensorShape) -> None:
         signature = (kind, own)
@@ -174,34 +175,13 @@ class Exchange:
                 "forward in every step; use mode='synchronous'"
             )
 
-    def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> _Stale:
-        stale = _Stale(self._step, {})
+    def _later(self, kind: MessageKind, outgoing: Mapping[int, Tensor], expected: Shapes) -> Read:
         dtype = next(x.dtype for x in (*outgoing.values(), *expected.values()))
         group = self._ranges.setdefault((kind, dtype), _Range())
-        for peer, tensor in outgoing.items():
-            group.outgoing[peer].append(tensor)
-        for peer, shape in expected.items():
-            group.expected[peer].append((stale, shape))
-        group.num_calls += 1
+        read = group.add(outgoing, expected)
         if group.num_calls == self._calls_per_message:
-            self._send(kind, dtype)
-        return stale
-
-    def _send(self, kind: MessageKind, dtype: torch.dtype) -> None:
-        """Sends a range, and posts the receives of the same range of the others."""
-        group = self._ranges.pop((kind, dtype))
-        shapes = {peer: [s for _, s in calls] for peer, calls in group.expected.items()}
-        expected = {peer: packed_shape(of_peer) for peer, of_peer in shapes.items()}
-        packed: dict[tuple[int, ...], Tensor] = {}  # most peers get the same
-        outgoing = {}
-        for peer, tensors in group.outgoing.items():
-            parts = tuple(map(id, tensors))
-            packed[parts] = outgoing[peer] = packed[parts] if parts in packed else pack(tensors)
-        incoming = self._links.start_exchange(outgoing, expected, kind)
-        for peer, calls in group.expected.items():
-            message = _SharedMessage(incoming[peer], shapes[peer], self._stopwatch)
-            for i, (stale, _) in enumerate(calls):
-                stale.parts[peer] = (message, i)
+            self._ranges.pop((kind, dtype)).send(self._links, kind, self._stopwatch)
+        return read
 
 
 @dataclass

@@ -78,8 +78,7 @@ class PartRunner:
         self.of_request: dict[Any, Any] = {}
         self.of_step: dict[Any, Any] = {}
         self._same: dict[tuple[int, int], bool] = {}
-        glue = layout.glue.local.keys() | layout.glue.made_for.keys()
-        places = layout.constants.keys() | layout.step_constants.keys() | glue
+        places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
         compiled = any(is_compiled(module) for module in self.interception.root.modules())
         # Compilers have looked names up for good.
@@ -323,7 +322,7 @@ class PartRun(ForwardOnlyRun):
         where = BETWEEN if self._inside is None else self._inside
         place = (where, site.name, self._turns[where, site.name])
         self._turns[where, site.name] += 1
-        runner, layout, glue = self.runner, self.runner.layout, self.runner.layout.glue
+        runner, layout = self.runner, self.runner.layout
         results, stored = runner.of_step, layout.step_constants
         if place in layout.constants:
             results, stored = runner.of_request, layout.constants
@@ -338,11 +337,7 @@ class PartRun(ForwardOnlyRun):
                 finally:
                     self._storing = False
             return results[key]
-        # Between blocks: on the part if it can be, not at all if nobody wants it.
-        readers, shape = glue.made_for.get(place, (None, None))
-        if readers is not None and shape is not None and not readers & runner.stage.own:
-            return without_memory(shape, runner.fill, runner.device)
-        call = glue.local.get(place)
+        call = layout.glue.local.get(place)
         if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))

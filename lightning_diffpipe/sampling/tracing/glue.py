@@ -8,7 +8,6 @@ block returns: it hands it to the next. One run with stubbed blocks follows ever
 * x is *passed*: nothing but blocks gets it. It needs no memory; the next block takes the tokens of the part.
 * norm_out and proj_out are *local*: of a part of the tokens they make that part of what they make of all, whatever
   their weights are. They run on the part, and y is passed, too.
-* what is made for a block that another rank runs, such as the embedding of the latents, is not made at all.
 
 Modules whose result is the same for every patch of a step, or in every step of a request, run once: the embedding
 of the timestep and what blocks make of it for modulation; keys and values of cross-attention, the projected prompt
@@ -84,7 +83,7 @@ class _Followed(NamedTuple):
 
     value: Tensor
     key: Any
-    tokens: TokenAxis | None
+    tokens: TokenAxis
     num_text: int
 
 
@@ -103,7 +102,6 @@ class _Follower(TorchFunctionMode):
         self._known: dict[int, _Followed] = {}
         self._touched: set[Any] = set()
         self._local: dict[Place, LocalCall] = {}
-        self._made_for: dict[Place, tuple[set[int], TensorShape]] = {}
         self._turns: Counter[str] = Counter()
         self._position, self._inside, self._storing = 0, 0, False
 
@@ -120,10 +118,6 @@ class _Follower(TorchFunctionMode):
 
     def answer(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         here, self._position = self._position, self._position + 1
-        for x in pytree.tree_leaves((args, kwargs)):
-            known = self._known.get(id(x))
-            if known is not None and known.key in self._made_for:
-                self._made_for[known.key][0].add(here)
         block = self._blocks[here]
         leaves = block.dummy(0.0, self._device)
         for leaf, tokens in block.outputs.items():
@@ -153,26 +147,15 @@ class _Follower(TorchFunctionMode):
             place: call._replace(passed=place not in self._touched)
             for place, call in self._local.items()
         }
-        made_for = {
-            place: (frozenset(readers), shape)
-            for place, (readers, shape) in self._made_for.items()
-            if place not in self._touched and readers
-        }
-        return Glue(frozenset(block_results - self._touched), local, made_for)
+        return Glue(frozenset(block_results - self._touched), local)
 
     def _outermost(self, place: Place, forward: Forward, args: Any, kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
         leaves = [i for i, x in enumerate(flat) if id(x) in self._known]
         source = self._known[id(flat[leaves[0]])] if len(leaves) == 1 else None
-        axis = None
-        if source is not None and source.tokens is not None:
-            axis = self._axis_of_tokens(place, flat, spec, leaves[0], source.tokens)
-        if axis is None or source is None or source.tokens is None:
-            out = self._within("_inside", forward, args, kwargs)
-            if isinstance(out, Tensor) and id(out) not in self._known:
-                self._made_for[place] = (set(), TensorShape.of(out))
-                self._follow(out, place, None, 0)
-            return out
+        axis = source and self._axis_of_tokens(place, flat, spec, leaves[0], source.tokens)
+        if source is None or axis is None:
+            return self._within("_inside", forward, args, kwargs)
         del self._known[id(source.value)]
         out = self._within("_inside", forward, args, kwargs)
         self._known[id(source.value)] = source
@@ -194,7 +177,7 @@ class _Follower(TorchFunctionMode):
         before = self._known, self._storing
         self._known, self._storing = {}, True  # what runs meanwhile is none of the request's
         try:
-            return _Trial(module, flat, spec, leaf, tokens.axis).axis_of_tokens()
+            return _axis_of_local(module, flat, spec, leaf, tokens.axis)
         finally:
             self._known, self._storing = before
 
@@ -206,50 +189,45 @@ class _Follower(TorchFunctionMode):
         finally:
             setattr(self, flag, before)
 
-    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis | None, num_text: int) -> None:
+    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis, num_text: int) -> None:
         self._known[id(x)] = _Followed(x, key, tokens, num_text)
 
 
-class _Trial:
-    """Tries a module with random weights on all tokens and on parts of them."""
+def _axis_of_local(
+    module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int
+) -> int | None:
+    """Tries a module with random weights on all tokens of an argument and on parts of them.
 
-    def __init__(self, module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int) -> None:
-        self._module, self._flat, self._spec = module, flat, spec
-        self._leaf, self._axis = leaf, axis
-        x = flat[leaf]
-        self._draw = torch.Generator(x.device).manual_seed(0)
-        self._weights = {
-            name: self._random(p) for name, p in module.named_parameters() if p.is_floating_point()
-        }
-        self._x = self._random(x)
+    Returns:
+        The axis of the result that runs over the same tokens; None if the module is not local.
+    """
+    given, size = flat[leaf], flat[leaf].shape[axis]
+    draw = torch.Generator(given.device).manual_seed(0)
 
-    def axis_of_tokens(self) -> int | None:
-        """Returns the axis of the result that runs over the same tokens; None if the module is not local."""
-        size = self._x.shape[self._axis]
-        if size < _MIN_TOKENS or not self._x.is_floating_point():
-            return None
-        whole, cut = self._run(self._x), size // 3
-        if whole is None:
-            return None
-        axes = [axis for axis in range(whole.ndim) if whole.shape[axis] == size]
-        for start, length in ((0, cut), (cut, size - cut)):
-            part = self._run(self._x.narrow(self._axis, start, length))
-            axes = [a for a in axes if _close(part, whole.narrow(a, start, length))]
-        return axes[0] if axes else None
+    def random(like: Tensor) -> Tensor:
+        drawn = torch.randn(like.shape, generator=draw, device=like.device)
+        return drawn.to(like.dtype)
 
-    def _run(self, x: Tensor) -> Tensor | None:
-        flat = list(self._flat)
-        flat[self._leaf] = x.contiguous()
-        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+    def run(tokens: Tensor) -> Tensor | None:
+        cut = [tokens.contiguous() if i == leaf else x for i, x in enumerate(flat)]
+        args, kwargs = pytree.tree_unflatten(cut, spec)
         try:
-            out = torch.func.functional_call(self._module, self._weights, args, kwargs)
+            out = torch.func.functional_call(module, weights, args, kwargs)
         except (RuntimeError, IndexError, ValueError):
             return None
         return out if isinstance(out, Tensor) and out.is_floating_point() else None
 
-    def _random(self, like: Tensor) -> Tensor:
-        drawn = torch.randn(like.shape, generator=self._draw, device=like.device)
-        return drawn.to(like.dtype)
+    weights = {n: random(p) for n, p in module.named_parameters() if p.is_floating_point()}
+    if size < _MIN_TOKENS or not given.is_floating_point():
+        return None
+    x, cut = random(given), size // 3
+    if (whole := run(x)) is None:
+        return None
+    axes = [a for a in range(whole.ndim) if whole.shape[a] == size]
+    for start, length in ((0, cut), (cut, size - cut)):
+        part = run(x.narrow(axis, start, length))
+        axes = [a for a in axes if _close(part, whole.narrow(a, start, length))]
+    return axes[0] if axes else None
 
 
 def _close(part: Tensor | None, expected: Tensor) -> bool:
@@ -278,7 +256,7 @@ def find_invariants(
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
     unknown = torch.full_like(latents, float("nan"))
 
-    def record(x: Tensor, at: Tensor, among: list[_Call] | None = None) -> list[_Call]:
+    def record(x: Tensor, at: Tensor, among: _Calls | None = None) -> _Calls:
         recorder = _CallRecorder(among)
         # What is not known stays so; equal numbers are looked for in the rest.
         with WithoutProducts(exactly=True), forward_replaced(model, names, recorder.make):
@@ -287,22 +265,24 @@ def find_invariants(
 
     here = record(unknown, t)
     known, later = record(latents, t, here), record(unknown, other_t, here)
-    in_step = _independent(here, known)
-    in_request = set[int]()
+    in_step, in_request = _same(here, known), set[Place]()
     if not torch.equal(t, other_t):
-        dtype, timeless = t.dtype if t.is_floating_point() else torch.get_default_dtype(), []
+        dtype, timeless = t.dtype if t.is_floating_point() else torch.get_default_dtype(), {}
         with contextlib.suppress(Exception), _NoIndexOfNaN():  # not every model can take NaN
             timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), here)
-        if len(timeless) == len(here):
-            pairs = enumerate(zip(here, timeless, strict=True))
-            unreached = {i for i, (at_t, call) in pairs if call.copies and call.is_at(at_t)}
-            in_request = in_step & _independent(here, later) & unreached
-    in_request, in_step = _outermost(here, in_request), _outermost(here, in_step)
-    places = _places(here, in_request, in_step)
-    return (
-        {place: here[i].shapes for i, place in places.items() if i in in_request},
-        {place: here[i].shapes for i, place in places.items() if i not in in_request},
-    )
+        if timeless.keys() == here.keys():
+            unreached = {place for place, call in timeless.items() if call.copies}
+            in_request = in_step & _same(here, later) & unreached
+    constants, step_constants, turns = StoredShapes(), StoredShapes(), Counter[tuple[int, str]]()
+    for place, call in here.items():
+        if any(outer in in_step for outer in call.around):
+            continue  # not counted, either: it comes but once
+        where, name, _ = place
+        if place in in_step:
+            stored = constants if place in in_request else step_constants
+            stored[where, name, turns[where, name]] = call.shapes
+        turns[where, name] += 1
+    return constants, step_constants
 
 
 class _NoIndexOfNaN(TorchFunctionMode):
@@ -323,26 +303,35 @@ class _NoIndexOfNaN(TorchFunctionMode):
 
 @dataclass
 class _Call:
-    """One call of a module: where, inside which other call, on what, and what came out."""
+    """One call of a module: inside which others, on what, and what came out."""
 
-    where: int
-    name: str
-    parent: int | None
+    around: tuple[Place, ...]
     shapes: Any
     results: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
 
-    def is_at(self, other: _Call) -> bool:
-        return (self.where, self.name, self.parent) == (other.where, other.name, other.parent)
-
     def equals(self, other: _Call) -> bool:
         """Returns whether the same came out, and stayed as it was."""
-        own = (self.shapes, len(self.copies))
-        if not self.is_at(other) or own != (other.shapes, len(other.copies)):
+        own = (self.around, self.shapes, len(self.copies))
+        if own != (other.around, other.shapes, len(other.copies)):
             return False
         every = (self.results, other.results, other.copies)
         pairs = [(a, b) for some in every for a, b in zip(self.copies, some, strict=True)]
         return all((a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a, b) for a, b in pairs)
+
+
+_Calls = dict[Place, _Call]
+
+
+def _same(first: _Calls, second: _Calls) -> set[Place]:
+    """Finds calls with the same tensors as results in two runs."""
+    if first.keys() != second.keys():
+        return set()
+    return {
+        place
+        for place, call in first.items()
+        if call.copies and call.shapes is not None and call.equals(second[place])
+    }
 
 
 class _CallRecorder:
@@ -353,11 +342,12 @@ class _CallRecorder:
             it would be every activation of the model, twice. None keeps all.
     """
 
-    def __init__(self, among: list[_Call] | None) -> None:
-        self.calls: list[_Call] = []
+    def __init__(self, among: _Calls | None) -> None:
+        self.calls: _Calls = {}
         self._among = among
-        self._block = BETWEEN
-        self._inside, self._open = False, list[int]()
+        self._block, self._inside = BETWEEN, False
+        self._open: tuple[Place, ...] = ()
+        self._turns: Counter[tuple[int, str]] = Counter()
 
     def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         self._block, self._inside = self._block + 1, True
@@ -370,20 +360,19 @@ class _CallRecorder:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             where = self._block if self._inside else BETWEEN
-            parent = self._open[-1] if self._open else None
+            place = (where, name, self._turns[where, name])
+            self._turns[where, name] += 1
             # Between blocks everything has its full shape.
             shapes = shapes_of_call(args, kwargs) if self._inside else ()
-            call = _Call(where, name, parent, shapes)
-            index = len(self.calls)
-            self._open.append(index)
-            self.calls.append(call)
+            around = self._open
+            call = self.calls[place] = _Call(around, shapes)
+            self._open = (*around, place)
             try:
                 out = forward(*args, **kwargs)
             finally:
-                self._open.pop()
-            leaves = pytree.tree_leaves(out)
-            among = self._among
-            wanted = among is None or (index < len(among) and bool(among[index].copies))
+                self._open = around
+            leaves, among = pytree.tree_leaves(out), self._among
+            wanted = among is None or (place in among and bool(among[place].copies))
             if wanted and all(isinstance(x, Tensor) and not has_nan(x) for x in leaves):
                 call.results, call.copies = leaves, [x.clone() for x in leaves]
             return out
@@ -401,40 +390,3 @@ def _around_blocks(model: nn.Module, blocks: Collection[str]) -> tuple[set[str],
     }
     inside = {name for name in names if name.startswith(within)}
     return names - inside, inside
-
-
-def _independent(first: list[_Call], second: list[_Call]) -> set[int]:
-    """Finds calls with the same tensors as results in two runs."""
-    if len(first) != len(second):
-        return set()
-    return {
-        i
-        for i, (a, b) in enumerate(zip(first, second, strict=True))
-        if a.copies and a.shapes is not None and a.equals(b)
-    }
-
-
-def _outermost(calls: list[_Call], chosen: set[int]) -> set[int]:
-    """Keeps those of the chosen that lie in no other."""
-    return {i for i in chosen if not any(p in chosen for p in _around(calls, i))}
-
-
-def _around(calls: list[_Call], i: int) -> list[int]:
-    around: list[int] = []
-    while (parent := calls[i].parent) is not None:
-        around.append(i := parent)
-    return around
-
-
-def _places(calls: list[_Call], in_request: set[int], in_step: set[int]) -> dict[int, Place]:
-    """Names what is stored. Calls inside those are not counted, since they come but once."""
-    chosen = in_request | in_step
-    turns: Counter[tuple[int, str]] = Counter()
-    places: dict[int, Place] = {}
-    for i, call in enumerate(calls):
-        if any(p in chosen for p in _around(calls, i)):
-            continue
-        if i in chosen:
-            places[i] = (call.where, call.name, turns[call.where, call.name])
-        turns[call.where, call.name] += 1
-    return places

@@ -14,6 +14,7 @@ attention call, belongs to a unit or to the text, or it is no token at all:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,10 @@ class Selection:
     def __init__(self, size: int, index: Tensor | None = None) -> None:
         self.size, self.index = size, index
         self._there = index
-        self._runs = [] if index is None else _runs(index.tolist())
+        # Those that follow each other are looked at in place.
+        self._run: tuple[int, int] | None = None
+        if index is not None and len(index) and int(index[-1] - index[0]) + 1 == len(index):
+            self._run = int(index[0]), len(index)
 
     def __len__(self) -> int:
         return self.size if self.index is None else len(self.index)
@@ -82,24 +86,18 @@ class Selection:
         """Copies these positions densely; the tensor itself if they are all."""
         if self.index is None:
             return x
-        if len(self._runs) == 1:
-            start, stop = self._runs[0]
-            piece = x.narrow(axis, start, stop - start)
-            return piece.clone(memory_format=torch.contiguous_format)
+        if self._run is not None:
+            return x.narrow(axis, *self._run).clone(memory_format=torch.contiguous_format)
         return x.index_select(axis, self._index_on(x.device))
 
     def put(self, x: Tensor, axis: int, values: Tensor) -> None:
         """Writes values to these positions."""
         if self.index is None:
             x.copy_(values)
-            return
-        if len(self._runs) > 16:
+        elif self._run is not None:
+            x.narrow(axis, *self._run).copy_(values)
+        else:
             x.index_copy_(axis, self._index_on(x.device), values)
-            return
-        at = 0
-        for start, stop in self._runs:
-            x.narrow(axis, start, stop - start).copy_(values.narrow(axis, at, stop - start))
-            at += stop - start
 
     def _index_on(self, device: torch.device) -> Tensor:
         """Returns the index on a device; copied there once, as the host waits for a copy."""
@@ -107,17 +105,6 @@ class Selection:
         if self._there is None or self._there.device != device:
             self._there = self.index.to(device)
         return self._there
-
-
-def _runs(index: list[int]) -> list[tuple[int, int]]:
-    """Joins consecutive numbers to half-open intervals."""
-    runs: list[tuple[int, int]] = []
-    for i in index:
-        if runs and runs[-1][1] == i:
-            runs[-1] = (runs[-1][0], i + 1)
-        else:
-            runs.append((i, i + 1))
-    return runs
 
 
 @dataclass(eq=False)
@@ -303,13 +290,10 @@ class Glue:
     Attributes:
         passed: Results of blocks, as (call, leaf), that it only hands on to blocks and to local calls.
         local: Calls of modules that can be run on some tokens.
-        made_for: For calls of other modules whose result is only handed on to blocks: to which calls of
-            blocks, and its shape.
     """
 
     passed: frozenset[tuple[int, int]] = frozenset()
     local: Mapping[Place, LocalCall] = field(default_factory=dict)
-    made_for: Mapping[Place, tuple[frozenset[int], TensorShape]] = field(default_factory=dict)
 
 
 @dataclass
@@ -402,30 +386,18 @@ class Layout:
             )
         return _balanced(units, num_parts)
 
-    def rows(self, x: Tensor, units: range | None) -> Tensor:
-        """Returns a view of the rows of some units of a tensor shaped like the latents; None means all."""
-        if units is None:
-            return x
-        per_unit = self.rows_per_unit
-        return x.narrow(self.axis, units.start * per_unit, len(units) * per_unit)
-
     def take_rows(self, x: Tensor, units: Units | None) -> Tensor:
-        """Copies the rows of some units, densely."""
-        if units is None:
-            return x.clone(memory_format=torch.contiguous_format)
-        return torch.cat([self.rows(x, each) for each in ranges_of(units)], self.axis)
+        """Copies the rows of some units of a tensor shaped like the latents, densely; None means all."""
+        rows = self._rows.owned(Part(units), 0).take(x, self.axis)
+        return x.clone(memory_format=torch.contiguous_format) if rows is x else rows
 
     def put_rows(self, x: Tensor, units: Units | None, values: Tensor) -> None:
         """Writes the rows of some units."""
-        if units is None:
-            x.copy_(values)
-            return
-        at = 0
-        for each in ranges_of(units):
-            rows = self.rows(x, each)
-            size = rows.shape[self.axis]
-            rows.copy_(values.narrow(self.axis, at, size))
-            at += size
+        self._rows.owned(Part(units), 0).put(x, self.axis, values)
+
+    @functools.cached_property
+    def _rows(self) -> TokenAxis:
+        return TokenAxis(self.axis, torch.arange(self.num_rows) // self.rows_per_unit)
 
 
 def _balanced(units: range, num_parts: int) -> list[range]:

@@ -232,9 +232,9 @@ def by_definition(name: str, tiny: Tiny, num_patches: int, warmup_steps: int):
             with _keys_swapped(tiny.model, layout, part, newest):
                 out = request.denoise(x, t)
             for j in range(num_patches) if m is None else (m,):
-                rows = layout.rows(x, patches[j].units)
-                stepped = schedulers[j].step(layout.rows(out, patches[j].units), t, rows.clone())
-                rows.copy_(stepped.prev_sample)
+                rows, predicted = (layout.take_rows(y, patches[j].units) for y in (x, out))
+                stepped = schedulers[j].step(predicted, t, rows)
+                layout.put_rows(x, patches[j].units, stepped.prev_sample)
     return x
 
 

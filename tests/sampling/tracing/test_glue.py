@@ -93,10 +93,6 @@ def test_a_module_is_local_unless_it_counts_its_tokens():
     assert not found(counts=True).glue.local
 
 
-def test_what_is_made_for_one_block_is_made_for_its_rank_only():
-    assert {place[1]: who for place, (who, _) in found().glue.made_for.items()} == {"enter": {0}}
-
-
 def test_the_timestep_is_embedded_once_per_step():
     layout = found()
     assert {place[1] for place in layout.constants} == {"gate"}

@@ -161,7 +161,7 @@ def as_data(layout):
     glue = layout.glue
     local = [(p, c.leaf, axis(c.given), axis(c.made), c.passed) for p, c in glue.local.items()]
     rest = (layout.readers, layout.ghost, layout.cuts_samples, layout.rows_per_unit)
-    kept = (layout.constants, layout.step_constants, sorted(glue.passed), local, glue.made_for)
+    kept = (layout.constants, layout.step_constants, sorted(glue.passed), local)
     return repr((blocks, rest, kept, sorted(layout.glue_parameters)))
 
 
