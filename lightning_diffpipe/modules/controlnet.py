@@ -165,7 +165,7 @@ class ControlNetDiffusion(LatentDiffusion):
             raise ConfigurationError(
                 "batches have no 'condition', the picture that a ControlNet is shown: (B, 3, H, W) in [0, 1]. "
                 "Data modules of this package add one with condition='edges' (data.condition=edges), or with "
-                "pictures of your own, see docs/training.md"
+                "pictures of your own, see docs/pretrained.md"
             )
         if "image" in batch and condition.shape[-2:] != batch["image"].shape[-2:]:
             raise ConfigurationError(

@@ -262,7 +262,7 @@ class Pipeline:
                 "data are made, let the data set draw random numbers from torch, random or numpy only, and keep "
                 "the order of samples independent of the rank. A stream is shared out by "
                 "trainer.distributed_sampler_kwargs; one of webdataset takes that as nodesplitter, not "
-                "split_by_node, and rng=random for its shuffle, see docs/training.md"
+                "split_by_node, and rng=random for its shuffle, see docs/data.md"
             )
 
     def dismantle(self, connected: bool = True) -> None:

@@ -312,7 +312,7 @@ def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers):
-    """As docs/training.md has it. History: nothing said how, and errors of both packages led in a circle."""
+    """As docs/data.md has it. History: nothing said how, and errors of both packages led in a circle."""
     wds = pytest.importorskip("webdataset")
     for shard in range(4):
         write_shard(tmp_path / f"{shard}.tar", red_pictures(range(6 * shard, 6 * shard + 6)))
