@@ -24,12 +24,13 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
@@ -39,46 +40,23 @@ SAMPLED_BLOCKS = 4
 BLOCK_BYTES = 4096
 
 
-def _digest(head: str, num_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    found = hashlib.blake2b(head.encode(), digest_size=16)
-    if num_bytes <= SAMPLED_BLOCKS * BLOCK_BYTES:
-        found.update(read(0, num_bytes))
-    else:
-        for i in range(SAMPLED_BLOCKS):
-            start = (num_bytes - BLOCK_BYTES) * i // (SAMPLED_BLOCKS - 1)
-            found.update(read(start, start + BLOCK_BYTES))
-    return found.hexdigest()
-
-
 def digest_of_tensor(tensor: Tensor) -> str:
     """Returns the digest of a tensor in memory, mapped or not."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-    def read(start: int, stop: int) -> bytes:
-        return flat[start:stop].cpu().numpy().tobytes()
-
-    return _digest(f"{tensor.dtype} {list(tensor.shape)}", flat.numel(), read)
-
-
-def _digest_of_part(head: str, file: BinaryIO, begin: int, end: int) -> str:
-    def read(start: int, stop: int) -> bytes:
-        file.seek(begin + start)
-        return file.read(stop - start)
-
-    return _digest(head, end - begin, read)
+    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    blocks, rest = [flat], len(flat) - BLOCK_BYTES
+    if len(flat) > SAMPLED_BLOCKS * BLOCK_BYTES:
+        starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
+        blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
+    for block in blocks:
+        found.update(block.cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
-    """Returns the digests of all tensors of a file, by name."""
-    with path.open("rb") as file:
-        first = 8 + int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(first - 8))
-        entries.pop("__metadata__", None)
-        found = {}
-        for name, entry in entries.items():
-            begin, end = (first + offset for offset in entry["data_offsets"])
-            found[name] = _digest_of_part(f"{entry['dtype']} {entry['shape']}", file, begin, end)
-        return found
+    """Returns the digests of all tensors of a file, by name; it is mapped, so that only samples are read."""
+    with safe_open(path, framework="pt") as file:
+        return {name: digest_of_tensor(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
 
 
 @dataclass(frozen=True)
@@ -139,9 +117,9 @@ class Identity:
             if path.suffix != ".bin":
                 own = digests_of_safetensors(path)
             else:  # whose tensors are not known
-                with path.open("rb") as file:
-                    size = path.stat().st_size
-                    own = {path.name: _digest_of_part(str(size), file, 0, size)}
+                size = path.stat().st_size
+                whole = torch.from_file(str(path), size=size, dtype=torch.uint8)
+                own = {path.name: digest_of_tensor(whole)}
             digests |= own
             files |= dict.fromkeys(own, f"/{path.name}")
         texts = as_texts({k: v for k, v in config.items() if not k.startswith("_")})

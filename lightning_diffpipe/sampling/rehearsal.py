@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,6 @@ from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.marks import finite_placeholders, mixing_operator
 
-_REMEDY_OF_SHARING = "sample it with method=single"
 _log = logging.getLogger(__name__)
 
 
@@ -72,8 +72,11 @@ def rehearse(
     where = f"in {num_patches} patches"
     with failing(where):
         patches = predict(_showing(request, 2))
+    cause = partial(_cause, model, links, request, layout)
     error = relative_error(patches, whole)
-    _refuse_if_other(model, links, request, layout, where, error, REMEDY_OF_PATCHES)
+    refuse_if_other(
+        error, tolerance_of(model, request.latents), where, "all tokens", cause, REMEDY_OF_PATCHES
+    )
 
 
 def rehearse_sharing(
@@ -87,31 +90,38 @@ def rehearse_sharing(
         LayoutError: They differ by more than rounding, on all ranks; or the model fails, where it does.
         ConfigurationError: Memory does not suffice for a share of the tokens, where it does not.
     """
-    where = f"with tokens shared by {links.num_ranks} ranks"
-    with failing(where, _REMEDY_OF_SHARING):
+    where, remedy = f"with tokens shared by {links.num_ranks} ranks", "sample it with method=single"
+    with failing(where, remedy):
         shared = predict(_showing(request, 1))
-
     error = error_beside(
         links,
         lambda: OneProcess().sample(_showing(request, 1)),
         shared,
         "all tokens do not fit into memory at once; shared ones are not compared with them",
     )
-    _refuse_if_other(model, links, request, layout, where, error, _REMEDY_OF_SHARING)
+    cause = partial(_cause, model, links, request, layout)
+    refuse_if_other(error, tolerance_of(model, request.latents), where, "all tokens", cause, remedy)
 
 
-def _refuse_if_other(
-    model: nn.Module,
-    links: Links,
-    request: Request,
-    layout: Layout,
-    where: str,
+def refuse_if_other(
     error: float,
+    tolerance: float,
+    where: str,
+    whole: str,
+    cause: Callable[[], str],
     remedy: str,
+    kind: type[GraphError] = LayoutError,
 ) -> None:
-    tolerance = tolerance_of(model, request.latents)
-    if error <= tolerance:
-        return
+    """Raises an error of a kind, on all ranks, where a model computes something else in parts than on the whole."""
+    if not error <= tolerance:
+        raise kind(
+            f"{where} this model computes something else than on {whole}: relative error {error:.1e}, allowed "
+            f"are {tolerance:.0e}{cause()}; {remedy}, or pass verify=False if you accept this"
+        )
+
+
+def _cause(model: nn.Module, links: Links, request: Request, layout: Layout) -> str:
+    """Names the operator that mixes tokens, if one can be found; collective."""
 
     def mixing() -> str | None:
         with contextlib.suppress(Exception), finite_placeholders(model):
@@ -119,14 +129,9 @@ def _refuse_if_other(
             return mixing_operator(model, request.denoise, latents, layout.axis, t)
         return None  # a model that cannot be looked at is refused all the same
 
-    operator = links.broadcast_object(mixing)
-    cause = f"the first operator that mixes tokens is {operator}"
-    if operator is None:
-        cause = "no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
-    raise LayoutError(
-        f"{where} this model computes something else than on all tokens: relative error {error:.1e}, allowed "
-        f"are {tolerance:.0e}; {cause}; {remedy}, or pass verify=False if you accept this"
-    )
+    if operator := links.broadcast_object(mixing):
+        return f"; the first operator that mixes tokens is {operator}"
+    return "; no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
 
 
 def _showing(request: Request, num_steps: int) -> Request:

@@ -123,17 +123,15 @@ def analyse(call: ModelCall) -> CallAnalysis:
     """
     look = _Look(call)
     analysis = CallAnalysis(sample=look.find_sample(call.latents))
-    notes, analysis.outputs = look.mark_rows(analysis.sample)
-    analysis.unit, analysis.embedders = notes.unit(look.num_rows), notes.embedders
-    notes, _ = look.run(analysis.sample, None)
-    analysis.keys = [JointKeys.of(positions) for positions in notes.keys]
-    analysis.constant = frozenset(notes.constant)
+    run, analysis.outputs = look.mark_rows(analysis.sample)
+    analysis.unit, analysis.embedders = run.unit(), run.embedders
+    run = look.run(analysis.sample, None)
+    analysis.keys = [JointKeys.of(positions) for positions in run.keys]
+    analysis.constant = frozenset(run.constant)
     for leaf, axis in look.candidates(analysis.sample):
-        if leaf not in analysis.sliced:
-            _, out = look.run(leaf, axis)
-            # Marks at the end of this axis come out as the last rows.
-            if look.axes(out) == analysis.outputs:
-                analysis.sliced[leaf] = axis
+        # Marks at the end of this axis come out as the last rows.
+        if leaf not in analysis.sliced and look.axes(look.run(leaf, axis).out) == analysis.outputs:
+            analysis.sliced[leaf] = axis
     return analysis
 
 
@@ -157,17 +155,17 @@ class _Look:
             f"tensors are {shapes}"
         )
 
-    def mark_rows(self, sample: int) -> tuple[Notes, dict[int, int]]:
+    def mark_rows(self, sample: int) -> tuple[MarkedRun, dict[int, int]]:
         """Marks the last rows of the latents; they must come out as the last rows of the prediction."""
-        notes, out = self.run(sample, -2)
-        outputs = self.axes(out)
-        reached = [i for i, x in enumerate(pytree.tree_leaves(out)) if has_nan(x)]
+        run = self.run(sample, -2)
+        outputs = self.axes(run.out)
+        reached = [i for i, x in enumerate(pytree.tree_leaves(run.out)) if has_nan(x)]
         if not reached or set(reached) != outputs.keys():
-            named = self.run(sample, -2, name_spreaders=True)[0].spreader
+            named = self.run(sample, -2, name_spreaders=True).spreader
             raise unsupported(f"{named}()" if named else "an operator")
-        return notes, outputs
+        return run, outputs
 
-    def run(self, leaf: int, axis: int | None, name_spreaders: bool = False) -> tuple[Notes, Any]:
+    def run(self, leaf: int, axis: int | None, name_spreaders: bool = False) -> MarkedRun:
         """Runs it with marks in the last part of an axis of an argument, or in all of it."""
         given = self._leaves[leaf]
         marked = given.clone()
@@ -176,12 +174,11 @@ class _Look:
         part = marked if axis is None else marked.narrow(axis, marked.shape[axis] - size, size)
         part.fill_(_NAN)
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        stand_ins = StandIns(self.num_rows, name_spreaders)
-        watch = _ModuleSearch(self, stand_ins.notes, marked)
+        run = MarkedRun(self, marked, name_spreaders)
         names = {name for name, _ in self._interception.root.named_modules() if name}
-        with self._interception.also_watching(names), self._interception.running(watch), stand_ins:
-            out = self._forward(*args, **kwargs)
-        return stand_ins.notes, out
+        with self._interception.also_watching(names), self._interception.running(run), run:
+            run.out = self._forward(*args, **kwargs)
+        return run
 
     def axes(self, tree: Any) -> dict[int, int]:
         """Returns results with marks in exactly the last part of one axis, and that axis."""
@@ -211,77 +208,49 @@ class _Look:
         return 0 if rest else whole
 
 
-class _ModuleSearch(ForwardOnlyRun):
-    """Finds modules that embed the latents, and those that are given a text only: the outermost ones."""
-
-    def __init__(self, look: _Look, notes: Notes, sample: Tensor) -> None:
-        self._look, self._notes, self._sample = look, notes, sample
-        self._num_calls: Counter[str] = Counter()
-
-    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        notes, before = self._notes, self._notes.num_exchanging
-        self._num_calls[site.name] += 1
-        out = site.diffpipe_original(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        takes_sample = any(x is self._sample for x in given)
-        has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
-        inside = site.name + "."
-        if takes_sample and has_positions and notes.num_exchanging == before:
-            for name in [name for name in notes.embedders if name.startswith(inside)]:
-                del notes.embedders[name]
-            notes.embedders[site.name] = self._look.axes(out)
-        if self._is_constant(site.module, given, out) and self._num_calls[site.name] == 1:
-            notes.constant = {name for name in notes.constant if not name.startswith(inside)}
-            notes.constant.add(site.name)
-        else:
-            notes.constant.discard(site.name)
-        return out
-
-    def _is_constant(self, module: nn.Module, given: Sequence[Any], out: Any) -> bool:
-        """Returns whether nothing but a text, which has seen nothing of the image, is given and returned."""
-        if self._notes.texts_see_image or len(given) != 1:
-            return False
-        multiplies = any(isinstance(inner, nn.Linear) for inner in module.modules())
-        return multiplies and all(
-            _is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out)
-        )
-
-
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-@dataclass
-class Notes:
-    """What one run has shown.
+class MarkedRun(ForwardOnlyRun, TorchFunctionMode):
+    """One run of the model with stand-ins, and what it has shown; naming what spreads marks is slow.
 
     Attributes:
+        out: Results of the model.
         keys: For each attention call, which positions of the keys are marked.
-        units: Rows of the latents for one row after each convolution.
-        embedders: Modules that embed the latents; axes of their results.
-        constant: Modules that are given a text without marks only, once.
+        embedders: Modules that embed the latents, the outermost ones; axes of their results.
+        constant: Modules that are given a text without marks only, once; the outermost ones.
         spreader: The first function that had marked and clean rows before it and none clean after it.
-        num_exchanging: Calls of functions that look beyond a band.
-        texts_see_image: An attention has given texts something of the image, which its stand-in does not: what is
-            not marked may depend on the image all the same.
     """
 
-    keys: list[Tensor] = field(default_factory=list)
-    units: list[float] = field(default_factory=list)
-    embedders: dict[str, dict[int, int]] = field(default_factory=dict)
-    constant: set[str] = field(default_factory=set)
-    spreader: str | None = None
-    num_exchanging: int = 0
-    texts_see_image: bool = False
+    def __init__(self, look: _Look, sample: Tensor, name_spreaders: bool = False) -> None:
+        super().__init__()
+        self.out: Any = None
+        self.keys: list[Tensor] = []
+        self.embedders: dict[str, dict[int, int]] = {}
+        self.constant: set[str] = set()
+        self.spreader: str | None = None
+        self._look, self._sample, self._name = look, sample, name_spreaders
+        self._num_calls: Counter[str] = Counter()
+        self._num_exchanging = 0  # calls of functions that look beyond a band
+        self._units: list[float] = []  # rows of the latents for one row after each convolution
+        # An attention has given texts something of the image, which its stand-in does not: what is not marked may
+        # depend on the image all the same.
+        self._texts_see_image = False
+        self._rules: dict[Any, Callable[..., Tensor]] = {
+            torch.conv2d: self._conv2d,
+            F.group_norm: self._group_norm,
+            F.scaled_dot_product_attention: self._attention,
+        }
 
-    def unit(self, num_rows: int) -> int:
+    def unit(self) -> int:
         """Returns the rows of the latents that strides and patches take together.
 
         Raises:
             ConfigurationError: They do not divide the rows.
         """
-        unit = 1
-        for rows in self.units:
+        unit, num_rows = 1, self._look.num_rows
+        for rows in self._units:
             if rows > 1 and not rows.is_integer():
                 raise ConfigurationError(
                     f"the latents have {num_rows} rows, which strides or patches of this model make "
@@ -290,18 +259,31 @@ class Notes:
             unit = math.lcm(unit, max(int(rows), 1))
         return unit
 
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a module, and looks whether it embeds the latents or is given a text only."""
+        before, given = self._num_exchanging, (*args, *kwargs.values())
+        self._num_calls[site.name] += 1
+        out = site.diffpipe_original(*args, **kwargs)
+        takes_sample = any(x is self._sample for x in given)
+        has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
+        inside = site.name + "."
+        if takes_sample and has_positions and self._num_exchanging == before:
+            self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
+            self.embedders[site.name] = self._look.axes(out)
+        if self._is_constant(site.module, given, out) and self._num_calls[site.name] == 1:
+            self.constant = {name for name in self.constant if not name.startswith(inside)}
+            self.constant.add(site.name)
+        else:
+            self.constant.discard(site.name)
+        return out
 
-class StandIns(TorchFunctionMode):
-    """Lets the model run with stand-ins, and takes notes; naming what spreads marks is slow."""
-
-    def __init__(self, num_rows: int, name_spreaders: bool = False) -> None:
-        super().__init__()
-        self.notes, self._num_rows, self._name = Notes(), num_rows, name_spreaders
-        self._rules: dict[Any, Callable[..., Tensor]] = {
-            torch.conv2d: self._conv2d,
-            F.group_norm: self._group_norm,
-            F.scaled_dot_product_attention: self._attention,
-        }
+    def _is_constant(self, module: nn.Module, given: Sequence[Any], out: Any) -> bool:
+        """Returns whether nothing but a text, which has seen nothing of the image, is given and returned."""
+        if self._texts_see_image or len(given) != 1:
+            return False
+        multiplies = any(isinstance(inner, nn.Linear) for inner in module.modules())
+        texts = (_is_float(x) and x.ndim >= 3 and not has_nan(x) for x in (*given, out))
+        return multiplies and all(texts)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -311,34 +293,35 @@ class StandIns(TorchFunctionMode):
         rule = self._rules.get(func)
         if rule is not None:
             args, kwargs = input_first(args, kwargs)
-        out = (rule or func)(*args, **kwargs)
-        if self._name and self.notes.spreader is None and func not in self._rules:
+            return rule(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self._name and self.spreader is None:
             self._watch(func, (args, kwargs), out)
         return out
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.notes.num_exchanging += 1
+        self._num_exchanging += 1
         keys = key.isnan().any(-1).flatten(0, -2).any(0)
-        self.notes.keys.append(keys)
-        self.notes.texts_see_image |= bool(keys.any() and not query.isnan().any(-1).all())
+        self.keys.append(keys)
+        self._texts_see_image |= bool(keys.any() and not query.isnan().any(-1).all())
         size = value.shape[-1]
         if query.shape[-1] == size:
             return query
         return query.mean(-1, keepdim=True).expand(*query.shape[:-1], size)
 
     def _group_norm(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.notes.num_exchanging += 1
+        self._num_exchanging += 1
         return x.clone()
 
     def _conv2d(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rows, columns = windows_of(weight, *args, **kwargs)
         if not rows.is_patch:
-            self.notes.num_exchanging += 1
+            self._num_exchanging += 1
         picked = x[..., _centres(rows, x.shape[-2], x.device), :]
         picked = picked[..., _centres(columns, x.shape[-1], x.device)]
-        self.notes.units.append(self._num_rows / picked.shape[-2])
+        self._units.append(self._look.num_rows / picked.shape[-2])
         mixed = picked.mean(-3, keepdim=True)
         return mixed.repeat(*[1] * (x.ndim - 3), weight.shape[0], 1, 1)
 
@@ -349,7 +332,7 @@ class StandIns(TorchFunctionMode):
             return
         marked = [x.isnan() for x in pytree.tree_leaves(inputs) if _is_float(x)]
         if marked and not any(bool(x.all()) for x in marked) and any(bool(x.any()) for x in marked):
-            self.notes.spreader = name
+            self.spreader = name
 
 
 def _centres(window: Window, size: int, device: torch.device) -> Tensor:

@@ -1,8 +1,7 @@
 """One call of the model on a band of rows, and what is remembered of it from step to step.
 
-`CallState` follows one call of the model over the steps of a request: with guidance by two calls per step there are
-two states, each with its own buffers. `BandCall` is one call in one step: while the model's own forward runs on the
-band, it answers the functions that have a rule (`RULES`):
+A `BandCall` follows one call over the steps of a request: with guidance by two calls per step there are two, each
+with its own buffers. While the model's own forward runs on the band, it answers the functions that have a rule:
 
 | seen beyond the band | function | rule |
 |---|---|---|
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,29 +57,6 @@ MODEL = "model"
 """The name of the model's own site; those inside begin with `model.`."""
 
 
-@dataclass
-class CallState:
-    """What is known of one call of the model, over the steps of a request.
-
-    Attributes:
-        group_norm: Rule in displaced steps.
-        constants: Results of modules that are given texts only.
-        moments: Of all bands, by call of group norm and step.
-        fallbacks: Negative variances of the corrected rule, counted where they are.
-        freshness: Where to note how old is what the band reads; None if nobody asks.
-    """
-
-    analysis: CallAnalysis
-    bands: Bands
-    exchange: Exchange
-    group_norm: GroupNormRule
-    constants: Constants
-    moments: dict[int, dict[int, Moments]] = field(default_factory=dict)
-    own_moments: dict[int, Moments] = field(default_factory=dict)
-    fallbacks: Tensor | int = 0
-    freshness: Freshness | None = None
-
-
 @dataclass(frozen=True)
 class StepKind:
     """What a step may know of other bands.
@@ -99,33 +75,57 @@ class StepKind:
 
 
 class BandCall(ForwardOnlyRun, TorchFunctionMode):
-    """Runs the model's forward on this rank's band."""
+    """Runs the model's forward on this rank's band, over the steps of a request.
 
-    def __init__(self, state: CallState, step: StepKind) -> None:
+    Args:
+        group_norm: Rule in displaced steps.
+        freshness: Where to note how old is what the band reads; None if nobody asks.
+
+    Attributes:
+        fallbacks: Negative variances of the corrected rule, counted where they are.
+    """
+
+    def __init__(
+        self,
+        analysis: CallAnalysis,
+        bands: Bands,
+        exchange: Exchange,
+        group_norm: GroupNormRule,
+        freshness: Freshness | None = None,
+    ) -> None:
         super().__init__()
-        self._state, self._step = state, step
-        self._bands = state.bands
-        self._num_calls = self._num_attentions = 0
+        self._analysis, self._bands, self._exchange = analysis, bands, exchange
+        self._group_norm, self._freshness = group_norm, freshness
+        self._constants = Constants(analysis.constant)
+        # Of all bands, by call of group norm and step; and of this one.
+        self._moments: dict[int, dict[int, Moments]] = {}
+        self._own_moments: dict[int, Moments] = {}
+        self.fallbacks: Tensor | int = 0
         self._suspended = False
         self._layer = ""
+
+    def run(self, call: ModelCall, step: StepKind) -> Any:
+        """Runs the forward on the band; returns its results, with those of all bands put together."""
+        self._step, self._num_calls, self._num_attentions = step, 0, 0
         self.padded: Tensor | None = None
         self.grid: tuple[int, int] | None = None
         self.regridded = False
-
-    def run(self, call: ModelCall, watched: set[str]) -> Any:
-        """Runs the forward on the band; returns its results, with those of all bands put together."""
         leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
-        analysis, exchange = self._state.analysis, self._state.exchange
+        analysis, exchange = self._analysis, self._exchange
         self._whole = leaves[analysis.sample]
         self._band = self._cut(self._whole, -2).contiguous()
         leaves = [self._band if x is self._whole else x for x in leaves]
         for leaf, axis in analysis.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
-        exchange.start_step(self._step.index, self._step.synchronous, self._step.keep)
+        watched = analysis.embedders.keys() | analysis.constant
+        if self._freshness is not None:  # layers are to be named
+            watched = {name for name, _ in call.interception.root.named_modules()} - {"", MODEL}
+        exchange.start_step(step.index, step.synchronous, step.keep)
         with call.interception.also_watching(watched), call.interception.running(self), self:
             out = call.forward(*band_args, **band_kwargs)
         exchange.stop_step()
+        del self._whole, self._band, self.padded
         results, tree = pytree.tree_flatten(out)
         for i, axis in analysis.outputs.items():
             mine = results[i].contiguous()
@@ -160,10 +160,10 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     def _answered(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Modules that embed the latents embed all of them; those that are given a text only run once."""
         given = (*args, *kwargs.values())
-        if site.name in self._state.analysis.constant and len(given) == 1:
+        if site.name in self._analysis.constant and len(given) == 1:
             run = partial(site.diffpipe_original, *args, **kwargs)
-            return self._state.constants.get(site.name, given[0], run)
-        axes = self._state.analysis.embedders.get(site.name)
+            return self._constants.get(site.name, given[0], run)
+        axes = self._analysis.embedders.get(site.name)
         if self._suspended or axes is None or not any(x is self._band for x in given):
             return site.diffpipe_original(*args, **kwargs)
         whole = {id(self._band): self._whole}
@@ -176,7 +176,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             self._suspended = False
         leaves, tree = pytree.tree_flatten(out)
         for i, axis in axes.items():
-            rows, rest = divmod(self._bands.num_rows, self._state.analysis.unit)
+            rows, rest = divmod(self._bands.num_rows, self._analysis.unit)
             num_tokens = leaves[i].shape[axis]
             if leaves[i].ndim == 3 and not rest and num_tokens % rows == 0:
                 self.grid = self._bands.part_of(rows)[1], num_tokens // rows
@@ -216,7 +216,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             # and the model may write into what it has.
             mine = {bands.rank - 1: x[..., :below, :], bands.rank + 1: x[..., rows - above :, :]}
             dense = torch.contiguous_format
-            got = self._state.exchange.swap(
+            got = self._exchange.swap(
                 "halo",
                 self._count(),
                 {n: mine[n].clone(memory_format=dense) for n in neighbours if mine[n].numel()},
@@ -229,7 +229,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
 
     def next_keys(self, key: Tensor) -> JointKeys | None:
         """Returns where the image is among the keys of this attention; None if it may stay as it is."""
-        joint = self._state.analysis.keys[self._num_attentions]
+        joint = self._analysis.keys[self._num_attentions]
         self._num_attentions += 1
         if joint is not None and self._step.alone:
             self._note_keys(key, joint)
@@ -240,7 +240,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         """Returns the keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
         start, stop = joint.before, key.shape[-2] - joint.after
         mine = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
-        others = self._state.exchange.swap(
+        others = self._exchange.swap(
             "key_value",
             self._count(),
             dict.fromkeys(self._bands.peers, mine),
@@ -258,8 +258,8 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
 
     def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
         """Returns the moments of the whole picture, as the rule has it; None if the band is all it may know."""
-        state, step = self._state, self._step
-        rule = "synchronous" if step.synchronous else state.group_norm
+        step = self._step
+        rule = "synchronous" if step.synchronous else self._group_norm
         call = self._count()  # in every kind of step, so that later calls keep their positions
         other_rows = self._bands.num_rows - self._bands.size
         if step.alone or rule == "separate":
@@ -267,20 +267,20 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             return None
         now = Moments.of(x, num_groups)
         mine = now.packed(torch.promote_types(x.dtype, torch.float32))
-        others = state.exchange.swap(
+        others = self._exchange.swap(
             "statistics",
             call,
             dict.fromkeys(self._bands.peers, mine),
             dict.fromkeys(self._bands.peers, TensorShape.of(mine)),
             TensorShape.of(x),
-            fresh=state.group_norm == "synchronous",
+            fresh=self._group_norm == "synchronous",
         )
         self._note("statistics", self._bands.size, other_rows, self._age)
-        own, state.own_moments[call] = state.own_moments.get(call), now
+        own, self._own_moments[call] = self._own_moments.get(call), now
         if others is None:
             return None
         received = Moments.unpacked(self._in_order(mine, others))
-        known = state.moments.setdefault(call, {})
+        known = self._moments.setdefault(call, {})
         band, shares = self._bands.rank, self._bands.shares
         if rule == "synchronous":
             known[step.index] = received
@@ -293,7 +293,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
             return predicted(before, known.get(step.index - 2), now, band, shares)
         if rule == "corrected":
             moments, fallbacks = corrected(before, now, band, shares)
-            state.fallbacks = state.fallbacks + fallbacks  # read on the host at the end
+            self.fallbacks = self.fallbacks + fallbacks  # read on the host at the end
             return moments
         return stale(before, now, band, shares)
 
@@ -302,7 +302,7 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
     @property
     def _age(self) -> int | None:
         """The age of what other bands have just sent."""
-        return None if self._step.alone else self._state.exchange.age
+        return None if self._step.alone else self._exchange.age
 
     def _note_keys(self, key: Tensor, joint: JointKeys) -> None:
         tokens = key.shape[-2] - joint.before - joint.after
@@ -311,11 +311,11 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
 
     def _note(self, kind: str, own: int, others: int, age: int | None) -> None:
         """Notes a read: what is this band's own is fresh, what is of others has an age."""
-        if self._state.freshness is not None:
+        if self._freshness is not None:
             ages: Counter[int | None] = Counter({0: own})
             ages[age] += others
             step, band = self._step.index, self._bands.rank
-            self._state.freshness.note(step, self._layer, kind, band, ages)
+            self._freshness.note(step, self._layer, kind, band, ages)
 
     # ------------------------------------------------------------ helpers
 

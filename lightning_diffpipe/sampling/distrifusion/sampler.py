@@ -31,7 +31,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -47,15 +47,16 @@ from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
-from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, CallState, StepKind
+from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
-from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
+from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
 from lightning_diffpipe.sampling.loop import restored, snapshot
 from lightning_diffpipe.sampling.rehearsal import (
     error_beside,
     failing,
     needing_memory,
+    refuse_if_other,
     relative_error,
     tolerance_of,
 )
@@ -148,36 +149,35 @@ class DistriFusion:
                 latents = run.run(on_step)
                 self.links.finish()
             finally:
-                self.num_fallbacks = sum(int(state.fallbacks) for _, state in run.states)
-                run.states.clear()
+                self.num_fallbacks = sum(int(call.fallbacks) for _, call in run.calls)
+                run.calls.clear()
         self.statistics.num_synchronous = self.num_synchronous
         return latents
 
 
+@dataclass
 class DistriFusionRun(ForwardOnlyRun):
     """Everything that lives as long as one request.
 
     Attributes:
-        states: Of each call of the model in a step, with what its arguments and the model's settings were like.
+        settings: Of the model; one of others is looked at anew.
     """
 
-    def __init__(
-        self,
-        sampler: DistriFusion,
-        request: Request,
-        interception: Interception,
-        stopwatch: Stopwatch,
-        settings: str,
-    ) -> None:
-        self._sampler, self._request, self._links = sampler, request, sampler.links
-        self._interception, self._stopwatch = interception, stopwatch
-        self._settings = settings  # a model of others is looked at anew
-        self.states: list[tuple[Any, CallState]] = []
+    sampler: DistriFusion
+    request: Request
+    interception: Interception
+    stopwatch: Stopwatch
+    settings: str
+
+    def __post_init__(self) -> None:
+        self._links = self.sampler.links
+        # Each call of the model in a step, with what its arguments and the model's settings were like.
+        self.calls: list[tuple[Any, BandCall]] = []
         self._num_calls = 0
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """Runs all steps, on whole latents."""
-        request, rank, sampler = self._request, self._links.rank, self._sampler
+        request, rank, sampler = self.request, self._links.rank, self.sampler
         mode, warmup_steps = sampler.mode, sampler.warmup_steps
         by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
         loop, latents = request.loop(), request.latents
@@ -200,50 +200,43 @@ class DistriFusionRun(ForwardOnlyRun):
                 keep=next_may_be_displaced and index < request.num_steps - 1,
             )
             sampler.num_synchronous += self._step.synchronous
-            with self._stopwatch.working(ForwardNoGrad(rank, index)):
+            with self.stopwatch.working(ForwardNoGrad(rank, index)):
                 self._num_calls = 0
-                with self._interception.running(self):
+                with self.interception.running(self):
                     prediction = loop.predict()
                 self._check_number_of_calls(self._num_calls)
                 latents = loop.step(loop.guided(prediction))
-            self._stopwatch.step_done()
+            self.stopwatch.step_done()
             if on_step is not None:
                 on_step(index)
         return latents
 
     def call(self, site: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a call of the model: runs it on the band, and returns the whole prediction."""
+        forward, latents = site.diffpipe_original, self.request.latents
         if site.name != MODEL or self._links.num_ranks == 1:
-            return site.diffpipe_original(*args, **kwargs)
-        whole = ModelCall(
-            self._interception, site.diffpipe_original, args, kwargs, self._request.latents
-        )
-        state = self._state_of(whole)
+            return forward(*args, **kwargs)
+        whole = ModelCall(self.interception, forward, args, kwargs, latents)
+        call = self._band_call(whole)
         self._num_calls += 1
-        watched = state.analysis.embedders.keys() | state.analysis.constant
-        if state.freshness is not None:  # layers are to be named
-            watched = {name for name, _ in self._interception.root.named_modules()} - {"", MODEL}
-        return BandCall(state, self._step).run(whole, watched)
+        return call.run(whole, self._step)
 
-    def _state_of(self, call: ModelCall) -> CallState:
-        """Returns the state of the next call of a step; the first step opens states.
+    def _band_call(self, call: ModelCall) -> BandCall:
+        """Returns who answers the next call of a step; the first step decides.
 
         Raises:
             GraphError: The model cannot run on bands, or its arguments changed shape between steps.
         """
-        kind, index, analyses = (
-            (call.signature(), self._settings),
-            self._num_calls,
-            self._sampler.analyses,
-        )
-        if index < len(self.states):
-            before, state = self.states[index]
+        kind, index = (call.signature(), self.settings), self._num_calls
+        analyses = self.sampler.analyses
+        if index < len(self.calls):
+            before, known = self.calls[index]
             if before != kind:
                 raise GraphError(
                     f"call {index} of a step got arguments of other shapes than in the first step; bands "
                     "keep what was sent from step to step, and need the same shapes in every step"
                 )
-            return state
+            return known
         if self._step.index > 0:
             self._check_number_of_calls(index + 1)
         if kind not in analyses:
@@ -254,22 +247,21 @@ class DistriFusionRun(ForwardOnlyRun):
                 Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
                 return analysis
 
-            with self._stopwatch.learning():
+            with self.stopwatch.learning():
                 found: CallAnalysis = self._links.broadcast_object(look)
-                if self._sampler.verify:
+                if self.sampler.verify:
                     traffic = self._links.traffic.copy()
                     self._compare(found, call)
                     vars(self._links.traffic).update(vars(traffic))
                 analyses[kind] = found
-        state = self._new_state(analyses[kind])
-        state.freshness = self._stopwatch.statistics.freshness
-        self.states.append((kind, state))
-        return state
+        new = self._new_call(analyses[kind], self.stopwatch.statistics.freshness)
+        self.calls.append((kind, new))
+        return new
 
     def _check_number_of_calls(self, num_calls: int) -> None:
-        if num_calls != len(self.states):
+        if num_calls != len(self.calls):
             raise GraphError(
-                f"step {self._step.index} called the model {num_calls} times, the first step {len(self.states)} "
+                f"step {self._step.index} called the model {num_calls} times, the first step {len(self.calls)} "
                 "times: bands keep what was sent from step to step, and need the same calls in every step"
             )
 
@@ -280,14 +272,13 @@ class DistriFusionRun(ForwardOnlyRun):
         """
 
         def on_bands() -> Any:
-            call = BandCall(self._new_state(analysis), StepKind(0, True))
-            return call.run(whole, set(analysis.embedders))
+            return self._new_call(analysis).run(whole, StepKind(0, synchronous=True))
 
         def plain() -> Any:
             with whole.interception.running(None):
                 return whole.forward(*whole.args, **whole.kwargs)
 
-        bands = self._new_state(analysis).bands
+        bands = self._bands(analysis)
         tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
         with failing(
             f"on a band of {bands.size} of {bands.num_rows} rows",
@@ -299,51 +290,47 @@ class DistriFusionRun(ForwardOnlyRun):
             result = on_bands()
         warning = "all rows of the latents do not fit into memory at once; bands are not compared with them"
         error = error_beside(self._links, plain, result, warning)
-        if not error <= tolerance:
+
+        def cause() -> str:
             expected: list[Profile] = []
             with contextlib.suppress(RuntimeError):  # too little memory; then without a name
                 expected = profiled(plain)
             found = first_other_function(expected, profiled(on_bands), bands, tolerance)
             name = self._links.broadcast_object(lambda: found) or found
             self._links.finish()  # all ranks refuse together, with nothing under way
-            where = f" (first seen after {name}())" if name else ""
-            raise GraphError(
-                f"on bands of {', '.join(map(str, bands.rows))} rows this model computes something else than on "
-                f"the whole: relative error {error:.1e}, allowed are {tolerance:.0e}{where}; {_REMEDY}, or pass "
-                "verify=False if you accept this"
-            )
+            return f" (first seen after {name}())" if name else ""
 
-    def _new_state(self, analysis: CallAnalysis) -> CallState:
-        sampler, links = self._sampler, self._links
-        num_rows = self._request.latents.shape[-2]
-        return CallState(
-            analysis=analysis,
-            bands=Bands.split(num_rows, links.num_ranks, analysis.unit, links.rank),
-            exchange=Exchange(links, sampler.calls_per_message, self._stopwatch),
-            group_norm=sampler.group_norm,
-            constants=Constants(analysis.constant),
-        )
+        where = f"on bands of {', '.join(map(str, bands.rows))} rows"
+        refuse_if_other(error, tolerance, where, "the whole", cause, _REMEDY, GraphError)
+
+    def _bands(self, analysis: CallAnalysis) -> Bands:
+        num_rows = self.request.latents.shape[-2]
+        return Bands.split(num_rows, self._links.num_ranks, analysis.unit, self._links.rank)
+
+    def _new_call(self, analysis: CallAnalysis, freshness: Freshness | None = None) -> BandCall:
+        exchange = Exchange(self._links, self.sampler.calls_per_message, self.stopwatch)
+        bands, group_norm = self._bands(analysis), self.sampler.group_norm
+        return BandCall(analysis, bands, exchange, group_norm, freshness)
 
 
-class Profiles(TorchFunctionMode):
-    """Notes the profile of every function's result."""
+def profiled(run: Callable[[], Any]) -> list[Profile]:
+    """Runs something and returns the profile of every function's result."""
+    profiles: list[Profile] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.profiles: list[Profile] = []
+    class Noting(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.is_floating_point() and out.ndim:
+                size, axes = out.detach().double().abs(), set(range(out.ndim))
+                means = [size.mean([*axes - {a}]) if out.ndim > 1 else size for a in sorted(axes)]
+                profiles.append((getattr(func, "__name__", str(func)), means))
+            return out
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and out.ndim:
-            size = out.detach().double().abs()
-            axes = range(out.ndim)
-            profile = [
-                size.mean([a for a in axes if a != axis]) if out.ndim > 1 else size for axis in axes
-            ]
-            self.profiles.append((getattr(func, "__name__", str(func)), profile))
-        return out
+    with Noting():
+        run()
+    return profiles
 
 
 def first_other_function(
@@ -362,14 +349,6 @@ def first_other_function(
                 if not error <= tolerance * scale:
                     return name
     return None
-
-
-def profiled(run: Callable[[], Any]) -> list[Profile]:
-    """Runs something and returns its profiles."""
-    notes = Profiles()
-    with notes:
-        run()
-    return notes.profiles
 
 
 class _Holder(nn.Module):
