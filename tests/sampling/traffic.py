@@ -139,7 +139,7 @@ def attention_bytes(
             if tokens is not None:
                 here = Part(samples=samples).samples_of(size.batch)
                 fewer = replace(size, batch=here.stop - here.start)
-                total += of_call(fewer, [len(tokens.owned(part, block.num_text)) for part in parts])
+                total += of_call(fewer, [len(tokens.owned(part)) for part in parts])
     return total
 
 

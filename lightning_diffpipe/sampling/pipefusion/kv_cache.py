@@ -58,18 +58,15 @@ class AttentionCall(NamedTuple):
 
     def own(self) -> Selection:
         """Returns the tokens of the part among all keys."""
-        return self.tokens.owned(self.part, self.block.num_text)
+        return self.tokens.owned(self.part)
 
-    def own_mask(self, ghost: bool) -> Tensor | None:
+    def own_mask(self) -> Tensor | None:
         """Returns the mask over the part's own keys; None if there is none, or one that is over all keys.
-
-        Args:
-            ghost: The block is fed a ghost token instead of no text.
 
         Raises:
             LayoutError: It differs from query to query.
         """
-        num_fed = len(self.tokens.fed(self.part, self.block.num_text, ghost))
+        num_fed = len(self.tokens.fed(self.part))
         if self.mask is None or not self.mask.shape[-1] == num_fed != self.tokens.size:
             return None
         if self.mask.shape[-2] != 1:
@@ -77,7 +74,7 @@ class AttentionCall(NamedTuple):
                 f"{self.block.name} makes an attention mask of shape {tuple(self.mask.shape)} from its tokens; "
                 "parts of the tokens need one that is the same for all queries"
             )
-        mine = self.tokens.own_among_fed(self.part, self.block.num_text, ghost)
+        mine = self.tokens.own_among_fed(self.part)
         return self.mask if mine is None else mine.take(self.mask, -1)
 
     def answer(self) -> Tensor:
@@ -134,7 +131,6 @@ class KvCache:
 
     Args:
         patches: The patches, in the order in which they are computed.
-        ghost: Blocks are fed a ghost token instead of no text.
         hide_unseen: Hide keys that have never been written, instead of attending to zeros.
         verify: Assert at every call that keys are as old as they should be.
         freshness: Where to note how old they are; None if nobody asks.
@@ -144,13 +140,12 @@ class KvCache:
         self,
         patches: Sequence[Part],
         *,
-        ghost: bool = False,
         hide_unseen: bool = True,
         verify: bool = False,
         freshness: Freshness | None = None,
     ) -> None:
-        self._patches, self._ghost = tuple(patches), ghost
-        self._hide_unseen, self._verify, self._freshness = hide_unseen, verify, freshness
+        self._patches, self._hide_unseen = tuple(patches), hide_unseen
+        self._verify, self._freshness = verify, freshness
         self._buffers: dict[tuple[int, int], _Buffer] = {}
         self._visible: dict[Any, Selection] = {}
         self._step, self._keep = -1, False
@@ -162,7 +157,7 @@ class KvCache:
     def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
         keys, own = self.in_shares(call), call.own()
-        mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
+        mine = call.tokens.own_among_fed(call.part)
         if mine is None:
             keys.put(own, call.k, call.v)
         else:  # the ghost's key and value belong to nobody
@@ -171,7 +166,7 @@ class KvCache:
             return call.answer()
         (key, value), mask = keys.whole, keys.mask
         if mask is not None and mask.shape[-2] == call.tokens.size > 1:
-            mask = call.tokens.fed(call.part, call.block.num_text, self._ghost).take(mask, -2)
+            mask = call.tokens.fed(call.part).take(mask, -2)
         written = frozenset(self._buffers[call.place].written)
         if self._hide_unseen and len(written) < len(self._patches):
             seen = self._keys_of(call, written)
@@ -218,7 +213,7 @@ class KvCache:
 
     def _over_all_keys(self, call: AttentionCall, buffer: _Buffer) -> Tensor | None:
         """Returns a mask over all keys, of one over the keys of a patch."""
-        mask = call.own_mask(self._ghost)
+        mask = call.own_mask()
         if mask is None:
             return call.mask
         if buffer.mask is None:
@@ -243,7 +238,7 @@ class KvCache:
         """Returns where the keys of some patches are among all keys; the same object for the same patches."""
         key = (patches, id(call.tokens))
         if key not in self._visible:
-            index = [call.tokens.owned(patch, call.block.num_text).index for patch in patches]
+            index = [call.tokens.owned(patch).index for patch in patches]
             none = torch.zeros(0, dtype=torch.long)
             together = torch.cat([none, *index]).sort().values
             self._visible[key] = Selection(call.tokens.size, together)
@@ -266,7 +261,7 @@ class KvCache:
         ages: Counter[int | None] = Counter()
         for patch in self._patches:
             written = buffer.written.get(patch)
-            tokens = len(call.tokens.owned(patch, call.block.num_text))
+            tokens = len(call.tokens.owned(patch))
             ages[None if written is None else self._step - written] += tokens
         self._note(call, here, ages)
 

@@ -213,13 +213,13 @@ class PartRun(ForwardOnlyRun):
         leaves, slices = pytree.tree_leaves(out), []
         for leaf, tokens in sorted(block.outputs.items()):
             x = leaves[leaf]
-            mine = tokens.own_among_fed(self.part, block.num_text, self.runner.layout.ghost)
+            mine = tokens.own_among_fed(self.part)
             slices.append(as_received(x if mine is None else mine.take(x, tokens.axis)))
         return slices
 
     def _cut_arguments(self, block: Block, flat: list[Any]) -> list[Any]:
         if not self._hands_on:
-            return cut_arguments(block, flat, self.part, self.runner.layout.ghost)
+            return cut_arguments(block, flat, self.part)
         flat = list(flat)
         for leaf, tokens in block.inputs.items():
             x = flat[leaf]
@@ -229,7 +229,7 @@ class PartRun(ForwardOnlyRun):
                 flat[leaf] = known.slices if known.is_read_once else known.slices.clone()
                 continue
             # Tables of rope are the same object for many blocks.
-            selection = tokens.owned(self.part, block.num_text)
+            selection = tokens.owned(self.part)
             key = (id(x), tokens.axis, id(selection))
             if key not in self._cut:
                 self._cut[key] = selection.take(x, tokens.axis)
@@ -287,10 +287,10 @@ class PartRun(ForwardOnlyRun):
             if not self._hands_on or (call, leaf) not in glue.passed:
                 own = [(part, slices[i]) for part, slices in pieces]
                 axis = block.output_samples.get(leaf)
-                leaves[leaf] = self._full(block.results[leaf], tokens, block.num_text, own, axis)
+                leaves[leaf] = self._full(block.results[leaf], tokens, own, axis)
             if self._hands_on:
                 once = len(self.runner.layout.readers[call]) == 1
-                known = _FullSize(leaves[leaf], pieces[-1][1][i], tokens, block.num_text, once)
+                known = _FullSize(leaves[leaf], pieces[-1][1][i], tokens, once)
                 self._tokens_of[id(leaves[leaf])] = known
         return block.nested(leaves)
 
@@ -298,7 +298,6 @@ class PartRun(ForwardOnlyRun):
         self,
         shape: TensorShape,
         tokens: TokenAxis,
-        num_text: int,
         pieces: Sequence[tuple[Part, Tensor]],
         sample_axis: int | None = None,
     ) -> Tensor:
@@ -310,7 +309,7 @@ class PartRun(ForwardOnlyRun):
             if part.samples is not None and sample_axis is not None:
                 samples = part.samples_of(full.shape[sample_axis])
                 view = full.narrow(sample_axis, samples.start, samples.stop - samples.start)
-            tokens.owned(part, num_text).put(view, tokens.axis, values)
+            tokens.owned(part).put(view, tokens.axis, values)
         return full
 
     def _dummy(self, block: Block) -> list[Any]:
@@ -350,8 +349,8 @@ class PartRun(ForwardOnlyRun):
         if call.passed:
             full = without_memory(call.shape, runner.fill, runner.device)
         else:
-            full = self._full(call.shape, call.made, known.num_text, [(self.part, made)])
-        self._tokens_of[id(full)] = _FullSize(full, made, call.made, known.num_text, False)
+            full = self._full(call.shape, call.made, [(self.part, made)])
+        self._tokens_of[id(full)] = _FullSize(full, made, call.made, False)
         return full
 
 
@@ -361,5 +360,4 @@ class _FullSize(NamedTuple):
     full: Tensor
     slices: Tensor
     tokens: TokenAxis
-    num_text: int
     is_read_once: bool

@@ -85,7 +85,6 @@ class PipeFusionRun:
         shared = self._sequence.num_ranks > 1
         self._cache = KvCache(
             setting.patches,
-            ghost=layout.ghost and not shared,
             hide_unseen=sampler.hide_unseen,
             verify=sampler.verify,
             freshness=watch.statistics.freshness,
@@ -95,7 +94,7 @@ class PipeFusionRun:
         attend: PartAttention = self._cache.attend
         if shared:
             mode = SEQUENCE_MODES[sampler.sequence_mode]
-            attend = mode(self._sequence, self._share, layout.ghost, self._cache).attend
+            attend = mode(self._sequence, self._share, self._cache).attend
         stage, device = setting.stages.stages[links.rank], request.latents.device
         self._runner = PartRunner(layout, stage, self._interception, attend, device, self._fill)
         self._loops = [request.loop() for _ in setting.patches]

@@ -54,10 +54,9 @@ class _OverRanks:
         self,
         links: Links,
         share: Callable[[Part], tuple[Part, Sequence[Part]]],
-        ghost: bool,
         inner: KvCache,
     ) -> None:
-        self._links, self._share, self._ghost, self._inner = links, share, ghost, inner
+        self._links, self._share, self._inner = links, share, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
 
     @classmethod
@@ -79,14 +78,14 @@ class _OverRanks:
         self._refuse_keys(call)
         together, parts = self._share(call.part)
         # Where the tokens of each part are, among those of all parts together.
-        owned = [call.tokens.owned(part, call.block.num_text) for part in parts]
-        whole = call.tokens.owned(together, call.block.num_text)
+        owned = [call.tokens.owned(part) for part in parts]
+        whole = call.tokens.owned(together)
         if whole.index is not None:
             found = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in found]
-        mine = call.tokens.own_among_fed(call.part, call.block.num_text, self._ghost)
+        mine = call.tokens.own_among_fed(call.part)
         q, k, v, mask = call.q, call.k, call.v, call.mask
-        own_mask = call.own_mask(self._ghost)
+        own_mask = call.own_mask()
         if own_mask is not None:  # made from tokens, of which others have more
             lead = tuple(own_mask.shape[:-1])
             mask = own_mask.new_zeros(*lead, owned[0].size)
@@ -100,7 +99,9 @@ class _OverRanks:
                 owned[rank].put(mask, -1, piece)
         if mine is not None:
             q, k, v = (mine.take(x, -2) for x in (q, k, v))
-        out = self._attend(call._replace(part=together, q=q, k=k, v=v, mask=mask), owned)
+        tokens = call.tokens.without_ghost()
+        whole_call = call._replace(tokens=tokens, part=together, q=q, k=k, v=v, mask=mask)
+        out = self._attend(whole_call, owned)
         if mine is None:
             return out
         with_ghost = out.new_zeros(*call.q.shape[:-1], out.shape[-1])

@@ -45,7 +45,7 @@ class BlockTracer:
             self._base_without_products = self._reached(flat)
 
     def trace(self) -> None:
-        """Fills in the block's axes.
+        """Fills in the block's axes, and whether it runs on parts of its text and of its samples.
 
         Raises:
             LayoutError: The block adds or drops tokens, or mixes them.
@@ -62,17 +62,12 @@ class BlockTracer:
                         self._note(target, source, leaf, axis)
         self._note_results(through)
         self._check()
+        units = max((t.num_units for t in self._block.attention if t is not None), default=1)
+        of_image = cut_arguments(self._block, self._flat, Part(range(0, max(units // 2, 1))))
+        self._block.needs_text = bool(self._block.num_text) and self._runs(of_image) is None
+        self._block.cuts_samples = self._cuts_samples()
 
-    def runs_without_text(self) -> bool:
-        """Returns whether the block can be fed image tokens only."""
-        block = self._block
-        units = max((t.num_units for t in block.attention if t is not None), default=1)
-        part = Part(units=range(0, max(units // 2, 1)))
-        flat = cut_arguments(block, self._flat, part, ghost=False)
-        return self._runs(flat) is not None
-
-    def cuts_samples(self) -> bool:
-        """Returns whether the block can be fed half of the samples."""
+    def _cuts_samples(self) -> bool:
         if self._runs_on_half():
             return True
         # Whole numbers, such as classes, cannot be marked. That an axis of theirs counts samples shows in that the
@@ -90,7 +85,7 @@ class BlockTracer:
     def _runs_on_half(self) -> bool:
         block = self._block
         part = Part(samples=(0, 2))
-        out = self._runs(cut_arguments(block, self._flat, part, ghost=False))
+        out = self._runs(cut_arguments(block, self._flat, part))
         if out is None or set(block.outputs) - set(block.output_samples):
             return False
         leaves = pytree.tree_leaves(out)
@@ -198,8 +193,7 @@ class BlockTracer:
 
     def _check(self) -> None:
         block = self._block
-        known = [*block.inputs.values(), *block.outputs.values()]
-        if not block.outputs or any((tokens.owner == NOBODY).any() for tokens in known):
+        if not block.outputs or any((tokens.owner == NOBODY).any() for tokens in block.axes):
             raise LayoutError(
                 f"{block.name}: some tokens belong to no row of the latents and to no text token; "
                 "the block mixes tokens outside attention, or adds tokens of its own"
@@ -219,11 +213,11 @@ class BlockTracer:
                 )
 
 
-def cut_arguments(block: Block, flat: Sequence[Any], part: Part, ghost: bool) -> list[Any]:
+def cut_arguments(block: Block, flat: Sequence[Any], part: Part) -> list[Any]:
     """Cuts the arguments of a block to a part of its tokens and samples."""
     flat = list(flat)
     for leaf, tokens in block.inputs.items():
-        flat[leaf] = tokens.fed(part, block.num_text, ghost).take(flat[leaf], tokens.axis)
+        flat[leaf] = tokens.fed(part).take(flat[leaf], tokens.axis)
     if part.samples is not None:
         for leaf, axis in block.input_samples.items():
             samples = part.samples_of(flat[leaf].shape[axis])

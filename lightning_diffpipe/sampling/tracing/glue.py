@@ -84,7 +84,6 @@ class _Followed(NamedTuple):
     value: Tensor
     key: Any
     tokens: TokenAxis
-    num_text: int
 
 
 class _Follower(TorchFunctionMode):
@@ -121,7 +120,7 @@ class _Follower(TorchFunctionMode):
         block = self._blocks[here]
         leaves = block.dummy(0.0, self._device)
         for leaf, tokens in block.outputs.items():
-            self._follow(leaves[leaf], (here, leaf), tokens, block.num_text)
+            self._follow(leaves[leaf], (here, leaf), tokens)
         return block.nested(leaves)
 
     def make(self, name: str, forward: Forward) -> Forward:
@@ -159,9 +158,9 @@ class _Follower(TorchFunctionMode):
         del self._known[id(source.value)]
         out = self._within("_inside", forward, args, kwargs)
         self._known[id(source.value)] = source
-        made = TokenAxis(axis, source.tokens.owner)
+        made = TokenAxis(axis, source.tokens.owner, source.tokens.num_text)
         self._local[place] = LocalCall(leaves[0], source.tokens, made, TensorShape.of(out), False)
-        self._follow(out, place, made, source.num_text)
+        self._follow(out, place, made)
         return out
 
     def _axis_of_tokens(
@@ -189,8 +188,8 @@ class _Follower(TorchFunctionMode):
         finally:
             setattr(self, flag, before)
 
-    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis, num_text: int) -> None:
-        self._known[id(x)] = _Followed(x, key, tokens, num_text)
+    def _follow(self, x: Tensor, key: Any, tokens: TokenAxis) -> None:
+        self._known[id(x)] = _Followed(x, key, tokens)
 
 
 def _axis_of_local(

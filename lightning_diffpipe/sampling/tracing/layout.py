@@ -114,14 +114,18 @@ class TokenAxis:
     Attributes:
         axis: Which one.
         owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
+        num_text: Text tokens in the attention of the block, of which parts get shares.
+        ghost: Parts without text are fed one text token, as some block cannot do without.
     """
 
     axis: int
     owner: Tensor
-    _selected: dict[Any, Selection] = field(default_factory=dict, repr=False)
+    num_text: int = 0
+    ghost: bool = False
+    _selected: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"axis": self.axis, "owner": self.owner, "_selected": {}}
+        return vars(self) | {"_selected": {}}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenAxis):
@@ -138,13 +142,22 @@ class TokenAxis:
         """One more than the last unit on the axis."""
         return int(self.owner.max()) + 1
 
-    def owned(self, part: Part, num_text: int) -> Selection:
-        """Returns the tokens of a part, in a block with so many text tokens."""
-        return self.fed(part, num_text, ghost=False)
+    def owned(self, part: Part) -> Selection:
+        """Returns the tokens of a part."""
+        return self._select(part, ghost=False)
 
-    def fed(self, part: Part, num_text: int, ghost: bool) -> Selection:
-        """Returns the tokens a block is fed for a part: its own, and a ghost if a block cannot do without text."""
-        key = (part.units, part.text, num_text, ghost)
+    def fed(self, part: Part) -> Selection:
+        """Returns the tokens a block is fed for a part: its own, and perhaps a ghost."""
+        return self._select(part, self.ghost)
+
+    def without_ghost(self) -> TokenAxis:
+        """Returns the same axis, of whose parts blocks are fed no more than their own."""
+        if self.ghost and "bare" not in self._selected:
+            self._selected["bare"] = TokenAxis(self.axis, self.owner, self.num_text)
+        return self._selected["bare"] if self.ghost else self
+
+    def _select(self, part: Part, ghost: bool) -> Selection:
+        key = (part.units, part.text, ghost)
         if key in self._selected:
             return self._selected[key]
         index = None
@@ -155,7 +168,7 @@ class TokenAxis:
             text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
             k, n = part.text or (0, 0)
             if n:
-                first, stop = num_text * k // n, num_text * (k + 1) // n
+                first, stop = self.num_text * k // n, self.num_text * (k + 1) // n
                 chosen |= text & (number >= first) & (number < stop)
             if ghost and text.any() and not (chosen & text).any():
                 chosen |= self.owner == text_token(0)
@@ -163,12 +176,12 @@ class TokenAxis:
         self._selected[key] = Selection(self.size, index)
         return self._selected[key]
 
-    def own_among_fed(self, part: Part, num_text: int, ghost: bool) -> Selection | None:
+    def own_among_fed(self, part: Part) -> Selection | None:
         """Returns the tokens of a part among those a block is fed for it; None if it is fed no ghost."""
-        own, fed = self.owned(part, num_text), self.fed(part, num_text, ghost)
+        own, fed = self.owned(part), self.fed(part)
         if len(own) == len(fed):
             return None
-        key = (part.units, part.text, num_text, "own")
+        key = (part.units, part.text, "own")
         if key not in self._selected:
             mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
             self._selected[key] = Selection(len(fed), mine)
@@ -211,7 +224,8 @@ class Block:
         outputs: Token axes of results, by position among the leaves.
         attention: Of the keys of each attention call; None for cross-attention, whose keys belong to nobody.
         sizes: Of each attention call, cross-attention included.
-        num_text: Text tokens in its attention.
+        needs_text: It cannot run without text tokens.
+        cuts_samples: It can run on a part of the samples.
         input_samples: Axes of arguments that count samples.
         output_samples: Axes of results that count samples.
         results: Shape of every result, or its value if it is no tensor.
@@ -226,10 +240,21 @@ class Block:
     outputs: dict[int, TokenAxis] = field(default_factory=dict)
     attention: list[TokenAxis | None] = field(default_factory=list)
     sizes: tuple[AttentionSize, ...] = ()
-    num_text: int = 0
+    needs_text: bool = False
+    cuts_samples: bool = False
     input_samples: dict[int, int] = field(default_factory=dict)
     output_samples: dict[int, int] = field(default_factory=dict)
     flops: int = 0
+
+    @property
+    def axes(self) -> list[TokenAxis]:
+        """All axes that run over tokens."""
+        return [*self.inputs.values(), *self.outputs.values(), *filter(None, self.attention)]
+
+    @property
+    def num_text(self) -> int:
+        """Text tokens in its attention."""
+        return max((int((x.owner < -1).sum()) for x in self.attention if x), default=0)
 
     def dummy(self, fill: float, device: torch.device) -> list[Any]:
         """Makes results of the right shapes without memory."""
@@ -247,7 +272,7 @@ class Block:
         shapes = []
         for leaf, tokens in sorted(self.outputs.items()):
             shape = list(self.results[leaf].shape)
-            shape[tokens.axis] = len(tokens.owned(part, self.num_text))
+            shape[tokens.axis] = len(tokens.owned(part))
             if leaf in self.output_samples:
                 axis = self.output_samples[leaf]
                 samples = part.samples_of(shape[axis])
@@ -307,8 +332,6 @@ class Layout:
         rows_per_unit: Rows that belong together.
         readers: For each call, the calls that read its result through code between blocks;
             `len(blocks)` stands for the prediction itself.
-        ghost: Some block cannot run without text tokens, and gets one whose result is dropped.
-        cuts_samples: Blocks can run on a part of the samples.
         constants: Modules whose result is the same at every step, by place, with the shapes of their
             arguments in a run on all tokens.
         step_constants: Those whose result is the same for every patch of a step.
@@ -321,13 +344,21 @@ class Layout:
     num_rows: int
     rows_per_unit: int
     readers: list[frozenset[int]]
-    ghost: bool = False
-    cuts_samples: bool = False
     constants: dict[Place, Any] = field(default_factory=dict)
     step_constants: dict[Place, Any] = field(default_factory=dict)
     glue: Glue = field(default_factory=Glue)
     attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
+
+    @property
+    def ghost(self) -> bool:
+        """Some block cannot run without text tokens, so that parts without are fed one, whose result is dropped."""
+        return any(block.needs_text for block in self.blocks)
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Blocks can run on a part of the samples."""
+        return all(block.cuts_samples for block in self.blocks)
 
     @property
     def num_units(self) -> int:
@@ -388,12 +419,12 @@ class Layout:
 
     def take_rows(self, x: Tensor, units: Units | None) -> Tensor:
         """Copies the rows of some units of a tensor shaped like the latents, densely; None means all."""
-        rows = self._rows.owned(Part(units), 0).take(x, self.axis)
+        rows = self._rows.owned(Part(units)).take(x, self.axis)
         return x.clone(memory_format=torch.contiguous_format) if rows is x else rows
 
     def put_rows(self, x: Tensor, units: Units | None, values: Tensor) -> None:
         """Writes the rows of some units."""
-        self._rows.owned(Part(units), 0).put(x, self.axis, values)
+        self._rows.owned(Part(units)).put(x, self.axis, values)
 
     @functools.cached_property
     def _rows(self) -> TokenAxis:

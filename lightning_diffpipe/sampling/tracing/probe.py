@@ -117,7 +117,7 @@ class _Probe:
                 "set an attention processor that uses it, and keep blocks in an nn.ModuleList"
             )
         self._names = [name for name in self._names if name in used]
-        blocks, ghost, cuts_samples = self._blocks([c for name, c in owners if name in used])
+        blocks = self._blocks([c for name, c in owners if name in used])
         readers, glue_parameters = self._readers(blocks)
         constants, step_constants = find_invariants(
             self._run, self._model, self._names, self._latents, self._t, self._other_t
@@ -130,8 +130,8 @@ class _Probe:
             self._latents.device,
         )
         return Layout(
-            blocks, self._axis, num_rows, per_unit, readers, ghost, cuts_samples, constants,
-            step_constants, glue, self._by_name, glue_parameters,
+            blocks, self._axis, num_rows, per_unit, readers, constants, step_constants, glue,
+            self._by_name, glue_parameters,
         )  # fmt: skip
 
     # --- 1, 2: units, and who owns which key --------------------------------------------------------
@@ -209,10 +209,9 @@ class _Probe:
 
     # --- 3: axes of arguments and results -----------------------------------------------------------
 
-    def _blocks(self, owners: list[_Owners]) -> tuple[list[Block], bool, bool]:
-        known: dict[str, tuple[Block, bool, bool]] = {}
+    def _blocks(self, owners: list[_Owners]) -> list[Block]:
+        known: dict[str, Block] = {}
         blocks: list[Block] = []
-        kinds: list[tuple[Block, bool, bool]] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
@@ -230,23 +229,19 @@ class _Probe:
             if kind not in known:
                 leaves, tree = pytree.tree_flatten(out)
                 results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
-                num_text = max((int((a.owner < -1).sum()) for a in attention if a), default=0)
-                sizes = tuple(flops.sizes)
-                block = Block(
-                    name, results, tree, attention=attention, sizes=sizes, num_text=num_text
-                )
-                tracer = BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs)))
-                tracer.trace()
-                ghost = bool(block.num_text) and not tracer.runs_without_text()
-                known[kind] = (block, ghost, tracer.cuts_samples())
-            first = known[kind][0]
-            kinds.append(known[kind])
+                block = Block(name, results, tree, attention=attention, sizes=tuple(flops.sizes))
+                BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
+                known[kind] = block
             own = {"name": name, "flops": flops.total, "arguments": shapes_of((args, kwargs))}
-            blocks.append(Block(**(vars(first) | own)))
+            blocks.append(Block(**(vars(known[kind]) | own)))
             return out
 
         self._run(self._latents, self._t, wrap)
-        return blocks, any(k[1] for k in kinds), all(k[2] for k in kinds)
+        needs_text = any(block.needs_text for block in blocks)
+        for block in blocks:
+            for tokens in block.axes:
+                tokens.num_text, tokens.ghost = block.num_text, needs_text
+        return blocks
 
     # --- 4: who reads what between blocks -----------------------------------------------------------
 

@@ -254,7 +254,7 @@ def _keys_swapped(model, layout, part, newest):
                     return attend(q, k, v, **options)
                 before = newest.get((call, number), (torch.zeros_like(k), torch.zeros_like(v)))
                 own = torch.zeros(tokens.size, dtype=torch.bool)
-                index = tokens.owned(part, block.num_text).index
+                index = tokens.owned(part).index
                 own[slice(None) if index is None else index] = True
                 k, v = (
                     torch.where(own[:, None], a, b) for a, b in zip((k, v), before, strict=True)
