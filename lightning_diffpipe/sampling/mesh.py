@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -110,17 +110,14 @@ def fit_mesh(num_ranks: int, method: str, **wish: int | None) -> SamplingMesh:
         >>> print(fit_mesh(8, "pipefusion", guidance=2))
         guidance=2 x parallel=4
     """
-    given = {name: size for name, size in wish.items() if size is not None}
-    asked = ", ".join(f"{name}={size}" for name, size in given.items())
-    rest: Axis = _LEFT_OVER.get(method, "parallel")
-    used = math.prod(given.values())
-    if rest not in given and used > 0 and num_ranks % used == 0:
-        given[rest] = num_ranks // used
-    meshes = list(fitting_meshes(num_ranks, AXES[method]))
-    mesh = SamplingMesh(**given)
-    if mesh not in meshes:
+    wish = {name: size for name, size in wish.items() if size is not None}
+    meshes, wanted = list(fitting_meshes(num_ranks, AXES[method])), dict.fromkeys(get_args(Axis), 1)
+    del wanted[_LEFT_OVER.get(method, "parallel")]
+    wanted |= wish
+    mesh = next((each for each in meshes if wanted.items() <= asdict(each).items()), None)
+    if mesh is None:
         raise ConfigurationError(
-            f"method={method} cannot use {num_ranks} ranks as {asked or 'asked'}; these fit: "
+            f"method={method} cannot use {num_ranks} ranks as {_text(wish) or 'asked'}; these fit: "
             + "; ".join(map(str, meshes))
         )
     return mesh
@@ -135,14 +132,17 @@ def refuse_axes(num_ranks: int, **wish: int | None) -> None:
         Traceback (most recent call last):
         lightning_diffpipe.errors.ConfigurationError: 3 ranks cannot be divided as guidance=2; ...
     """
-    given = {name: size for name, size in wish.items() if size is not None}
+    wish = {name: size for name, size in wish.items() if size is not None}
     every = fitting_meshes(num_ranks, get_args(Axis))
-    if not any(given.items() <= asdict(mesh).items() for mesh in every):
-        asked = ", ".join(f"{name}={size}" for name, size in given.items())
+    if not any(wish.items() <= asdict(mesh).items() for mesh in every):
         raise ConfigurationError(
-            f"{num_ranks} ranks cannot be divided as {asked}; choose sizes whose product divides {num_ranks}, "
-            "with guidance 1 or 2, or leave them out"
+            f"{num_ranks} ranks cannot be divided as {_text(wish)}; choose sizes whose product divides "
+            f"{num_ranks}, with guidance 1 or 2, or leave them out"
         )
+
+
+def _text(wish: Mapping[str, int | None]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in wish.items())
 
 
 class MeshLinks:

@@ -115,8 +115,8 @@ class RankReport:
 
     Attributes:
         options: What was decided.
-        statistics: Of the sampler; empty on ranks without a prompt.
-        around: What was sent outside the sampler: between halves of guidance, and final latents to rank 0.
+        statistics: Of the sampler, empty on ranks without a prompt; with what was sent outside of it: between
+            halves of guidance, and final latents to rank 0.
         resident_bytes: Bytes of the denoiser's parameters on this rank.
         whole_bytes: Bytes of all its parameters.
         is_finite: Whether the final latents of this rank's share of the prompts are.
@@ -125,7 +125,6 @@ class RankReport:
     options: MethodOptions
     num_steps: int
     statistics: SamplingStatistics
-    around: Traffic
     resident_bytes: int
     whole_bytes: int
     is_finite: bool
@@ -173,12 +172,12 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
             f"method=auto: no method takes {' and '.join(sorted(options.further))} together; leave one out"
         )
     known = [*sorted(taken), *(f.name for f in fields(MethodOptions)), *_OF_PREDICTOR]
-    near = [_CALLED_OTHERWISE.get(unknown[0]), *difflib.get_close_matches(unknown[0], known, n=1)]
-    hint = next((f"say {name}=" for name in near if name), None)
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
     if unknown[0] in _OF_PREDICTOR:
         hint = "that is an argument of from_pretrained only"
-    if hint is None:
-        hint = f"it takes {', '.join(sorted(taken))}" if taken else "it has no options of its own"
+    elif name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
+        hint = f"say {name}="
     return ConfigurationError(f"method={options.method} takes no {unknown[0]!r}; {hint}")
 
 
@@ -236,10 +235,7 @@ class Worker:
             self._model, self.place.links, self.place.sequence_links, options
         )
         self._later: dict[str, Any] = {}  # samplers of further denoisers, by their names
-        self._num_steps = 0
-        self._statistics = SamplingStatistics()
-        self._before = self._around()
-        self._is_finite = True
+        self._begin(0)
 
     def load(self, call: Call) -> dict[str, Any]:
         """Reads what this rank needs for a request, apart from `sample`, whose messages do not wait for slow disks.
@@ -280,9 +276,7 @@ class Worker:
         Raises:
             DiffPipeError: With a note of whether messages are under way that cannot be taken back.
         """
-        self._num_steps = len(call.timesteps)
-        self._statistics, self._before = SamplingStatistics(), self._around()
-        self._is_finite = True
+        self._begin(len(call.timesteps))
         mine = self._share(call)
         latents, found = mine.latents, list[SamplingStatistics]()
         if not len(latents):
@@ -308,6 +302,10 @@ class Worker:
         self._statistics = functools.reduce(SamplingStatistics.followed_by, found)
         self._is_finite = bool(latents.isfinite().all())
         return latents
+
+    def _begin(self, num_steps: int) -> None:
+        self._num_steps, self._is_finite = num_steps, True
+        self._statistics, self._before = SamplingStatistics(), self._sent_around()
 
     @property
     def _num_patches(self) -> int:
@@ -385,18 +383,18 @@ class Worker:
 
     def report(self) -> RankReport:
         """Returns what this rank did in the last request."""
+        around, sampled = self._sent_around().since(self._before), self._statistics
         sizes = [(p, p.numel() * p.element_size()) for p in self._model.parameters()]
         return RankReport(
             self.options,
             self._num_steps,
-            self._statistics,
-            self._around().since(self._before),
+            replace(sampled, traffic=sampled.traffic.plus(around)),
             sum(size for p, size in sizes if not is_placeholder(p)),
             sum(size for _, size in sizes),
             self._is_finite,
         )
 
-    def _around(self) -> Traffic:
+    def _sent_around(self) -> Traffic:
         """Returns what was sent so far outside the sampler."""
         return self.place.branches.traffic.plus(self.world.links.traffic)
 

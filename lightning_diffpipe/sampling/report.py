@@ -8,10 +8,11 @@ weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB; the whole denoiser has 14.2 MiB
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_diffpipe.comm.links import Traffic
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
@@ -103,20 +105,15 @@ class SamplingReport:
 def merge(reports: Sequence[RankReport]) -> SamplingReport:
     """Joins the reports of all ranks, in the order of ranks."""
     options, num_steps = reports[0].options, reports[0].num_steps
-    sent: Counter[str] = Counter()
-    messages: Counter[str] = Counter()
-    spans: list[Span] = []
-    for rank, report in enumerate(reports):
-        for traffic in (report.statistics.traffic, report.around):
-            sent.update(traffic.bytes_sent)
-            messages.update(traffic.messages_sent)
-        spans += [replace(span, rank=rank) for span in report.statistics.spans]
-    noted = [report.statistics.freshness for report in reports]
-    steps = [statistics.median(r.statistics.step_s) for r in reports if r.statistics.step_s]
+    ranks = [report.statistics for report in reports]
+    traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
+    spans = [replace(span, rank=i) for i, rank in enumerate(ranks) for span in rank.spans]
+    noted = [rank.freshness for rank in ranks]
+    steps = [statistics.median(rank.step_s) for rank in ranks if rank.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
     warmup_steps = options.warmup_steps
     if not isinstance(warmup_steps, int):
-        found = (report.statistics.num_synchronous for report in reports)
+        found = (rank.num_synchronous for rank in ranks)
         warmup_steps = next((steps for steps in found if steps is not None), None)
     patches = None
     if options.method == "pipefusion":
@@ -130,13 +127,13 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         reason=options.reason,
         num_steps=num_steps,
         step_s=max(steps, default=0.0),
-        sampling_s=max(r.statistics.total_s for r in reports),
-        bytes_sent=dict(sent),
-        messages_sent=dict(messages),
+        sampling_s=max(rank.total_s for rank in ranks),
+        bytes_sent=dict(traffic.bytes_sent),
+        messages_sent=dict(traffic.messages_sent),
         resident_bytes=[r.resident_bytes for r in reports],
         whole_bytes=reports[0].whole_bytes,
         measured=Timeline(tuple(spans), len(reports)),
-        planned=_planned(options.mesh, reports[0].statistics.plan, spans) if patches else None,
+        planned=_planned(options.mesh, ranks[0].plan, spans) if patches else None,
         freshness=Freshness.joined(noted) if any(each is not None for each in noted) else None,
     )
 
@@ -168,12 +165,8 @@ def _planned(
 
 
 def _size(num_bytes: int) -> str:
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 3)
+    return f"{num_bytes / 1024**power:.1f} {'KMG'[power - 1]}iB" if power else f"{num_bytes} B"
 
 
 # ---------------------------------------------------------------------------------- quality guard

@@ -115,8 +115,11 @@ class DistriFusion:
         verify: bool = True,
         record_freshness: bool = False,
     ) -> None:
-        _check("mode", mode, get_args(BandMode))
-        _check("group_norm", group_norm, get_args(GroupNormRule))
+        allowed = {"mode": get_args(BandMode), "group_norm": get_args(GroupNormRule)}
+        for option, value in (("mode", mode), ("group_norm", group_norm)):
+            if value not in allowed[option]:
+                names = ", ".join(allowed[option])
+                raise ConfigurationError(f"{option}={value!r}; choose one of {names}")
         require_warmup(warmup_steps, settled)
         require_number("calls_per_message", calls_per_message, 1, whole=True)
         self.model, self.links, self.mode = model, links, mode
@@ -351,14 +354,6 @@ def first_other_function(
     return None
 
 
-class _Holder(nn.Module):
-    """A module around the model, so that calls of the model itself are seen, too."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
 _lock = threading.Lock()
 _shared: dict[int, tuple[Interception, int]] = {}
 
@@ -371,7 +366,9 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
     that begins, and released by the last that ends. Who answers a call is decided per thread.
     """
     with _lock:
-        interception, users = _shared.get(id(model)) or (Interception(_Holder(model), {MODEL}), 0)
+        # A module around the model, so that calls of the model itself are seen, too.
+        around = nn.ModuleDict({MODEL: model})
+        interception, users = _shared.get(id(model)) or (Interception(around, {MODEL}), 0)
         interception.install()
         _shared[id(model)] = (interception, users + 1)
     try:
@@ -385,8 +382,7 @@ def intercepted(model: nn.Module) -> Iterator[Interception]:
                 interception.uninstall()
 
 
-@contextlib.contextmanager
-def drawing_alike(links: Links, device: torch.device) -> Iterator[None]:
+def drawing_alike(links: Links, device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Lets default generators of all processes go on from where those of rank 0 are; collective.
 
     Every band steps the whole latents, so all must draw the same. A generator in the request is the same on all
@@ -394,16 +390,9 @@ def drawing_alike(links: Links, device: torch.device) -> Iterator[None]:
     are as they were after it. Threads, which share theirs, are left alone: `emulate` gives each a copy.
     """
     if not isinstance(links, ProcessLinks) or links.num_ranks == 1:
-        yield
-        return
+        return contextlib.nullcontext()
     states = links.broadcast_object(lambda: random_states(device))
-    with drawing_from(states, device) if links.rank else contextlib.nullcontext():
-        yield
-
-
-def _check(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigurationError(f"{option}={value!r}; choose one of {', '.join(allowed)}")
+    return drawing_from(states, device, goes_back=links.rank > 0)
 
 
 def emulate(

@@ -17,7 +17,7 @@ Source:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,8 +74,7 @@ class AttentionCall(NamedTuple):
                 f"{self.block.name} makes an attention mask of shape {tuple(self.mask.shape)} from its tokens; "
                 "parts of the tokens need one that is the same for all queries"
             )
-        mine = self.tokens.own_among_fed(self.part)
-        return self.mask if mine is None else mine.take(self.mask, -1)
+        return self.tokens.own_among_fed(self.part).take(self.mask, -1)
 
     def answer(self) -> Tensor:
         """Returns what attention itself makes of it."""
@@ -147,7 +146,6 @@ class KvCache:
         self._patches, self._hide_unseen = tuple(patches), hide_unseen
         self._verify, self._freshness = verify, freshness
         self._buffers: dict[tuple[int, int], _Buffer] = {}
-        self._visible: dict[Any, Selection] = {}
         self._step, self._keep = -1, False
 
     def start_step(self, step: int, keep: bool) -> None:
@@ -156,18 +154,15 @@ class KvCache:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
-        keys, own = self.in_shares(call), call.own()
-        mine = call.tokens.own_among_fed(call.part)
-        if mine is None:
-            keys.put(own, call.k, call.v)
-        else:  # the ghost's key and value belong to nobody
-            keys.put(own, mine.take(call.k, -2), mine.take(call.v, -2))
+        keys = self.in_shares(call)
+        mine = call.tokens.own_among_fed(call.part)  # a ghost's key and value belong to nobody
+        keys.put(call.own(), mine.take(call.k, -2), mine.take(call.v, -2))
         if call.part.units is None or keys.whole is None:
             return call.answer()
         (key, value), mask = keys.whole, keys.mask
         if mask is not None and mask.shape[-2] == call.tokens.size > 1:
             mask = call.tokens.fed(call.part).take(mask, -2)
-        written = frozenset(self._buffers[call.place].written)
+        written = self._buffers[call.place].written
         if self._hide_unseen and len(written) < len(self._patches):
             seen = self._keys_of(call, written)
             key, value = seen.take(key, -2), seen.take(value, -2)
@@ -187,7 +182,7 @@ class KvCache:
             return KeysInShares(views, call.mask)
         buffer = self._buffer(call, len(call.k))
         mask = self._over_all_keys(call, buffer)
-        visible = frozenset(buffer.written) if self._hide_unseen else frozenset(self._patches)
+        visible = set(buffer.written if self._hide_unseen else self._patches)
         others = partial(self._keys_of, call, visible - {call.part})
         buffer.written[call.part] = self._step
         self._look(call, buffer)
@@ -234,15 +229,11 @@ class KvCache:
             self._buffers[call.place] = _Buffer(key, value)
         return self._buffers[call.place]
 
-    def _keys_of(self, call: AttentionCall, patches: frozenset[Part]) -> Selection:
-        """Returns where the keys of some patches are among all keys; the same object for the same patches."""
-        key = (patches, id(call.tokens))
-        if key not in self._visible:
-            index = [call.tokens.owned(patch).index for patch in patches]
-            none = torch.zeros(0, dtype=torch.long)
-            together = torch.cat([none, *index]).sort().values
-            self._visible[key] = Selection(call.tokens.size, together)
-        return self._visible[key]
+    def _keys_of(self, call: AttentionCall, patches: Collection[Part]) -> Selection:
+        """Returns where the keys of some patches are among all keys."""
+        units = tuple(patch.units for patch in self._patches if patch in patches)
+        text = next((patch.text for patch in patches if patch.text), None)
+        return call.tokens.owned(Part(units, text))
 
     def _look(self, call: AttentionCall, buffer: _Buffer) -> None:
         """Checks and notes how old the keys are that a patch is about to read, if asked to."""

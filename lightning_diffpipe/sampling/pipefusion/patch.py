@@ -77,7 +77,6 @@ class PartRunner:
         # Results that are the same in all of a request, or of a step.
         self.of_request: dict[Any, Any] = {}
         self.of_step: dict[Any, Any] = {}
-        self._same: dict[tuple[int, int], bool] = {}
         places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
         compiled = any(is_compiled(module) for module in self.interception.root.modules())
@@ -88,13 +87,6 @@ class PartRunner:
     def start_step(self) -> None:
         """Forgets what is the same in one step only."""
         self.of_step.clear()
-
-    def same_tokens(self, one: TokenAxis, other: TokenAxis) -> bool:
-        """Returns whether two axes hold the same tokens in the same order."""
-        key = (id(one), id(other))
-        if key not in self._same:
-            self._same[key] = one is other or one == other
-        return self._same[key]
 
     def run(
         self,
@@ -212,9 +204,8 @@ class PartRun(ForwardOnlyRun):
             self._inside = None
         leaves, slices = pytree.tree_leaves(out), []
         for leaf, tokens in sorted(block.outputs.items()):
-            x = leaves[leaf]
             mine = tokens.own_among_fed(self.part)
-            slices.append(as_received(x if mine is None else mine.take(x, tokens.axis)))
+            slices.append(as_received(mine.take(leaves[leaf], tokens.axis)))
         return slices
 
     def _cut_arguments(self, block: Block, flat: list[Any]) -> list[Any]:
@@ -222,11 +213,9 @@ class PartRun(ForwardOnlyRun):
             return cut_arguments(block, flat, self.part)
         flat = list(flat)
         for leaf, tokens in block.inputs.items():
-            x = flat[leaf]
-            known = self._tokens_of.get(id(x))
-            if known is not None and self.runner.same_tokens(known.tokens, tokens):
-                # A block may change its argument; nobody else must see that.
-                flat[leaf] = known.slices if known.is_read_once else known.slices.clone()
+            x, known = flat[leaf], self._known_slices(flat[leaf], tokens)
+            if known is not None:
+                flat[leaf] = known
                 continue
             # Tables of rope are the same object for many blocks.
             selection = tokens.owned(self.part)
@@ -236,6 +225,14 @@ class PartRun(ForwardOnlyRun):
                 self._held.append(x)
             flat[leaf] = self._cut[key]
         return flat
+
+    def _known_slices(self, x: Any, tokens: TokenAxis) -> Tensor | None:
+        """Returns the tokens of this part that an object of full size stands for."""
+        known = self._tokens_of.get(id(x))
+        if known is None or known.tokens != tokens:
+            return None
+        # Who is given them may change them; nobody else must see that.
+        return known.slices if known.is_read_once else known.slices.clone()
 
     def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
         numbers = iter(range(len(block.attention)))
@@ -340,10 +337,10 @@ class PartRun(ForwardOnlyRun):
         if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
-        known = self._tokens_of.get(id(flat[call.leaf]))
-        if known is None or not runner.same_tokens(known.tokens, call.given):
+        known = self._known_slices(flat[call.leaf], call.given)
+        if known is None:
             return site.diffpipe_original(*args, **kwargs)
-        flat[call.leaf] = known.slices if known.is_read_once else known.slices.clone()
+        flat[call.leaf] = known
         args, kwargs = pytree.tree_unflatten(flat, spec)
         made = site.diffpipe_original(*args, **kwargs)
         if call.passed:

@@ -92,9 +92,10 @@ class PipeFusionRun:
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)
         attend: PartAttention = self._cache.attend
+        self._shared: dict[Part, tuple[Part, Sequence[Part]]] = {}  # by the part of this rank
         if shared:
             mode = SEQUENCE_MODES[sampler.sequence_mode]
-            attend = mode(self._sequence, self._share, self._cache).attend
+            attend = mode(self._sequence, self._shared.__getitem__, self._cache).attend
         stage, device = setting.stages.stages[links.rank], request.latents.device
         self._runner = PartRunner(layout, stage, self._interception, attend, device, self._fill)
         self._loops = [request.loop() for _ in setting.patches]
@@ -260,7 +261,10 @@ class PipeFusionRun:
         )
 
     def _part(self, turn: Turn) -> Part:
-        return self._shares(turn.patch, turn.microbatch)[1][self._sequence.rank]
+        shared = self._shares(turn.patch, turn.microbatch)
+        part = shared[1][self._sequence.rank]
+        self._shared[part] = shared
+        return part
 
     def _shares(
         self, patch: int | None, microbatch: tuple[int, int]
@@ -275,13 +279,6 @@ class PipeFusionRun:
         # The rows that are a rank's own in patches are its own in synchronous steps.
         units = [tuple(shares[k].units for shares in setting.shares) for k in range(n)]
         return together, [replace(together, units=units[k], text=(k, n)) for k in range(n)]
-
-    def _share(self, part: Part) -> tuple[Part, Sequence[Part]]:
-        """Returns the same for a part of this rank."""
-        for patch, shares in enumerate(self._setting.shares):
-            if part == shares[self._sequence.rank]:
-                return self._setting.patches[patch], shares
-        return self._shares(None, part.samples or (0, 1))
 
     # --- automatic warm-up ----------------------------------------------------------------------------
 

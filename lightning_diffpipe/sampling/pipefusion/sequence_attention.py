@@ -84,7 +84,8 @@ class _OverRanks:
             found = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in found]
         mine = call.tokens.own_among_fed(call.part)
-        q, k, v, mask = call.q, call.k, call.v, call.mask
+        q, k, v = (mine.take(x, -2) for x in (call.q, call.k, call.v))
+        mask = call.mask
         own_mask = call.own_mask()
         if own_mask is not None:  # made from tokens, of which others have more
             lead = tuple(own_mask.shape[:-1])
@@ -97,12 +98,10 @@ class _OverRanks:
             )
             for rank, piece in (pieces | {self._links.rank: own_mask}).items():
                 owned[rank].put(mask, -1, piece)
-        if mine is not None:
-            q, k, v = (mine.take(x, -2) for x in (q, k, v))
         tokens = call.tokens.without_ghost()
         whole_call = call._replace(tokens=tokens, part=together, q=q, k=k, v=v, mask=mask)
         out = self._attend(whole_call, owned)
-        if mine is None:
+        if len(mine) == mine.size:
             return out
         with_ghost = out.new_zeros(*call.q.shape[:-1], out.shape[-1])
         mine.put(with_ghost, -2, out)

@@ -128,9 +128,10 @@ class TokenAxis:
         return vars(self) | {"_selected": {}}
 
     def __eq__(self, other: object) -> bool:
+        """Returns whether both hold the same tokens in the same order."""
         if not isinstance(other, TokenAxis):
             return NotImplemented
-        return self.axis == other.axis and torch.equal(self.owner, other.owner)
+        return self is other or (self.axis == other.axis and torch.equal(self.owner, other.owner))
 
     @property
     def size(self) -> int:
@@ -176,15 +177,14 @@ class TokenAxis:
         self._selected[key] = Selection(self.size, index)
         return self._selected[key]
 
-    def own_among_fed(self, part: Part) -> Selection | None:
-        """Returns the tokens of a part among those a block is fed for it; None if it is fed no ghost."""
-        own, fed = self.owned(part), self.fed(part)
-        if len(own) == len(fed):
-            return None
+    def own_among_fed(self, part: Part) -> Selection:
+        """Returns the tokens of a part among those a block is fed for it: all, but for a ghost."""
         key = (part.units, part.text, "own")
         if key not in self._selected:
-            mine = torch.isin(fed.index, own.index).nonzero().squeeze(1)
-            self._selected[key] = Selection(len(fed), mine)
+            own, fed = self.owned(part).index, self.fed(part)
+            is_own = None if own is None else torch.isin(fed.index, own).nonzero().squeeze(1)
+            has_ghost = is_own is not None and len(is_own) < len(fed)
+            self._selected[key] = Selection(len(fed), is_own if has_ghost else None)
         return self._selected[key]
 
 
