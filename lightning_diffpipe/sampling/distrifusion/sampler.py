@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,8 +40,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_diffpipe.comm.links import Links, ProcessLinks
+from lightning_diffpipe.comm.links import Links, ProcessLinks, start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError, GraphError, require_number
 from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception
 from lightning_diffpipe.graph.versions import settings_digest
@@ -274,12 +276,12 @@ class DistriFusionRun(ForwardOnlyRun):
         Where all rows at once do not fit into rank 0's memory, nothing is compared.
         """
 
-        def on_bands() -> Any:
-            return self._new_call(analysis).run(whole, StepKind(0, synchronous=True))
+        def on_bands(call: ModelCall) -> Any:
+            return self._new_call(analysis).run(call, StepKind(0, synchronous=True))
 
-        def plain() -> Any:
-            with whole.interception.running(None):
-                return whole.forward(*whole.args, **whole.kwargs)
+        def plain(call: ModelCall) -> Any:
+            with call.interception.running(None):
+                return call.forward(*call.args, **call.kwargs)
 
         bands = self._bands(analysis)
         tolerance = tolerance_of(whole.interception.root, whole.latents, convolves_parts=True)
@@ -290,18 +292,21 @@ class DistriFusionRun(ForwardOnlyRun):
             GraphError,
             "use more ranks",
         ):
-            result = on_bands()
+            result = on_bands(whole)
         warning = "all rows of the latents do not fit into memory at once; bands are not compared with them"
-        error = error_beside(self._links, plain, result, warning)
+        error = error_beside(self._links, partial(plain, whole), result, warning)
 
         def cause() -> str:
             expected: list[Profile] = []
             with contextlib.suppress(RuntimeError):  # too little memory; then without a name
-                expected = profiled(plain)
-            found = first_other_function(expected, profiled(on_bands), bands, tolerance)
-            name = self._links.broadcast_object(lambda: found) or found
+                expected = profiled(whole, plain)
+            index = first_other(expected, profiled(whole, on_bands), bands, tolerance)
+            here = torch.tensor([index], device=self._links.device)
+            shapes = [TensorShape.of(here)] * self._links.num_ranks
+            first = min(map(int, start_all_gather(self._links, here, shapes, "control")()))
             self._links.finish()  # all ranks refuse together, with nothing under way
-            return f" (first seen after {name}())" if name else ""
+            known = first < len(expected)
+            return f" (first seen after {expected[first][0]}())" if known else ""
 
         where = f"on bands of {', '.join(map(str, bands.rows))} rows"
         refuse_if_other(error, tolerance, where, "the whole", cause, _REMEDY, GraphError)
@@ -316,8 +321,8 @@ class DistriFusionRun(ForwardOnlyRun):
         return BandCall(analysis, bands, exchange, group_norm, freshness)
 
 
-def profiled(run: Callable[[], Any]) -> list[Profile]:
-    """Runs something and returns the profile of every function's result."""
+def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:
+    """Runs a call in some way, and returns the profile of what each function gave the model."""
     profiles: list[Profile] = []
 
     class Noting(TorchFunctionMode):
@@ -331,18 +336,23 @@ def profiled(run: Callable[[], Any]) -> list[Profile]:
                 profiles.append((getattr(func, "__name__", str(func)), means))
             return out
 
-    with Noting():
-        run()
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with Noting():  # inside of what answers functions on bands, so that their answers are noted
+            return call.forward(*args, **kwargs)
+
+    run(call._replace(forward=noted))
     return profiles
 
 
-def first_other_function(
-    whole: list[Profile], band: list[Profile], bands: Bands, tolerance: float
-) -> str | None:
-    """Returns the name of the first function whose result on the band is no part of that on the whole."""
-    for (name, plain), (_, mine) in zip(whole, band, strict=False):
+def first_other(whole: list[Profile], band: list[Profile], bands: Bands, tolerance: float) -> int:
+    """Returns the position of the first function whose result on the band is no part of that on the whole.
+
+    Returns:
+        `sys.maxsize` if there is none.
+    """
+    for i, ((_, plain), (_, mine)) in enumerate(zip(whole, band, strict=False)):
         if len(plain) != len(mine):
-            return name
+            return i
         for all_rows, own in zip(plain, mine, strict=True):
             start, size = bands.part_of(len(all_rows))
             # Only an axis that grows with the rows can be compared: on others, means are of other rows.
@@ -350,8 +360,8 @@ def first_other_function(
                 scale = float(all_rows.abs().mean()) + 1e-30
                 error = float((all_rows.narrow(0, start, size) - own).abs().max())
                 if not error <= tolerance * scale:
-                    return name
-    return None
+                    return i
+    return sys.maxsize
 
 
 _lock = threading.Lock()

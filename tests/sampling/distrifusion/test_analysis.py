@@ -130,6 +130,16 @@ class Plainly(nn.Module):
 REFUSALS = {
     "squeeze and excite": (SqueezeExcite, r"mean\(\) mixes rows"),
     "coordinates": (Coordinates, r"relative error .* \(first seen after arange\(\)\)"),
+    # History: the first convolution was named, as functions inside of its rule were taken for the model's.
+    "coordinates after others": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 3, 3, padding=1),
+            Coordinates(),
+        ),
+        r"relative error .* \(first seen after arange\(\)\)",
+    ),
     "attention by hand": (Plainly, r"softmax\(\) mixes rows"),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), "mixes rows"),
     "transposed": (lambda: nn.ConvTranspose2d(3, 3, 4, 2, 1), "conv_transpose2d mixes rows"),
