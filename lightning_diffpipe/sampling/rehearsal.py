@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,12 +51,7 @@ Predict = Callable[[Request], Tensor]
 
 
 def rehearse(
-    model: nn.Module,
-    links: Links,
-    request: Request,
-    layout: Layout,
-    num_patches: int,
-    predict: Predict,
+    links: Links, request: Request, layout: Layout, num_patches: int, predict: Predict
 ) -> None:
     """Compares a step in patches with a synchronous one; collective.
 
@@ -72,16 +66,11 @@ def rehearse(
     where = f"in {num_patches} patches"
     with failing(where):
         patches = predict(_showing(request, 2))
-    cause = partial(_cause, model, links, request, layout)
     error = relative_error(patches, whole)
-    refuse_if_other(
-        error, tolerance_of(model, request.latents), where, "all tokens", cause, REMEDY_OF_PATCHES
-    )
+    _refuse_if_other(links, request, layout, where, error, REMEDY_OF_PATCHES)
 
 
-def rehearse_sharing(
-    model: nn.Module, links: Links, request: Request, layout: Layout, predict: Predict
-) -> None:
+def rehearse_sharing(links: Links, request: Request, layout: Layout, predict: Predict) -> None:
     """Compares a step of ranks that share tokens with one of rank 0 alone; collective.
 
     Where all tokens at once do not fit into rank 0's memory, nothing is compared.
@@ -99,8 +88,7 @@ def rehearse_sharing(
         shared,
         "all tokens do not fit into memory at once; shared ones are not compared with them",
     )
-    cause = partial(_cause, model, links, request, layout)
-    refuse_if_other(error, tolerance_of(model, request.latents), where, "all tokens", cause, remedy)
+    _refuse_if_other(links, request, layout, where, error, remedy)
 
 
 def refuse_if_other(
@@ -120,18 +108,24 @@ def refuse_if_other(
         )
 
 
-def _cause(model: nn.Module, links: Links, request: Request, layout: Layout) -> str:
-    """Names the operator that mixes tokens, if one can be found; collective."""
+def _refuse_if_other(
+    links: Links, request: Request, layout: Layout, where: str, error: float, remedy: str
+) -> None:
+    model, latents = request.model, request.latents
 
     def mixing() -> str | None:
         with contextlib.suppress(Exception), finite_placeholders(model):
-            latents, t = request.latents, request.timesteps[0]
+            t = request.timesteps[0]
             return mixing_operator(model, request.denoise, latents, layout.axis, t)
         return None  # a model that cannot be looked at is refused all the same
 
-    if operator := links.broadcast_object(mixing):
-        return f"; the first operator that mixes tokens is {operator}"
-    return "; no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
+    def cause() -> str:
+        if operator := links.broadcast_object(mixing):
+            return f"; the first operator that mixes tokens is {operator}"
+        return "; no operator was found that mixes tokens, so perhaps a block makes positions for them by itself"
+
+    tolerance = tolerance_of(model, latents)
+    refuse_if_other(error, tolerance, where, "all tokens", cause, remedy)
 
 
 def _showing(request: Request, num_steps: int) -> Request:

@@ -52,6 +52,7 @@ from lightning_diffpipe.sampling.distrifusion.moments import (
     stale,
 )
 from lightning_diffpipe.sampling.statistics import Freshness
+from lightning_diffpipe.sampling.tracing.marks import Attend, answer_attention
 
 MODEL = "model"
 """The name of the model's own site; those inside begin with `model.`."""
@@ -227,17 +228,23 @@ class BandCall(ForwardOnlyRun, TorchFunctionMode):
         parts = [(got or {}).get(peer, x.new_zeros(shapes[peer].shape)) for peer in edges]
         return torch.cat([parts[0], x, parts[1]], -2)
 
-    def next_keys(self, key: Tensor) -> JointKeys | None:
-        """Returns where the image is among the keys of this attention; None if it may stay as it is."""
+    def attend(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        """Attends to keys and values `(B, heads, tokens, D)` of all bands; texts are those of this band."""
         joint = self._analysis.keys[self._num_attentions]
         self._num_attentions += 1
         if joint is not None and self._step.alone:
             self._note_keys(key, joint)
-            return None
-        return joint
+        elif joint is not None:
+            if options.get("attn_mask") is not None or options.get("is_causal"):
+                raise unsupported("attention of the image with a mask")
+            key, value = self._with_all_bands(key, value, joint)
+        return attend(query, key, value, **options)
 
-    def with_all_bands(self, key: Tensor, value: Tensor, joint: JointKeys) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values `(B, heads, tokens, D)` of all bands, with this band's texts around them."""
+    def _with_all_bands(
+        self, key: Tensor, value: Tensor, joint: JointKeys
+    ) -> tuple[Tensor, Tensor]:
         start, stop = joint.before, key.shape[-2] - joint.after
         mine = torch.stack([key[..., start:stop, :], value[..., start:stop, :]]).contiguous()
         others = self._exchange.swap(
@@ -392,25 +399,9 @@ def group_norm(
     return normalised(x, num_groups, moments, weight, bias, eps)
 
 
-def attention(
-    call: BandCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **kwargs: Any,
-) -> Tensor:
+def attention(call: BandCall, *args: Any, **kwargs: Any) -> Tensor:
     """Attends to the keys and values of all bands."""
-    joint = call.next_keys(key)
-    if joint is not None:
-        if attn_mask is not None or is_causal:
-            raise unsupported("attention of the image with a mask")
-        key, value = call.with_all_bands(key, value, joint)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, **kwargs
-    )
+    return answer_attention(call.attend, F.scaled_dot_product_attention, args, kwargs)
 
 
 def interpolate(call: BandCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

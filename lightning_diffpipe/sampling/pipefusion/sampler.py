@@ -232,7 +232,7 @@ class PipeFusion:
         return self.num_patches > 1 and patches_flow
 
     def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
-        rehearse(self.model, self.links, request, layout, self.num_patches, predict)
+        rehearse(self.links, request, layout, self.num_patches, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
         """Raises an error unless rows can be shared, and stepped apart."""

@@ -58,7 +58,7 @@ class SequenceParallel(PipeFusion):
         return self.sequence_links.num_ranks > 1
 
     def _rehearse(self, request: Request, layout: Layout, predict: Predict) -> None:
-        rehearse_sharing(self.model, self.sequence_links, request, layout, predict)
+        rehearse_sharing(self.sequence_links, request, layout, predict)
 
     def _refuse(self, layout: Layout, request: Request) -> None:
         layout.split_units(self.sequence_links.num_ranks, "the number of ranks")
