@@ -412,7 +412,7 @@ class Schedule:
         """
         found = cache(flow_of)
         for i in program:
-            flow = found(type(i), i.stage) if isinstance(i, Staged) else None
+            flow = found(type(i), i.stage) if isinstance(i, Staged) else None  # type: ignore[arg-type]
             if flow is None or not isinstance(i, Staged):
                 yield None
             else:
