@@ -15,6 +15,7 @@ from typing import ClassVar
 import hydra
 import pytest
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
@@ -52,6 +53,42 @@ def test_without_a_verb_all_verbs_are_listed(capsys, monkeypatch):
     assert out.startswith("diffpipe VERB [group=option] [key=value] ...")
     for verb in cli.VERBS:
         assert f"\n  {verb}" in out
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--help"), ("train", "--help"), ("show", "none")])
+def test_what_only_prints_composes_its_config_once(arguments, capsys, monkeypatch):
+    """History: `hydra.main` does so twice, and for `--help` a hundred times, three times as long as its import."""
+    composed, begin = [], ConfigLoaderImpl._parse_overrides_and_create_caching_repo
+
+    def begun(*given):
+        composed.append(given)
+        return begin(*given)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo", begun)
+    monkeypatch.setattr(hydra, "main", lambda **_: pytest.fail("the config is composed twice"))
+    call(capsys, monkeypatch, *arguments)
+    assert len(composed) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
+    """History: `diffpipe plan --help | head` ended with a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "lightning_diffpipe.cli", *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_an_unknown_verb_ends_with_the_code_of_wrong_calls(capsys, monkeypatch):
+    assert call(capsys, monkeypatch, "shw")[0] == 2
 
 
 def test_every_verb_has_its_config():

@@ -7,14 +7,16 @@ put back before the function runs, because Lightning starts further processes wi
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import inspect
 import os
 import re
+import string
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
@@ -75,6 +78,8 @@ _FLAGS = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *_VALUED,
 )
+# Verbs without processes, sweeps and folders of runs, that shall answer at once.
+_PRINTING = ("plan", "show", "diff")
 _CONF = "pkg://lightning_diffpipe.conf"
 
 
@@ -184,7 +189,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     sys.argv = [whole[0], *_named(name, arguments)]
     _refuse_arguments(sys.argv[1:])
     try:
-        hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+        _call(name, task)
     except OSError as error:
         if begun or error.filename is None or isinstance(error, HydraException):
             raise
@@ -209,6 +214,59 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(reasons))
     if failures:
         raise failures[0]
+
+
+def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
+    """Calls a task with the config that `sys.argv` asks for, or prints the help of a verb."""
+    flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
+    settings = [argument for argument in sys.argv[1:] if argument not in flags]
+    if flags and flags <= {"--help", "-h"}:
+        with _reader_may_leave():
+            _print_help(_composed(name, settings))
+    elif name in _PRINTING and not flags and not any(s.startswith("hydra") for s in settings):
+        with _reader_may_leave():
+            task(_composed(name, settings))
+    else:
+        hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Ends without a word if whoever reads what is printed has gone, such as `head`; with the code of SIGPIPE."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer would be an error once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _composed(name: str, settings: Sequence[str]) -> DictConfig:
+    """Composes the config of a verb once; `hydra.main` does so twice, to know before whether this is a sweep."""
+    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
+        config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    own = copy.deepcopy(config)
+    with flag_override(own, ["struct", "readonly"], False):
+        own.pop("hydra")
+    return own
+
+
+def _print_help(config: DictConfig) -> None:
+    """Prints the help of a verb as its config says, like Hydra, which reads all groups anew for each of them."""
+    folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.is_dir()]
+    options = {
+        folder.name: sorted(
+            file.name.removesuffix(".yaml")
+            for file in folder.iterdir()
+            if file.name.endswith(".yaml")
+        )
+        for folder in sorted(folders, key=lambda each: each.name)
+    }
+    groups = [f"{group}: {', '.join(names)}\n" for group, names in options.items() if names]
+    template = string.Template(HydraConfig.get().help.template)
+    print(template.substitute(APP_CONFIG_GROUPS="".join(groups), CONFIG=OmegaConf.to_yaml(config)))
 
 
 def _flatten(config: Any, prefix: str = "") -> Iterator[str]:
@@ -350,14 +408,16 @@ def main() -> None:
     if name in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
         lines = [f"  {verb:{width}}  {summary}" for verb, (summary, _) in VERBS.items()]
-        print("diffpipe VERB [group=option] [key=value] ...", "", *lines, "", sep="\n")
-        print("diffpipe VERB --help lists the groups and settings of a verb;")
-        print("diffpipe VERB --cfg job prints the composed config without running it.")
+        with _reader_may_leave():
+            print("diffpipe VERB [group=option] [key=value] ...", "", *lines, "", sep="\n")
+            print("diffpipe VERB --help lists the groups and settings of a verb;")
+            print("diffpipe VERB --cfg job prints the composed config without running it.")
         return
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"verbs: {', '.join(VERBS)}"
-        sys.exit(f"diffpipe: there is no verb {name!r}; {hint}")
+        print(f"diffpipe: there is no verb {name!r}; {hint}", file=sys.stderr)
+        sys.exit(2)
     # Modules of the user's own are looked for where the command is called, as `python -m` does.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
