@@ -268,6 +268,24 @@ def read_loras(
     return read
 
 
+def refuse_scales(given: Mapping[str, Any]) -> None:
+    """Refuses a scale that pipelines hand to the layers of LoRAs, of which there are none in weights.
+
+    Args:
+        given: Arguments of the pipeline's call.
+
+    Raises:
+        ConfigurationError: There is one that would change the picture in diffusers.
+    """
+    for name, value in given.items():
+        scale = value.get("scale", 1) if isinstance(value, Mapping) else 1
+        if name.endswith("attention_kwargs") and scale != 1:
+            raise ConfigurationError(
+                f"{name} has scale={scale}, but LoRAs are added to the weights here, before any call: give each "
+                f"its scale where the model is opened, loras={{FILE: {scale}}}, and leave it out of {name}"
+            )
+
+
 def adapted(
     weights: Weights, part: str, model: nn.Module, loras: Collection[StoredLora]
 ) -> Weights:

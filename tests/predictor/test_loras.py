@@ -79,6 +79,21 @@ def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
     assert abs(pixels(got) - pixels(without)).max() > 8
 
 
+@pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
+def test_a_scale_that_would_be_ignored_is_refused(saved):
+    """History: in diffusers it scales LoRAs; here they are in the weights, and pictures differed without a word."""
+    _, folder = saved
+    options = {"num_inference_steps": 1, **tiny.options_of("stable_diffusion")}
+    predictor = Predictor.from_pretrained(
+        folder / "model", "single", loras={folder / "first": 1.0}, alone=True
+    )
+    with pytest.raises(ConfigurationError, match=r"cross_attention_kwargs has scale=0\.3.*loras="):
+        predictor(["a"], cross_attention_kwargs={"scale": 0.3}, **options)
+    assert predictor(["a"], cross_attention_kwargs={"scale": 1.0}, **options)
+    without = Predictor.from_pretrained(folder / "model", "single", alone=True)
+    assert without(["a"], cross_attention_kwargs={"scale": 0.3}, **options)
+
+
 def as_kohya_writes(folder, alpha):
     """The same adapters under the names of Kohya's scripts, which ComfyUI reads, too."""
     weights = {}
