@@ -235,7 +235,7 @@ def check_request(
         refuse_method(source, method)
     else:
         assert isinstance(source, DiffusersFolder)
-        source.check_images(settings)
+        source.check_adapters(settings)
         rows = _checked_rows(source, settings)
     if method == "pipefusion" and rows is not None and (num_patches or 0) > rows:
         raise ConfigurationError(

@@ -305,6 +305,18 @@ def kept_young() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def fakes_failing_quietly() -> Iterator[None]:
+    """Keeps torch from printing a traceback for each operator that fails on fake tensors."""
+    reports = logging.getLogger("torch._subclasses.fake_tensor")
+    level = reports.level
+    reports.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        reports.setLevel(level)
+
+
 def forget_fakes(mode: TrackedFakeMode) -> None:
     """Removes fake tensors that the step left in caches outside the copy (class attributes, lru_cache).
 

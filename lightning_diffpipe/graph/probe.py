@@ -38,6 +38,7 @@ from lightning_diffpipe.graph.placement import (
     TrackedFakeMode,
     fake_batch,
     fake_copy,
+    fakes_failing_quietly,
     forget_fakes,
     is_placeholder,
     kept_young,
@@ -317,16 +318,9 @@ def _on_fakes(
     mode: TrackedFakeMode,
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
-    reports = logging.getLogger("torch._subclasses.fake_tensor")
-    level = reports.level
-    # It reports operators that fail on fake tensors; the probe goes on with real ones.
-    reports.setLevel(logging.CRITICAL)
-    try:
-        with rng.preserved(host=True):
-            copy = fake_copy(root, mode)
-            return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
-    finally:
-        reports.setLevel(level)
+    with fakes_failing_quietly(), rng.preserved(host=True):  # the probe goes on with real ones
+        copy = fake_copy(root, mode)
+        return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
 
 
 def fold(

@@ -549,8 +549,12 @@ def dry_run_of(call: PipelineCall) -> Call:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
         Exception: What the pipeline's own checks raise.
     """
-    # Callbacks are for true latents.
-    arguments = {n: each for n, each in call.arguments.items() if not n.startswith("callback")}
+    # Callbacks are for true latents; what they ask for is checked before there are some.
+    arguments = {
+        n: each
+        for n, each in call.arguments.items()
+        if not (n.startswith("callback") and callable(each))
+    }
     quiet = replace(call, arguments=arguments)
     found, timesteps = _one_run(quiet, None)
     if not found.phases:

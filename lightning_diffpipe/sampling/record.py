@@ -74,7 +74,7 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 class _Asked:
-    """Stands for a part that can be called, counted and iterated over."""
+    """Stands for a part that can be called, counted, iterated over and indexed."""
 
     def _ask(self, name: str, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
@@ -87,6 +87,9 @@ class _Asked:
 
     def __iter__(self) -> Iterator[Any]:  # over the layers of a text encoder
         return (getattr(self, str(index)) for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:  # one of several ControlNets
+        return getattr(self, str(range(len(self))[index]))
 
 
 class Recorder(_Asked):

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from lightning_diffpipe.graph.placement import (
     TrackedFakeMode,
     fake_batch,
     fake_copy,
+    fakes_failing_quietly,
     forget_fakes,
     is_placeholder,
     kept_young,
@@ -47,7 +49,13 @@ from lightning_diffpipe.sampling.ip_adapters import (
     with_ip_adapters,
 )
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
-from lightning_diffpipe.sampling.loras import adapted, add_to_others, add_to_part, read_loras
+from lightning_diffpipe.sampling.loras import (
+    adapted,
+    add_to_others,
+    add_to_part,
+    read_loras,
+    refuse_scales,
+)
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
@@ -284,27 +292,34 @@ class DiffusersFolder:
         for name, entry in entries.items():
             if _is_component(entry) and entry[0] == "diffusers":
                 kind = getattr(diffusers, entry[1])
-                config = _config(kind, self._path / name)
-                is_module = issubclass(kind, nn.Module)
                 parts[name] = (
-                    skeleton(kind, config, torch.device("cpu"), torch.float32)
-                    if is_module
-                    else kind.from_config(config)
+                    self._outline_of(name, kind)
+                    if issubclass(kind, nn.Module)
+                    else kind.from_config(_config(kind, self._path / name))
                 )
         pipeline = cls(**parts | {self.name: self.denoiser} | self._given)
         self._save_memory(pipeline)
         return pipeline
 
-    def check_images(self, settings: Settings) -> None:
-        """Raises ConfigurationError unless IP-Adapters are given what they read, and it is given none without."""
+    def _outline_of(self, name: str, cls: Any) -> nn.Module:
+        one, cpu = _class_of_each(cls.__name__), torch.device("cpu")
+        if one is None:
+            return skeleton(cls, _config(cls, self._path / name), cpu, torch.float32)
+        folders = _folders_of(self._path, name)
+        return cls([skeleton(one, _config(one, each), cpu, torch.float32) for each in folders])
+
+    def check_adapters(self, settings: Settings) -> None:
+        """Raises ConfigurationError unless adapters are given what they read, and no more."""
         name, pipeline = self._index["_class_name"], self._pipeline
         can_encode = pipeline is None or getattr(pipeline, "image_encoder", None) is not None
         refuse_images(name, self._has_ip_adapters, can_encode, settings.options)
+        if self._loras:
+            refuse_scales(settings.options)
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
         """Calls the pipeline around `sample`."""
         assert self._pipeline is not None, "only the rank that leads has text encoders"
-        self.check_images(settings)
+        self.check_adapters(settings)
         return draw_with(self._pipeline, self._device, settings, sample)
 
     def part(self, name: str) -> nn.Module:
@@ -336,7 +351,13 @@ class DiffusersFolder:
             )
             for number, lora in enumerate(self._loras)
         }
-        return Identity.of_folder(self._path / name, self._options["variant"], added)
+        variant, more = self._options["variant"], []
+        if _class_of_each(self._index[name][1]) is not None:
+            more = _folders_of(self._path, name)[1:]
+        for folder in more:
+            weights = Identity.of_folder(folder, variant, {}).weights
+            added |= {f"{folder.name}: {tensor}": digest for tensor, digest in weights.items()}
+        return Identity.of_folder(self._path / name, variant, added)
 
 
 def _model_index(
@@ -418,11 +439,24 @@ def _is_absent(entry: Any) -> bool:
     return isinstance(entry, list | tuple) and list(entry) == [None, None]
 
 
+def _class_of_each(class_name: str) -> Any:
+    """Returns the class of each of several models that are one part, such as ControlNets; None of one model."""
+    name = class_name.removeprefix("Multi")
+    return None if name == class_name else getattr(diffusers, name, None)
+
+
+def _folders_of(path: Path, name: str) -> list[Path]:
+    """Returns the folders of several models that are one part: `controlnet`, `controlnet_1` and so on."""
+    more = (path / f"{name}_{number}" for number in itertools.count(1))
+    return [path / name, *itertools.takewhile(Path.is_dir, more)]
+
+
 def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: str) -> None:
     """Lets parts of a class be refused whose files do not hold them, of which their libraries warn at most."""
     if library not in ("diffusers", "transformers"):
         return
-    cls = getattr(importlib.import_module(library), class_name, None)
+    cls = _class_of_each(class_name) if library == "diffusers" else None
+    cls = cls or getattr(importlib.import_module(library), class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         return
     load = cls.from_pretrained
@@ -432,12 +466,12 @@ def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: 
             part, found = load(folder, **options, output_loading_info=True)
         except Exception as error:
             raise CheckpointError(
-                f"cannot read the {class_name} in {folder}: {error}; a download that broke off? Copy it again"
+                f"cannot read the {cls.__name__} in {folder}: {error}; a download that broke off? Copy it again"
             ) from error
         missing, more = found["missing_keys"], found["unexpected_keys"]
-        refuse_names(class_name, str(folder), missing, len(part.state_dict()))
+        refuse_names(cls.__name__, str(folder), missing, len(part.state_dict()))
         if library == "diffusers":  # text encoders are often stored in a larger model
-            refuse_names(class_name, str(folder), more, None)
+            refuse_names(cls.__name__, str(folder), more, None)
         return part
 
     checks.enter_context(replaced_in_this_thread(cls, "from_pretrained", load_whole))
@@ -516,7 +550,11 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
     except Exception as error:
         raise ConfigurationError(
             f"{name} ends in {type(error).__name__} before anything is denoised, with a denoiser that predicts "
-            f"zeros: {error}; if it does so in diffusers alone, take another scheduler or other arguments"
+            f"zeros: {error}; "
+            + (
+                _no_step_left(call)
+                or "if it does so in diffusers alone, take another scheduler or other arguments"
+            )
         ) from error
     _refuse_shapes(request)
     try:
@@ -528,6 +566,24 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
         if hasattr(drawn, attribute):
             return getattr(drawn, attribute)
     return drawn if isinstance(drawn, Tensor | list) else drawn[0]
+
+
+def _no_step_left(call: PipelineCall) -> str:
+    """Says that too little is changed of a picture for a step, which pipelines answer with an error of torch."""
+    defaults = inspect.signature(type(call.pipeline).__call__).parameters
+    given = {
+        name: call.arguments.get(name, defaults[name].default)
+        for name in ("strength", "num_inference_steps")
+        if name in defaults
+    }
+    if len(given) < 2 or not all(isinstance(value, Real) for value in given.values()):
+        return ""
+    strength, num_steps = given["strength"], given["num_inference_steps"]
+    if strength * num_steps >= 1:
+        return ""
+    return (
+        f"strength={strength} of num_inference_steps={num_steps} is less than a step: raise either"
+    )
 
 
 def _refuse_shapes(request: Call) -> None:
@@ -546,7 +602,7 @@ def _refuse_shapes(request: Call) -> None:
         with mode, torch.no_grad():
             model(**fake_batch(request.steps[0][0], mode))
 
-    with kept_young():
+    with kept_young(), fakes_failing_quietly():
         try:
             run()
         except _NEEDS_VALUES as error:

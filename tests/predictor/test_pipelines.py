@@ -18,11 +18,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from lightning_diffpipe.data.glyphs import GlyphDataset
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.model_sources import check_request, open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import Step, _Generator, restored
+from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import draw_each, failure_of_each_rank
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
@@ -80,6 +82,30 @@ def controlnet(folder):
         **parts, controlnet=perturbed(control), requires_safety_checker=False
     )
     return pipeline, {"image": picture(), **SIZE}
+
+
+def several_controlnets(folder):
+    """In a folder for each, which are one part; one of them stops early. History: such folders were not opened."""
+    parts = build("stable_diffusion", folder).components
+    controls = [
+        perturbed(
+            diffusers.ControlNetModel.from_unet(
+                parts["unet"], conditioning_embedding_out_channels=(4, 8)
+            )
+        )
+        for _ in range(2)
+    ]
+    for parameter in controls[1].parameters():
+        parameter.data.mul_(0.5)
+    pipeline = diffusers.StableDiffusionControlNetPipeline(
+        **parts, controlnet=controls, requires_safety_checker=False
+    )
+    return pipeline, {
+        "image": [picture(), mask()],
+        "controlnet_conditioning_scale": [1.0, 0.7],
+        "control_guidance_end": [0.5, 1.0],
+        **SIZE,
+    }
 
 
 def base(folder):
@@ -175,8 +201,8 @@ def with_sigmas(folder):
 KINDS = {
     f.__name__: f
     for f in (
-        img2img, inpainting, inpainting_by_mixing, controlnet, base, refiner, sd3_img2img, sd3_controlnet,
-        two_transformers, chroma, rescaled, rescaled_video, with_timesteps,
+        img2img, inpainting, inpainting_by_mixing, controlnet, several_controlnets, base, refiner, sd3_img2img,
+        sd3_controlnet, two_transformers, chroma, rescaled, rescaled_video, with_timesteps,
         with_sigmas, samples_in_a_list,
     )
 }  # fmt: skip
@@ -558,7 +584,7 @@ def test_samples_may_share_a_generator(folder_of):
     ],
 )  # fmt: skip
 def test_tensors_that_the_denoiser_cannot_take_are_named_before_anything_is_drawn(
-    kind, options, message, folder_of
+    kind, options, message, folder_of, capfd
 ):
     """History: NaN were final latents that are not finite, please report; wrong shapes an error of torch."""
     predictor = Predictor.from_pretrained(folder_of(kind), "single")
@@ -566,6 +592,27 @@ def test_tensors_that_the_denoiser_cannot_take_are_named_before_anything_is_draw
     prompts = None if "prompt_embeds" in options else ["a", "b"]
     with pytest.raises(ConfigurationError, match=message):
         predictor(prompts, num_inference_steps=2, **options_of(kind) | options)
+    assert "Traceback" not in capfd.readouterr().err, "torch reports what fails on fake tensors"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"callback_on_step_end_tensor_inputs": ["noise"]}, r"tensor_inputs` has to be in .*noise"),
+        ({"callback_on_step_end": 3}, "'int' object is not callable"),
+        ({"image": picture(), "strength": 0.1},
+         "strength=0.1 of num_inference_steps=4 is less than a step: raise either"),
+    ],
+)  # fmt: skip
+def test_what_no_loop_can_use_is_refused_before_anything_is_drawn(options, message, folder_of):
+    """History: what callbacks ask for was checked by each rank in the middle, and ended in a bare ValueError."""
+    cls = "StableDiffusionImg2ImgPipeline" if "image" in options else None
+    predictor = Predictor.from_pretrained(
+        folder_of("stable_diffusion"), "single", pipeline_class=cls
+    )
+    predictor._sample = lambda *_: pytest.fail("ranks have begun")
+    with pytest.raises(ConfigurationError, match=message):
+        predictor(["a", "b"], num_inference_steps=4, **options)
 
 
 def test_sigmas_of_ones_own(folder_of):
@@ -892,6 +939,24 @@ def stale_part(folder, to, part):
     name = max(tensors)
     save_file(tensors | {name: tensors[name] * 1.00001}, file)
     return copied, name
+
+
+def test_each_of_several_controlnets_is_looked_at(saved, tmp_path):
+    """Where requests are checked, where ranks are compared, and where weights are missing."""
+    path, options, _ = saved("several_controlnets")
+    settings = Settings(prompts_of("any"), **SETTINGS, options=options)
+    source = open_source(path, False, torch.device("cpu"), torch.float32)
+    check_request(source, settings)
+    old, name = stale_part(path, tmp_path / "stale", "controlnet_1")
+    stale = open_source(old, False, torch.device("cpu"), torch.float32)
+    assert source.identity("controlnet").digest != stale.identity("controlnet").digest
+    file = old / "controlnet_1" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file({n: x for n, x in tensors.items() if n != name}, file)
+    with pytest.raises(
+        CheckpointError, match=f"controlnet_1 lacks 1 of .* tensors of ControlNetModel: {name}"
+    ):
+        Predictor.from_pretrained(old, "single")
 
 
 @pytest.mark.distributed
