@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from typing import Any
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -410,15 +411,14 @@ class Schedule:
 
         `fed` names the reader of what flows back, by the microbatch of the instruction.
         """
-        found = cache(flow_of)
+        found: Callable[[Any, int], Flow | None] = cache(flow_of)
         for i in program:
             flow = found(type(i), i.stage) if isinstance(i, Staged) else None  # type: ignore[arg-type]
             if flow is None or not isinstance(i, Staged):
                 yield None
             else:
-                yield self.message(
-                    flow, fed[i.microbatch] if flow.kind == "feedback" else i.microbatch
-                )
+                reader = fed[i.microbatch] if flow.kind == "feedback" else i.microbatch
+                yield self.message(flow, reader)
 
     def input_of(self, instruction: Instruction) -> Message | None:
         """Returns what an instruction reads from another stage, if anything."""
