@@ -40,7 +40,7 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
 )
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec
-from lightning_diffpipe.planning.schedules.list_scheduling import ListScheduling, Work
+from lightning_diffpipe.planning.schedules.list_scheduling import chain_programs
 
 
 def folded(profile: ModelProfile) -> ModelProfile:
@@ -103,39 +103,19 @@ def schedule_of_passes(
         placement: Where those of all passes do; from `unrolled`.
         num_microbatches: Microbatches of the batch.
     """
-    one_pass = spec(base, num_microbatches)
-    size, no_grad, last = base.num_stages, placement.no_grad, placement.num_stages - base.num_stages
-    firsts = range(0, last, size)
-    if not all(no_grad & {*range(first, first + size)} for first in firsts):
-        return Schedule(placement, num_microbatches, _greedy(placement, one_pass))
-    programs: list[Program] = []
-    for of_last in one_pass.programs:
-        program: list[Staged] = [  # forwards of all earlier passes come first, in waves
-            (ForwardNoGrad if first + i.stage in no_grad else Forward)(
-                first + i.stage, i.microbatch
-            )
-            for first in firsts
-            for i in of_last
-            if isinstance(i, Forward)
-        ]
-        for i in of_last:
-            assert isinstance(i, (Forward, Backward, BackwardInput, BackwardWeight))
-            program.append(replace(i, stage=last + i.stage))
-            if not isinstance(i, Forward):  # layers before the first pass may get gradients, too
-                others = (first + i.stage for first in reversed(firsts))
-                program += [replace(i, stage=stage) for stage in others if stage not in no_grad]
-        programs.append(tuple(program))
-    return Schedule(placement, num_microbatches, tuple(programs))
+    return widened(spec(base, num_microbatches), placement, base.num_stages)
 
 
-def widened(schedule: Schedule, placement: Placement) -> Schedule:
-    """Makes a schedule for a step that calls layers again before what was planned, where their weights lie.
+def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Schedule:
+    """Makes a schedule for a step that calls layers again before what is planned, where their weights lie.
 
-    Without gradients the added stages are waves of forwards; else list scheduling finds the order of all.
+    Passes without gradients become waves of forwards, stage by stage; backwards of stages in them that have
+    gradients follow those of the planned stages. For other passes list scheduling finds the order of all.
 
     Args:
-        schedule: Of the form that was planned, compute instructions only.
+        schedule: Of what is planned, compute instructions only.
         placement: Ends with the ranks of its stages.
+        pass_size: Stages of a pass; one that is without gradients has one without, at least.
 
     Example:
         >>> from lightning_diffpipe.planning.schedules.gpipe import gpipe
@@ -144,42 +124,29 @@ def widened(schedule: Schedule, placement: Placement) -> Schedule:
         ['1P0', '1P1', '3F0', '3F1', '3B0', '3B1']
     """
     size, more = schedule.num_microbatches, placement.num_stages - schedule.num_stages
+    no_grad = placement.no_grad
     planned = {more + stage for stage in schedule.placement.no_grad}
-    programs: tuple[Program, ...]
-    if placement.no_grad == planned | {*range(more)}:
-        programs = tuple(
-            (
-                *(
-                    ForwardNoGrad(stage, microbatch)
-                    for stage in placement.stages_of(rank)
-                    if stage < more
-                    for microbatch in placement.microbatches_of(stage, rank, size)
-                ),
-                *(replace(i, stage=more + i.stage) for i in program if isinstance(i, Staged)),
-            )
-            for rank, program in enumerate(schedule.programs)
-        )
-    else:
-        programs = _greedy(placement, schedule)
-    return Schedule(placement, size, programs)
-
-
-def _greedy(placement: Placement, one_pass: Schedule) -> tuple[Program, ...]:
-    """Orders all passes by list scheduling; backwards run in two parts where they do in a schedule of one."""
-    num_microbatches = one_pass.num_microbatches
-    splits = any(isinstance(i, BackwardInput) for program in one_pass.programs for i in program)
-    order: dict[type[Work], int] = {Forward: 0, ForwardNoGrad: 0, Backward: 1}
-    if splits:
-        order = {BackwardInput: 0, Forward: 1, ForwardNoGrad: 1, BackwardWeight: 2, Backward: 2}
-    most = placement.num_stages - 1
-    orders = ListScheduling(
-        placement,
-        num_microbatches,
-        lambda kind, stage: 2 if kind is Backward else 1,
-        lambda stage: most if stage == 0 else num_microbatches,
-        splits,
-    )
-    return orders.programs(lambda work: (order[type(work)], work.microbatch, -work.stage))
+    passes = (range(first, first + pass_size) for first in range(0, more, pass_size))
+    if no_grad - {*range(more)} != planned or not all(no_grad & {*stages} for stages in passes):
+        splits = any(isinstance(i, BackwardInput) for program in schedule.programs for i in program)
+        most = placement.num_stages - 1
+        return Schedule(placement, size, chain_programs(placement, size, most, splits))
+    programs: list[Program] = []
+    for rank, own in enumerate(schedule.programs):
+        program: list[Staged] = [
+            (ForwardNoGrad if stage in no_grad else Forward)(stage, microbatch)
+            for stage in placement.stages_of(rank)
+            if stage < more
+            for microbatch in placement.microbatches_of(stage, rank, size)
+        ]
+        for i in own:
+            assert isinstance(i, Staged)
+            program.append(replace(i, stage=more + i.stage))
+            if isinstance(i, (Backward, BackwardInput, BackwardWeight)):
+                calls = reversed(range(i.stage % pass_size, more, pass_size))
+                program += [replace(i, stage=stage) for stage in calls if stage not in no_grad]
+        programs.append(tuple(program))
+    return Schedule(placement, size, tuple(programs))
 
 
 def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:

@@ -178,31 +178,43 @@ def _found_once(programs: Callable[..., tuple[Program, ...]]) -> Callable[..., P
     return program
 
 
+def chain_programs(
+    placement: Placement,
+    num_microbatches: int,
+    most_in_flight: int,
+    splits_backward: bool,
+    later_first: bool = True,
+) -> tuple[Program, ...]:
+    """Orders one chain of stages that take equally long: forwards first, or gradients of inputs if backwards split.
+
+    Args:
+        placement: Where its stages run.
+        num_microbatches: Of the batch.
+        most_in_flight: Microbatches that are under way at a time.
+        splits_backward: Backwards run in two parts.
+        later_first: Of work for one microbatch the later stage comes first.
+    """
+    order: dict[type[Work], int] = {Forward: 0, ForwardNoGrad: 0, Backward: 1}
+    if splits_backward:
+        order = {BackwardInput: 0, Forward: 1, ForwardNoGrad: 1, BackwardWeight: 2, Backward: 2}
+    sign = -1 if later_first else 1
+    orders = ListScheduling(
+        placement,
+        num_microbatches,
+        lambda kind, stage: 2 if kind is Backward else 1,
+        lambda stage: most_in_flight if stage == 0 else num_microbatches,
+        splits_backward,
+    )
+    return orders.programs(lambda work: (order[type(work)], work.microbatch, sign * work.stage))
+
+
 @_found_once
 def _v_program(
     placement: Placement, num_microbatches: int, splits_backward: bool
 ) -> tuple[Program, ...]:
     num_ranks = placement.num_ranks
-    if splits_backward:
-        most = num_ranks + (num_ranks + 1) // 4
-        order: dict[type[Work], int] = {
-            BackwardInput: 0,
-            Forward: 1,
-            BackwardWeight: 2,
-            Backward: 2,
-        }
-    else:
-        most, order = 2 * num_ranks - 1, {Forward: 0, Backward: 1}
-    up = 1 if splits_backward else -1
-
-    orders = ListScheduling(
-        placement,
-        num_microbatches,
-        lambda kind, stage: 2 if kind is Backward else 1,
-        lambda stage: most if stage == 0 else num_microbatches,
-        splits_backward,
-    )
-    return orders.programs(lambda work: (order[type(work)], work.microbatch, up * work.stage))
+    most = num_ranks + (num_ranks + 1) // 4 if splits_backward else 2 * num_ranks - 1
+    return chain_programs(placement, num_microbatches, most, splits_backward, not splits_backward)
 
 
 v = ScheduleSpec(
