@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from itertools import accumulate, pairwise
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.codec import Node, read_value, stored
@@ -48,8 +48,7 @@ class LayerRun:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
+class _Sums(NamedTuple):
     """Running sums over the layers of a backbone: entry `i` is the sum of the first `i` layers."""
 
     forward: tuple[float, ...]
@@ -106,11 +105,12 @@ class CostModel:
     def sums(self, backbone: int, samples: float) -> _Sums:
         """Returns running sums of the times of all layers, for that many samples."""
         layers = self.profile.backbones[backbone].layers
-        return _Sums(
-            _running(layer.forward_s.at(samples) for layer in layers),
-            _running(layer.backward_s.at(samples) for layer in layers),
-            _running(layer.weight_gradient_at(samples) for layer in layers),
+        times = (
+            [layer.forward_s.at(samples) for layer in layers],
+            [layer.backward_s.at(samples) for layer in layers],
+            [layer.weight_gradient_at(samples) for layer in layers],
         )
+        return _Sums(*(tuple(accumulate(each, initial=0.0)) for each in times))
 
     @_remembered
     def work_s(self, backbone: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
@@ -273,10 +273,6 @@ class CostModel:
         return tuple(accumulate((getattr(layer, name) for layer in layers), initial=0))
 
 
-def _running(times: Iterable[float]) -> tuple[float, ...]:
-    return tuple(accumulate(times, initial=0.0))
-
-
 Table = tuple[tuple[float, ...], ...]
 TABLES = ("forward_s", "backward_s", "weight_gradient_s", "activation_s", "gradient_s")
 
@@ -315,7 +311,7 @@ class PipelineCosts:
         encode_s: By frozen part.
         all_reduce_s: Summing the gradients of its stages, by rank.
         all_gather_s: Exchange of the frozen results.
-        holds_sender: See `Costs`.
+        holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
         split_s: What `BackwardInput` and `BackwardWeight` together take longer than `Backward`; nothing
             if empty.
         first_layers: Where the stages begin that these are the costs of; empty where that is not known.
@@ -335,18 +331,18 @@ class PipelineCosts:
     first_layers: tuple[int, ...] = ()
 
     def compute_s(self, instruction: Compute) -> float:
-        """See `Costs`."""
+        """Returns the time on the rank."""
         match instruction:
             case Forward(stage, microbatch) | ForwardNoGrad(stage, microbatch):
                 return self.forward_s[stage][microbatch]
             case Backward(stage, microbatch):
                 return self.backward_s[stage][microbatch]
-            case BackwardInput(stage, microbatch):
+            case BackwardInput(stage, microbatch) | BackwardWeight(stage, microbatch):
                 whole_s = self.backward_s[stage][microbatch]
-                weight_s = self._weight_s(stage, microbatch)
-                return whole_s - weight_s + self._added_s(stage, microbatch)
-            case BackwardWeight(stage, microbatch):
-                return self._weight_s(stage, microbatch) + self._added_s(stage, microbatch)
+                # Rounding, or a plan by hand, may exceed the whole.
+                weight_s = min(self.weight_gradient_s[stage][microbatch], whole_s)
+                half_s = weight_s if isinstance(instruction, BackwardWeight) else whole_s - weight_s
+                return half_s + (self.split_s[stage][microbatch] / 2 if self.split_s else 0.0)
             case Encode(part):
                 return self.encode_s[part]
             case UpdateWeights(stage):  # of a schedule that gives every rank one stage, in order
@@ -355,23 +351,14 @@ class PipelineCosts:
 
     def repeated(self, num_batches: int) -> PipelineCosts:
         """Returns the same for so many batches in a row."""
-
-        def longer(table: Table) -> Table:
-            return tuple(row * num_batches for row in table)
-
-        tables: dict[str, Any] = {n: longer(getattr(self, n)) for n in (*TABLES, "split_s")}
+        tables: dict[str, Any] = {
+            name: tuple(row * num_batches for row in getattr(self, name))
+            for name in (*TABLES, "split_s")
+        }
         return replace(self, sizes=self.sizes * num_batches, **tables)
 
-    def _weight_s(self, stage: int, microbatch: int) -> float:
-        """Returns the weight-gradient part of a backward; rounding, or a plan by hand, may exceed the whole."""
-        return min(self.weight_gradient_s[stage][microbatch], self.backward_s[stage][microbatch])
-
-    def _added_s(self, stage: int, microbatch: int) -> float:
-        """Returns what splitting adds to either half of a backward."""
-        return self.split_s[stage][microbatch] / 2 if self.split_s else 0.0
-
     def message_s(self, message: Message) -> float:
-        """See `Costs`."""
+        """Returns the time for which a message occupies its link; it arrives at the end of it."""
         if message.kind == "gradient":
             return self.gradient_s[message.stage][message.microbatch]
         return self.activation_s[message.stage][message.microbatch]
@@ -381,11 +368,11 @@ class PipelineCosts:
         return sum(sum(row) for table in (self.activation_s, self.gradient_s) for row in table)
 
     def reduce_s(self, rank: int) -> float:
-        """See `Costs`."""
+        """Returns the time to sum this rank's gradients, from when all ranks that share them are ready."""
         return self.all_reduce_s[rank] if self.all_reduce_s else 0.0
 
     def exchange_s(self) -> float:
-        """See `Costs`."""
+        """Returns the time to exchange all frozen results, from when all ranks are ready."""
         return self.all_gather_s
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import lcm
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.cost import PipelineCosts
@@ -64,7 +64,7 @@ class TickCosts:
         feedback: Time on the link from the last stage back to the first.
         reduce: Gradient reduction at the end.
         exchange: Exchange of frozen results.
-        holds_sender: See `Costs`.
+        holds_sender: As in `PipelineCosts`, and so are the methods.
     """
 
     forward: PerStage = 1
@@ -80,7 +80,7 @@ class TickCosts:
     holds_sender: bool = False
 
     def compute_s(self, instruction: Compute) -> float:
-        """See `Costs`."""
+        """Returns the time on the rank."""
         match instruction:
             case Forward(stage, _):
                 return _at(self.forward, stage)
@@ -98,21 +98,16 @@ class TickCosts:
                 return _at(self.encode, part)
 
     def message_s(self, message: Message) -> float:
-        """See `Costs`."""
-        match message.kind:
-            case "activation":
-                return _at(self.activation, message.stage)
-            case "gradient":
-                return _at(self.gradient, message.stage)
-            case "feedback":
-                return float(self.feedback)
+        """Returns the time on the link."""
+        of_stage = {"activation": self.activation, "gradient": self.gradient}
+        return _at(of_stage.get(message.kind, self.feedback), message.stage)
 
     def reduce_s(self, rank: int) -> float:
-        """See `Costs`."""
+        """Returns the time to sum gradients."""
         return float(self.reduce)
 
     def exchange_s(self) -> float:
-        """See `Costs`."""
+        """Returns the time to exchange frozen results."""
         return float(self.exchange)
 
 
@@ -120,24 +115,7 @@ def _at(value: PerStage, index: int) -> float:
     return float(value[index] if isinstance(value, Sequence) else value)
 
 
-class Costs(Protocol):
-    """How long things take, in seconds."""
-
-    def compute_s(self, instruction: Compute) -> float:
-        """Returns the time on the rank."""
-
-    @property
-    def holds_sender(self) -> bool:
-        """Whether the rank that sends can do nothing else while its message is on the link."""
-
-    def message_s(self, message: Message) -> float:
-        """Returns the time for which the message occupies its link; it arrives at the end of it."""
-
-    def reduce_s(self, rank: int) -> float:
-        """Returns the time to sum this rank's gradients, from when all ranks that share them are ready."""
-
-    def exchange_s(self) -> float:
-        """Returns the time to exchange all frozen results, from when all ranks are ready."""
+Costs = PipelineCosts | TickCosts
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int] = ()) -> Timeline:
