@@ -19,7 +19,7 @@ from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile, Seconds
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.search import find_plan
 
 DISK_BYTES_PER_S = 200e6
@@ -110,17 +110,16 @@ def advise(
     if unknown:
         raise ConfigurationError(f"the profile has no encoders {sorted(unknown)}, but {names}")
     check_data(disk_bytes_per_s, num_samples, num_passes)
-    stored = cacheable_encoders(profile) if cacheable is None else tuple(cacheable)
-    stored = tuple(name for name in names if name in stored)
+    wanted = cacheable_encoders(profile) if cacheable is None else cacheable
+    stored = tuple(name for name in names if name in wanted)
     if filled is None:
         wish = replace(options, filling="auto")
         filled = find_plan(profile, cluster, wish, within_s=within_s)
     # Frozen work that takes no time fills no bubbles.
-    filling = "none" if len(stored) == len(names) else "auto"
-    wish = replace(options, filling=filling)
-    cached = find_plan(with_stored(profile, stored), cluster, wish, within_s=within_s)
+    wish = replace(options, filling="none" if len(stored) == len(names) else "auto")
+    reading, disk_s = with_stored(profile, stored, cluster, options, disk_bytes_per_s)
+    cached = find_plan(reading, cluster, wish, within_s=within_s)
     sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in stored)
-    disk_s = reading_s(profile, stored, cluster, options, disk_bytes_per_s)
     return CacheAdvice(
         filled.planned.iteration_s,
         cached.planned.iteration_s + disk_s,
@@ -143,10 +142,10 @@ def check_data(
     Raises:
         ConfigurationError: Names the one that is no positive number.
     """
-    values = {"num_samples": num_samples, "num_passes": num_passes}
-    known = {name: value for name, value in values.items() if value is not None}
-    for name, value in {"disk_bytes_per_s": disk_bytes_per_s, **known}.items():
-        require_number(name, value, above=0)
+    require_number("disk_bytes_per_s", disk_bytes_per_s, above=0)
+    for name, value in (("num_samples", num_samples), ("num_passes", num_passes)):
+        if value is not None:
+            require_number(name, value, above=0)
 
 
 def cacheable_encoders(profile: ModelProfile) -> tuple[str, ...]:
@@ -154,27 +153,23 @@ def cacheable_encoders(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(e.name for e in profile.encoders if e.cacheable is not False)
 
 
-def reading_s(
+def with_stored(
     profile: ModelProfile,
     names: Collection[str],
     cluster: Cluster,
     options: PlanOptions,
-    disk_bytes_per_s: float = DISK_BYTES_PER_S,
-) -> float:
-    """Returns seconds in which each rank reads the results of these encoders for its share of a step's samples."""
-    sample_bytes = sum(e.disk_bytes_per_sample for e in profile.encoders if e.name in names)
-    return options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
+    disk_bytes_per_s: float,
+) -> tuple[ModelProfile, float]:
+    """Returns the profile of a run that reads results of some encoders, and the seconds of reading in each step.
 
-
-def with_stored(profile: ModelProfile, names: Collection[str]) -> ModelProfile:
-    """Returns the profile of a run that reads results of some encoders: they take no time, but stay in memory."""
-    none = Seconds.per_sample(0.0)
-    return replace(
-        profile,
-        encoders=tuple(
-            replace(e, layers=tuple(replace(layer, forward_s=none) for layer in e.layers))
-            if e.name in names
-            else e
-            for e in profile.encoders
-        ),
-    )
+    They take no time then, but stay in memory; each rank reads its share of a step's samples.
+    """
+    none, encoders, sample_bytes = Seconds.per_sample(0.0), list[EncoderProfile](), 0
+    for encoder in profile.encoders:
+        if encoder.name in names:
+            sample_bytes += encoder.disk_bytes_per_sample
+            layers = tuple(replace(layer, forward_s=none) for layer in encoder.layers)
+            encoder = replace(encoder, layers=layers)
+        encoders.append(encoder)
+    read_s = options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
+    return replace(profile, encoders=tuple(encoders)), read_s

@@ -34,7 +34,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from graphlib import TopologicalSorter
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -96,16 +98,11 @@ def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
 def cheapest_group_size(
     seconds: Callable[[int], float], microbatch_sizes: Sequence[int], num_ranks: int
 ) -> int:
-    """Returns the samples on which frozen layers run at a time, where it is known what that costs.
+    """Returns the samples on which frozen layers run at a time, given the time of so many through all of them.
 
     Ranks take whole groups, within `SHARES_PERIOD` batches; half of one is lost in them on average. The size,
     a power of two of which each rank gets at least two, for which a rank's groups and that loss take least
     time.
-
-    Args:
-        seconds: Time of so many samples through all frozen layers at once.
-        microbatch_sizes: Samples of every microbatch.
-        num_ranks: Ranks that share the work.
 
     Example:
         >>> cheapest_group_size(lambda samples: samples, [16, 16], num_ranks=2)
@@ -182,13 +179,12 @@ def encode_parts(
     group_size: int = 1,
     groups: Sequence[int] | None = None,
 ) -> tuple[EncodePart, ...]:
-    """Shares the frozen work of a batch.
+    """Shares the frozen work of a batch over ranks.
 
     Args:
         microbatch_sizes: Samples of every microbatch, in order.
         num_ranks: Ranks that share the work.
-        splittable: Whether frozen layers may run for some samples of a microbatch only. If they mix
-            samples, every microbatch is one group.
+        splittable: Whether frozen layers may run for some samples of a microbatch only; else one is a group.
         group_size: Samples of a group, which stays on one rank; the last of a microbatch may have
             fewer.
         groups: How many groups each rank takes; as even as possible if not given.
@@ -217,14 +213,16 @@ def encode_parts(
     if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
         raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
     owners = (rank for rank, count in enumerate(groups) for _ in range(count))
-    pieces: list[tuple[int, int, int, int]] = []
-    for microbatch, size in enumerate(microbatch_sizes):
-        for start in range(0, size, group_size):
-            rank, stop = next(owners), min(start + group_size, size)
-            if pieces and pieces[-1][:2] == (rank, microbatch):
-                start = pieces.pop()[2]
-            pieces.append((rank, microbatch, start, stop))
-    return tuple(EncodePart(index, *piece) for index, piece in enumerate(pieces))
+    starts = [
+        (m, at) for m, size in enumerate(microbatch_sizes) for at in range(0, size, group_size)
+    ]
+    runs = groupby(zip(owners, starts, strict=True), key=lambda each: (each[0], each[1][0]))
+    parts: list[EncodePart] = []
+    for index, ((rank, microbatch), run) in enumerate(runs):
+        own = [start for _, (_, start) in run]
+        stop = min(own[-1] + group_size, microbatch_sizes[microbatch])
+        parts.append(EncodePart(index, rank, microbatch, own[0], stop))
+    return tuple(parts)
 
 
 MARGIN = 1e-9
@@ -257,8 +255,7 @@ class FrozenPiece:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenLayer:
+class FrozenLayer(NamedTuple):
     """A layer of frozen work, with its address and its time."""
 
     encoder: int
@@ -266,8 +263,7 @@ class FrozenLayer:
     seconds: Callable[[float], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A piece and where it goes: into the gap of its rank that begins at `gap_s`, or after all."""
 
     piece: FrozenPiece
@@ -295,20 +291,10 @@ class Filled:
 def frozen_layers(
     encoders: Sequence[EncoderProfile], group_size: int | None = None
 ) -> tuple[FrozenLayer, ...]:
-    """Lists all frozen layers in an order in which they can run: encoders after those they need.
-
-    Args:
-        encoders: The frozen encoders.
-        group_size: Samples on which a layer runs at a time; None for all at once.
-    """
-    order: list[int] = []
+    """Lists all frozen layers, of which each runs on a group at a time: encoders after those they need."""
     names = {encoder.name: index for index, encoder in enumerate(encoders)}
-    while len(order) < len(encoders):
-        order += [
-            index
-            for index, encoder in enumerate(encoders)
-            if index not in order and all(names[need] in order for need in encoder.needs)
-        ]
+    needs = {names[encoder.name]: [names[name] for name in encoder.needs] for encoder in encoders}
+    order = TopologicalSorter(needs).static_order()
     return tuple(
         FrozenLayer(index, number, partial(grouped_s, layer.forward_s.at, group_size=group_size))
         for index in order
@@ -339,9 +325,7 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
         timeline: Its timeline.
         placed: The pieces in the order in which they run; their indices count from 0.
     """
-    starts: list[dict[Instruction, float]] = [{} for _ in schedule.programs]
-    for span in timeline.spans:
-        starts[span.rank][span.instruction] = span.start_s
+    starts = {(span.rank, span.instruction): span.start_s for span in timeline.spans}
     has_gradients = not all(isinstance(i, ForwardNoGrad) for _, i in schedule.staged())
     reduction = (ReduceGradients(),) if has_gradients else ()
     programs, end_s = [], timeline.iteration_s
@@ -350,7 +334,7 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
         woven: list[Instruction] = []
         for instruction in (*program, *reduction):
             # A reduction that takes no time has no span: it comes after all gaps.
-            start_s = starts[rank].get(instruction, end_s)
+            start_s = starts.get((rank, instruction), end_s)
             while own and own[0].gap_s is not None and own[0].gap_s < start_s:
                 woven.append(Encode(own.popleft().piece.index))
             woven.append(instruction)

@@ -18,7 +18,6 @@ from lightning_diffpipe.planning.caching import (
     DISK_BYTES_PER_S,
     cacheable_encoders,
     check_data,
-    reading_s,
     with_stored,
 )
 from lightning_diffpipe.planning.cluster import Cluster
@@ -265,9 +264,8 @@ def _tries(
     parallel = {**any_shape, **alone, "schedule": DEFAULT_SCHEDULE}
     yield _Try("no pipeline: plain data parallelism", parallel, profile)
     if stored := cacheable_encoders(profile):
-        read_s = reading_s(profile, stored, cluster, options, disk_bytes_per_s)
-        what = f"storing encodings ({', '.join(stored)})"
-        yield _Try(what, same, with_stored(profile, stored), read_s)
+        reading, read_s = with_stored(profile, stored, cluster, options, disk_bytes_per_s)
+        yield _Try(f"storing encodings ({', '.join(stored)})", same, reading, read_s)
     if profile.encoders and options.filling == "none":
         what = "frozen work in the bubbles (filling=auto)"
         yield _Try(what, {**same, "filling": "auto"}, profile)
