@@ -250,9 +250,8 @@ class StageNeeds:
             needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
             if load.read or load.made:
                 alone = model.frozen_bytes + load.made - resident[first]
-                read = [
-                    load.read * model.read_bytes_per_sample(LayerRun(0, first, s)) for s in stops
-                ]
+                of_sample = model.read_bytes_from(first)
+                read = [load.read * of_sample[stop] for stop in stops]
                 needs = [
                     max(need + reads, alone + resident[stop] + max(load.working, 2 * reads))
                     for stop, need, reads in zip(stops, needs, read, strict=True)

@@ -224,6 +224,12 @@ class CostModel:
         return max((a + b for row in rows for a, b in pairwise(row)), default=0)
 
     @_remembered
+    def read_bytes_from(self, first: int) -> tuple[int, ...]:
+        """Returns bytes of the encodings that stages from this layer on read, by where they stop."""
+        stops = range(self.num_layers() + 1)
+        return tuple(self.read_bytes_per_sample(LayerRun(0, first, stop)) for stop in stops)
+
+    @_remembered
     def read_bytes_per_sample(self, run: LayerRun) -> int:
         """Returns bytes of the encodings that a stage of these layers reads."""
         return sum(
