@@ -260,12 +260,7 @@ class StageNeeds:
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
 
     def fastest(self, bounds: Bounds, limit_s: float) -> tuple[Cut, ...] | None:
-        """Finds, of the cuts that fit into memory, that of the smallest bound; None if none is below `limit_s`.
-
-        Args:
-            bounds: Of the same shape.
-            limit_s: Seconds.
-        """
+        """Finds, of the cuts that fit into memory, that of the smallest bound; None if none is below `limit_s`."""
         limit, num_layers = self.model.cluster.memory_bytes or math.inf, self.model.num_layers()
         reaches = [
             partial(bounds.reach, replicas=r, later_ranks=later, limit_s=limit_s)

@@ -318,13 +318,7 @@ def gaps_by_rank(timeline: Timeline) -> list[list[tuple[float, float]]]:
 
 
 def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> Filled:
-    """Puts pieces into the programs.
-
-    Args:
-        schedule: The pipeline alone, compute instructions only.
-        timeline: Its timeline.
-        placed: The pieces in the order in which they run; their indices count from 0.
-    """
+    """Puts pieces, in the order in which they run, into the programs of the pipeline alone."""
     starts = {(span.rank, span.instruction): span.start_s for span in timeline.spans}
     has_gradients = not all(isinstance(i, ForwardNoGrad) for _, i in schedule.staged())
     reduction = (ReduceGradients(),) if has_gradients else ()
@@ -355,13 +349,7 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
 def fill_by_shares(
     timeline: Timeline, layers: Sequence[FrozenLayer], steps: Sequence[int]
 ) -> tuple[Placed, ...]:
-    """Places the frozen work of a batch.
-
-    Args:
-        timeline: The pipeline alone.
-        layers: The frozen layers, in an order in which they can run.
-        steps: Samples of each piece of the pipeline's next batch that a rank may take or leave.
-    """
+    """Places the frozen work of a batch; `steps` are samples of the pieces that a rank takes or leaves."""
     placed: list[Placed] = []
     idle, gaps = timeline.idle_by_rank_s(), gaps_by_rank(timeline)
     step_s = sum(layer.seconds(sum(steps)) for layer in layers) / len(steps)
@@ -376,11 +364,6 @@ def fill_by_shares(
 
 def shares(idle_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
     """Returns how many groups of samples each rank encodes, so that all are done at the same time.
-
-    Args:
-        idle_s: Idle time of each rank.
-        group_s: Time of a group through all frozen layers.
-        num_groups: Groups to share.
 
     Example:
         >>> shares([4.0, 2.0, 0.0], group_s=1.0, num_groups=6), shares([0, 0], 1.0, 3)
@@ -413,11 +396,6 @@ def largest_remainders(exact: Sequence[float], total: int) -> tuple[int, ...]:
 
 def even_shares(busy_s: Sequence[float], group_s: float, num_groups: int) -> tuple[int, ...]:
     """Returns the shares with which all ranks are done at the same time, if none of them ever waits.
-
-    Args:
-        busy_s: What else each rank has to do.
-        group_s: Time of a group through all frozen layers.
-        num_groups: Groups to share.
 
     Example:
         >>> even_shares([1.0, 3.0], group_s=1.0, num_groups=4)

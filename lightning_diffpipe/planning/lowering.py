@@ -76,14 +76,10 @@ def lower(
 
 
 def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
-    """Adds communication to a part of a loop without end.
+    """Adds communication to a part of a loop without end, which `loop_program` made.
 
-    Receives of activations are posted first, those of gradients as soon as the activation was sent.
-
-    Args:
-        schedule: One batch by itself.
-        program: What a rank computes, from `loop_program`.
-        ring: Microbatches are numbered modulo this, more than are ever under way.
+    Microbatches are numbered modulo `ring`, more than are ever under way. Receives of activations are posted
+    first, those of gradients as soon as the activation was sent.
     """
     schedule = replace(schedule, num_microbatches=ring)
     program = tuple(
@@ -114,9 +110,6 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
 
     Whoever sends a message has read before what its program waits for before. So an activation has arrived when
     its gradient is there, if no earlier message said so; a gradient when a later activation is there.
-
-    Args:
-        schedule: With communication.
 
     Example:
         >>> from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
@@ -215,9 +208,6 @@ def num_posted_ahead(placement: Placement) -> int:
 
 def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, ...]], ...]:
     """Returns, by rank, the receives that begin before an instruction; those of an edge in the order of the sends.
-
-    Args:
-        schedule: With communication.
 
     Example:
         >>> from lightning_diffpipe.planning.lowering import lower

@@ -25,13 +25,7 @@ class Waiting(NamedTuple):
 def peak_samples_of(
     program: Program, stages: Sequence[int], sizes: Sequence[int]
 ) -> dict[int, Waiting]:
-    """Returns, by stage of a rank, the most samples, and microbatches, whose activations wait for a backward.
-
-    Args:
-        program: Of the rank.
-        stages: Those it holds.
-        sizes: Samples of each microbatch.
-    """
+    """Returns, by stage of a rank, the most samples, and microbatches, whose activations wait for a backward."""
     samples, microbatches = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0)
     most_samples, most_microbatches = dict(samples), dict(microbatches)
     for instruction in program:
@@ -144,14 +138,7 @@ def peak_memory_bytes(
     runs: Sequence[LayerRun],
     loads: Sequence[FrozenLoad] = (),
 ) -> tuple[int, ...]:
-    """Returns bytes of every rank at its fullest moment; see `rank_bytes`.
-
-    Args:
-        model: The cost model.
-        peaks: By rank and stage, from `peak_samples_of`.
-        runs: The layers of each stage.
-        loads: From `frozen_loads`; none if nothing is frozen.
-    """
+    """Returns bytes of every rank at its fullest moment; see `rank_bytes`."""
     given = loads or (None,) * len(peaks)
     return tuple(
         rank_bytes(model, of_stage, runs, load) for of_stage, load in zip(peaks, given, strict=True)

@@ -397,12 +397,6 @@ def chain_cuts(
 ) -> tuple[int, ...]:
     """Cuts all chains, neighbours in pairs, so that the fullest rank has as little as can be.
 
-    Args:
-        weights: Time, or bytes, of every layer.
-        starts: Where the chains begin.
-        num_stages: Of every chain; where there are several, a rank has one of each.
-        slack: See `opposite_cuts`.
-
     Returns:
         The first layer of every stage.
 
@@ -474,14 +468,10 @@ def _ways(
     limit: float,
     cost: Callable[[float, float, float], float],
 ) -> _Way | None:
-    """Finds the cheapest way to cut two chains if no rank needs more than a limit.
+    """Finds the cheapest way to cut two chains, by running sums, if no rank needs more than a limit of both.
 
-    Args:
-        a: Running sums over one chain.
-        b: Running sums over the other, from its end.
-        num_ranks: Ranks.
-        limit: The most that a rank may have of both together.
-        cost: Of a way, from that of a shorter one and what the next rank has of either chain.
+    The sums of the second chain are from its end. A way costs what `cost` makes of that of a shorter one and of
+    what the next rank has of either chain.
 
     Returns:
         Its cost, and how many layers of either chain lie before each rank, and in all; None if there is none.

@@ -95,14 +95,7 @@ def unrolled(base: Placement, backbone: BackboneProfile, runs: Sequence[LayerRun
 def schedule_of_passes(
     spec: ScheduleSpec, base: Placement, placement: Placement, num_microbatches: int
 ) -> Schedule:
-    """Makes a schedule of all passes.
-
-    Args:
-        spec: The schedule of one pass.
-        base: Where the stages of one pass run.
-        placement: Where those of all passes do; from `unrolled`.
-        num_microbatches: Microbatches of the batch.
-    """
+    """Makes a schedule of all passes."""
     return widened(spec(base, num_microbatches), placement, base.num_stages)
 
 

@@ -385,12 +385,6 @@ SAME_STEP = 1e-6
 def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: str) -> None:
     """Checks that the layers that a plan cuts are those of a model.
 
-    Args:
-        plan: The plan.
-        names: Of the model's layers, in order.
-        what: The model, for the message.
-        remedy: What to do if they are not.
-
     Raises:
         PlanError: The plan cuts others; names the first that differs.
     """

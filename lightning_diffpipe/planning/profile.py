@@ -31,7 +31,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, takewhile
+from itertools import chain, pairwise, takewhile
+from typing import Any
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.codec import Node, read_fields, stored, write
@@ -99,7 +100,7 @@ class Seconds:
         return Seconds(tuple((samples, factor * seconds) for samples, seconds in self.points))
 
     def to_plain(self) -> dict[str, float]:
-        """Returns the JSON form."""
+        """Writes the JSON form."""
         return {str(samples): seconds for samples, seconds in self.points}
 
     @classmethod
@@ -200,6 +201,10 @@ class Skip:
     bytes_per_sample: int
     made: int
     readers: tuple[int, ...]
+
+    def moved(self, to: Callable[[int], int]) -> Skip:
+        """Returns the same with other positions."""
+        return Skip(self.bytes_per_sample, to(self.made), tuple(map(to, self.readers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,12 +416,12 @@ class ModelProfile:
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
-        """Returns the layers of all backbones, one backbone after the other."""
+        """The layers of all backbones, one backbone after the other."""
         return tuple([layer for backbone in self.backbones for layer in backbone.layers])
 
     @property
     def frozen_layers(self) -> tuple[EncoderLayerProfile, ...]:
-        """Returns the layers of all encoders, one encoder after the other."""
+        """The layers of all encoders, one encoder after the other."""
         return tuple([layer for encoder in self.encoders for layer in encoder.layers])
 
     @property
@@ -460,38 +465,27 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
     """
     if len(profile.backbones) == 1:
         return _with_estimate(profile)
-    starts = tuple(accumulate((len(b.layers) for b in profile.backbones[:-1]), initial=0))
-    layers, skips, passing = [], list[Skip](), 0
-    total = sum(len(b.layers) for b in profile.backbones)
+    layers, skips, chains, passing = list[LayerProfile](), list[Skip](), [], 0
+    total = len(profile.layers)
     split_s = [b.split_s for b in profile.backbones if b.split_s]
-    for start, backbone in zip(starts, profile.backbones, strict=True):
-        ends, num_layers = backbone.layers[-1].boundary_bytes_per_sample, len(backbone.layers)
+    for backbone in profile.backbones:
+        start, num_layers = len(layers), len(backbone.layers)
+        chains.append((backbone.name, start))
         for layer in backbone.layers:
             across = layer.boundary_bytes_per_sample + passing
             if apart and layer is backbone.layers[-1]:
                 across = 0
             layers.append(replace(layer, boundary_bytes_per_sample=across))
-        skips += [
-            Skip(
-                skip.bytes_per_sample,
-                start + skip.made,
-                tuple([
-                    start + reader if reader < num_layers or apart else total
-                    for reader in skip.readers
-                ]),
-            )
-            for skip in backbone.skips
-        ]  # fmt: skip
-        passing += 0 if apart else ends
+        past = lambda at, by=start, stop=num_layers: by + at if at < stop or apart else total
+        skips += [skip.moved(past) for skip in backbone.skips]
+        passing += 0 if apart else backbone.layers[-1].boundary_bytes_per_sample
     whole = BackboneProfile(
         "+".join(b.name for b in profile.backbones),
         tuple(layers),
         next((b.repeated_s for b in profile.backbones if b.repeated_s), None),
         Seconds.sum(split_s) if split_s else None,
         tuple(sorted(skips, key=lambda skip: (skip.bytes_per_sample, skip.made))),
-        chains=tuple(zip([b.name for b in profile.backbones], starts, strict=True))
-        if apart
-        else (),
+        chains=tuple(chains) if apart else (),
     )
     return replace(profile, backbones=(whole,))
 
@@ -502,29 +496,22 @@ def _with_estimate(profile: ModelProfile) -> ModelProfile:
     if not share or backbone.passes:
         return profile
     size, nothing = len(backbone.layers), Seconds.per_sample(0.0)
-    first = [
-        replace(
-            layer,
-            backward_s=nothing,
-            weight_gradient_s=None,
-            activation_bytes_per_sample=0,
-            activation_bytes_per_microbatch=0,
-            gradient=False,
-        )
-        for layer in backbone.layers
-    ]
+    without: dict[str, Any] = {
+        "backward_s": nothing,
+        "weight_gradient_s": None,
+        "activation_bytes_per_sample": 0,
+        "activation_bytes_per_microbatch": 0,
+        "gradient": False,
+    }
+    first = [replace(layer, **without) for layer in backbone.layers]
     feedback = profile.self_conditioning.feedback_bytes_per_sample
     first[-1] = replace(first[-1], boundary_bytes_per_sample=feedback)
     again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in backbone.layers]
-
+    later = (skip.moved(lambda at: size + at) for skip in backbone.skips)
     both = replace(
         backbone,
         layers=(*first, *again),
-        skips=tuple(
-            replace(skip, made=start + skip.made, readers=tuple([start + r for r in skip.readers]))
-            for skip in backbone.skips
-            for start in (0, size)
-        ),
+        skips=tuple(chain.from_iterable(zip(backbone.skips, later, strict=True))),
         passes=((0, size), (size, 2 * size)),
         seen=FormsSeen(((share, 0), (1 - share, size)), shared=False) if share < 1 else FormsSeen(),
     )
@@ -548,18 +535,13 @@ def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
     for first, stop in pairwise((*starts, len(whole.layers))):
         passing = whole.layers[first - 1].boundary_bytes_per_sample if first else 0
         layers = [
-            replace(
-                layer, boundary_bytes_per_sample=max(layer.boundary_bytes_per_sample - passing, 0)
-            )
-            for layer in whole.layers[first:stop]
+            replace(x, boundary_bytes_per_sample=max(x.boundary_bytes_per_sample - passing, 0))
+            for x in whole.layers[first:stop]
         ]
         share = sum(times_s[first:stop]) / (sum(times_s) or 1.0)
+        inside = lambda at, first=first, stop=stop: min(at, stop) - first
         skips = [
-            Skip(
-                skip.bytes_per_sample,
-                skip.made - first,
-                tuple([min(reader, stop) - first for reader in skip.readers]),
-            )
+            skip.moved(inside)
             for skip in whole.skips  # what the loss reads of the last layer skips nothing here
             if first <= skip.made < stop - 1
         ]

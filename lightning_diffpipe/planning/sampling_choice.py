@@ -122,10 +122,6 @@ class SamplingWish:
     def admits(self, method: str, axes: Mapping[str, int]) -> bool:
         """Returns whether a method on a mesh is as asked.
 
-        Args:
-            method: Its name.
-            axes: Sizes of all axes.
-
         Example:
             >>> mesh = {"data": 1, "guidance": 2, "parallel": 4, "sequence": 1}
             >>> SamplingWish(parallel=4).admits("pipefusion", mesh)
@@ -511,10 +507,6 @@ def choose_sampling(
 
 def memory_of_rank(profile: DenoiserProfile, choice: SamplingChoice) -> int:
     """Returns bytes of the rank that needs most of them.
-
-    Args:
-        profile: Of the denoiser.
-        choice: How to sample.
 
     Example:
         >>> profile = DenoiserProfile(1.0, 0.0, 1, 1, 4, 64, 0, 0, key_value_bytes=800, sequence_bytes=0,

@@ -287,13 +287,7 @@ class Search:
                 self._climb(shape, cuts, bounds)
 
     def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
-        """Returns where to start moving layers, if that may lead to the best, in less time than to simulate it.
-
-        Args:
-            bounds: Those of its shape.
-            bound_s: What the pipeline takes at least, however layers are moved.
-            start: Cuts that are fast; where they do not fit, the fastest that do are returned.
-        """
+        """Returns where to start moving layers, if that may lead to the best, in less time than to simulate it."""
         if not self._is_better(self.least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
             return None
         if self.evaluator.fits(start):

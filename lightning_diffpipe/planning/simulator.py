@@ -260,12 +260,7 @@ class Outline:
 
 
 def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
-    """Returns when all ranks have the encodings of a batch that is encoded before the pipeline.
-
-    Args:
-        parts: Who encodes what, in the order of the programs.
-        costs: How long that takes, and the exchange.
-    """
+    """Returns when all ranks have the encodings of a batch that is encoded before the pipeline."""
     clock = dict.fromkeys((part.rank for part in parts), 0.0)
     for part in parts:
         clock[part.rank] += costs.compute_s(Encode(part.index))
@@ -273,13 +268,7 @@ def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
 
 
 def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
-    """Returns when the last rank is done.
-
-    Args:
-        outline: What happens in which order.
-        costs: How long things take; equally long for microbatches of equal size.
-        start_s: When all ranks begin.
-    """
+    """Returns when the last rank is done."""
     assert not outline.stuck, "a schedule of the search never ends"
     return _run(outline, costs, start_s)
 
@@ -319,12 +308,7 @@ def _run(
 
 
 def period_s(batch: Schedule, costs: PipelineCosts) -> float:
-    """Returns seconds between batches where none is waited for: what twice as many batches take longer.
-
-    Args:
-        batch: One batch by itself.
-        costs: Of one batch.
-    """
+    """Returns seconds between batches where none is waited for: what twice as many batches take longer."""
     few = 4 * batch.num_ranks
     ends_s = [
         makespan(outline_of(unrolled(batch, n), costs.sizes * n), costs.repeated(n))
@@ -334,12 +318,7 @@ def period_s(batch: Schedule, costs: PipelineCosts) -> float:
 
 
 def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
-    """Makes the outline of a schedule, with communication or without.
-
-    Args:
-        schedule: The programs.
-        sizes: Samples of each microbatch; equal sizes cost the same.
-    """
+    """Makes the outline of a schedule, with communication or without."""
     is_lowered = schedule.is_lowered
     schedule = schedule if is_lowered else with_collectives(schedule)
     numbers = _Numbers(schedule, sizes, is_lowered)

@@ -65,12 +65,7 @@ pipedream_2bw = ScheduleSpec(
 
 
 def unrolled(batch: Schedule, num_batches: int) -> Schedule:
-    """Makes a schedule of batches that follow without a flush, until the pipeline is drained at last.
-
-    Args:
-        batch: One batch by itself, without communication; its frozen work is done before every batch.
-        num_batches: How many.
-    """
+    """Makes a schedule of batches that follow without a flush, until the pipeline is drained at last."""
     placement, per_batch = batch.placement, batch.num_microbatches
     programs = tuple(
         loop_program(
