@@ -90,19 +90,16 @@ class Node:
 
     def check_keys(self, required: Iterable[str], optional: Iterable[str] = ()) -> Node:
         """Requires an object with all of `required` and nothing besides `optional`."""
-        if not isinstance(self.value, dict):
-            raise self.expected("an object")
         required = tuple(required)
         allowed = (*required, *optional)
-        for key in self.value:
+        for key in self.is_a(dict, "an object"):
             if key not in allowed:
                 raise self.error(
                     f"{self.source}: unknown key {self._address(key)!r}; "
                     f"known keys here: {', '.join(allowed)}"
                 )
         for key in required:
-            if key not in self.value:
-                raise self.error(f"{self.source}: missing key {self._address(key)!r}")
+            self[key]  # or it is missing
         return self
 
     def __contains__(self, key: str) -> bool:
@@ -110,36 +107,25 @@ class Node:
 
     def __getitem__(self, key: str) -> Node:
         """Returns the member `key` of an object."""
-        if not isinstance(self.value, dict):
-            raise self.expected("an object")
-        if key not in self.value:
+        members = self.is_a(dict, "an object")
+        if key not in members:
             raise self.error(f"{self.source}: missing key {self._address(key)!r}")
-        return Node(self.value[key], self._address(key), self.error, self.source)
+        return Node(members[key], self._address(key), self.error, self.source)
 
     def members(self) -> Iterator[tuple[str, Node]]:
         """Yields keys and members of an object."""
-        if not isinstance(self.value, dict):
-            raise self.expected("an object")
-        for key in self.value:
+        for key in self.is_a(dict, "an object"):
             yield key, self[key]
 
     def elements(self) -> Iterator[Node]:
         """Yields the elements of an array."""
-        if not isinstance(self.value, list):
-            raise self.expected("an array")
-        for index, value in enumerate(self.value):
+        for index, value in enumerate(self.is_a(list, "an array")):
             yield Node(value, f"{self.where}[{index}]", self.error, self.source)
 
-    def text(self) -> str:
-        """Returns this value as a string."""
-        if not isinstance(self.value, str):
-            raise self.expected("a string")
-        return self.value
-
-    def flag(self) -> bool:
-        """Returns this value as true or false."""
-        if not isinstance(self.value, bool):
-            raise self.expected("true or false")
+    def is_a(self, kind: type[_T], what: str) -> _T:
+        """Returns this value, which has to be of a type that people call `what`."""
+        if not isinstance(self.value, kind):
+            raise self.expected(what)
         return self.value
 
     def number(self, minimum: float = 0.0, maximum: float = math.inf) -> float:
@@ -278,5 +264,5 @@ def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType(
     if hint is float:
         return node.number(maximum=how.get("maximum", math.inf))
     if hint is str:
-        return node.text()
-    return node.flag() if hint is bool else read(hint, node)
+        return node.is_a(str, "a string")
+    return node.is_a(bool, "true or false") if hint is bool else read(hint, node)

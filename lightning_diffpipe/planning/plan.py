@@ -110,7 +110,7 @@ def _read_programs(plan: Node, key: str) -> tuple[Program, ...]:
     members = (
         (text, placement.only_stage_of(rank)) for rank in ranks for text in [texts[str(rank)]]
     )
-    return tuple(text.made(parse_program, text.text(), stage) for text, stage in members)
+    return tuple(text.made(parse_program, read_value(str, text), stage) for text, stage in members)
 
 
 def _texts_of_programs(plan: PipelinePlan, name: str) -> dict[str, str]:
