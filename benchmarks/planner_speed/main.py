@@ -78,7 +78,7 @@ def random_model(num_layers: int) -> ModelProfile:
 def run(case: Case) -> dict[str, object]:
     """Plans once; returns CPU seconds and what was found."""
     profile, link = random_model(case.num_layers), Link(1e6, 1e-5)
-    model, whole = CostModel(profile, Cluster(case.num_ranks)), LayerRun(0, 0, case.num_layers)
+    model, whole = CostModel(profile, Cluster(case.num_ranks)), LayerRun(0, case.num_layers)
     need = model.resident_bytes(whole) + model.activation_bytes(whole, 1)
     memory = None if case.memory_share is None else int(case.memory_share * need)
     cluster = Cluster(case.num_ranks, 8, memory, link, link)

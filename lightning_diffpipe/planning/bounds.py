@@ -84,19 +84,19 @@ class Bounds:
     @cached_property
     def _start_s(self) -> tuple[float, ...]:
         """Returns for each layer the earliest time at which a microbatch can reach it."""
-        return self.model.sums(0, self.shape.sizes[-1]).forward
+        return self.model.sums(self.shape.sizes[-1]).forward
 
     @cached_property
     def _end_s(self) -> tuple[float, ...]:
         """Returns for each layer the shortest time from there back to the first layer."""
         if self.shape.spec.splits_backward or self.model.is_folded:
-            return (0.0,) * (self.model.num_layers() + 1)
-        return self.model.sums(0, self.shape.sizes[-1]).backward
+            return (0.0,) * (self.model.num_layers + 1)
+        return self.model.sums(self.shape.sizes[-1]).backward
 
     def _work_s(self, replicas: int) -> tuple[float, ...]:
         """Returns running sums over layers of the busiest replica's work."""
         if replicas not in self._works:
-            self._works[replicas] = self.model.work_s(0, self.shape.sizes[::replicas])
+            self._works[replicas] = self.model.work_s(self.shape.sizes[::replicas])
         return self._works[replicas]
 
     def stage_s(self, first: int, stop: int, replicas: int, back_s: float = 0.0) -> float:
@@ -129,7 +129,7 @@ class Bounds:
         cluster, size = self.model.cluster, self.shape.sizes[-1]
         links = (cluster.p2p, cluster.p2p_between_hosts or cluster.p2p)
         # Where ranks hold several stages, skips may stay where they are.
-        stays_on_rank = bool(self._placement and self.model.profile.backbones[0].skips)
+        stays_on_rank = bool(self._placement and self.model.backbone.skips)
         for stage, (first, stop, replicas) in enumerate(cuts):
             more_s = 0.0
             if self._placement:
@@ -140,8 +140,8 @@ class Bounds:
                 # Until that is reached a rank has nothing to do, nor after that stage's last backward.
                 more_s = sum(work[cuts[s][1]] - work[cuts[s][0]] for s in later)
             bound_s = max(bound_s, link_s + more_s + self.stage_s(first, stop, replicas, link_s))
-            if stop < self.model.num_layers() and not stays_on_rank:
-                num_bytes = self.model.boundary_bytes(LayerRun(0, first, stop), size)
+            if stop < self.model.num_layers and not stays_on_rank:
+                num_bytes = self.model.boundary_bytes(LayerRun(first, stop), size)
                 link_s += min(link.seconds(num_bytes) for link in links)
         return bound_s
 
@@ -153,17 +153,17 @@ class Bounds:
     @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
         """Returns running sums over layers of the bytes that are summed over replicas."""
-        return self.model.byte_sums(0, "gradient_bytes")
+        return self.model.byte_sums("gradient_bytes")
 
     def reach(self, first: int, replicas: int, later_ranks: int, limit_s: float) -> int:
         """Returns how far a stage from `first` on can reach to be bound by `limit_s`, and to fit into memory.
 
         Of memory weights and activations count, with that many ranks of the pipeline after it.
         """
-        stop, limit = self.model.num_layers(), self.model.cluster.memory_bytes
+        stop, limit = self.model.num_layers, self.model.cluster.memory_bytes
         if limit is not None:
             alive = self.alive_sizes(replicas, later_ranks)
-            needs = self.model.need_bytes(0, sum(alive), len(alive))
+            needs = self.model.need_bytes(sum(alive), len(alive))
             left = limit - self.model.frozen_bytes + needs[first]
             stop = bisect_right(needs, left * (1 + _SLACK)) - 1
         stops, bound_s = range(first + 1, stop + 1), partial(self.stage_s, first, replicas=replicas)
@@ -189,7 +189,7 @@ class Bounds:
             A lower bound on the step, for any cuts with these replicas, and cuts that meet it within a thousandth,
             or come close (see `greedy_cuts`); None if there are none within `limit_s` or memory.
         """
-        num_layers, later = self.model.num_layers(), ranks_after(replicas)
+        num_layers, later = self.model.num_layers, ranks_after(replicas)
 
         def within(limit: float) -> tuple[int, ...] | None:
             reach = lambda stage, first: self.reach(first, replicas[stage], later[stage], limit)
@@ -233,8 +233,8 @@ class StageNeeds:
 
         ranks = frame.pipeline.placement.stage_ranks
         held = (frozenset(held_by(stage, r) for r in own) for stage, own in enumerate(ranks))
-        stops = range(1, model.num_layers() + 1)
-        boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, 0, stop), 1) for stop in stops)
+        stops = range(1, model.num_layers + 1)
+        boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, stop), 1) for stop in stops)
         return cls(model, tuple(map(len, ranks)), tuple(held), boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
@@ -243,9 +243,9 @@ class StageNeeds:
         Of an exchange counts what is read here, not what is packed for others, which depends on all cuts.
         """
         model, boundary, rows = self.model, self.boundary_bytes, []
-        resident = model.need_bytes(0, 0, 0)
+        resident = model.need_bytes(0, 0)
         for waiting, load in self.held[stage]:
-            kept, (before, after) = model.need_bytes(0, *waiting), boundary_samples(waiting)
+            kept, (before, after) = model.need_bytes(*waiting), boundary_samples(waiting)
             fixed = model.frozen_bytes + load.beside + before * boundary[first] - kept[first]
             needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
             if load.read or load.made:
@@ -261,7 +261,7 @@ class StageNeeds:
 
     def fastest(self, bounds: Bounds, limit_s: float) -> tuple[Cut, ...] | None:
         """Finds, of the cuts that fit into memory, that of the smallest bound; None if none is below `limit_s`."""
-        limit, num_layers = self.model.cluster.memory_bytes or math.inf, self.model.num_layers()
+        limit, num_layers = self.model.cluster.memory_bytes or math.inf, self.model.num_layers
         reaches = [
             partial(bounds.reach, replicas=r, later_ranks=later, limit_s=limit_s)
             for r, later in zip(self.replicas, ranks_after(self.replicas), strict=True)
@@ -284,9 +284,9 @@ class StageNeeds:
         """Finds the cut whose fullest rank needs least; None if all need `below_bytes` or more."""
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
-            kept = self.model.need_bytes(0, *max(self.held[stage])[0])
+            kept = self.model.need_bytes(*max(self.held[stage])[0])
             most = below_bytes - self.model.frozen_bytes + kept[first]
             stops = range(stops.start, min(stops.stop, bisect_right(kept, most)))
             return zip(stops, self.need_bytes(stage, first, stops), strict=True)
 
-        return best_chain(self.model.num_layers(), self.replicas, needed, below_bytes)
+        return best_chain(self.model.num_layers, self.replicas, needed, below_bytes)

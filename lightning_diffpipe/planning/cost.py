@@ -35,15 +35,14 @@ from lightning_diffpipe.planning.instruction import (
     ForwardNoGrad,
     UpdateWeights,
 )
-from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.profile import BackboneProfile, ModelProfile
 from lightning_diffpipe.planning.schedule import Message, Placement, route
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Layers `first` (inclusive) to `stop` (exclusive) of a backbone."""
+    """Layers `first` (inclusive) to `stop` (exclusive)."""
 
-    backbone: int
     first: int
     stop: int
 
@@ -92,19 +91,25 @@ class CostModel:
     is_folded: bool = False
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def num_layers(self, backbone: int = 0) -> int:
-        """Counts the layers of a backbone."""
-        return len(self.profile.backbones[backbone].layers)
+    @property
+    def backbone(self) -> BackboneProfile:
+        """What is cut: all backbones, joined."""
+        return self.profile.backbones[0]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of it."""
+        return len(self.backbone.layers)
 
     @property
     def starts(self) -> tuple[int, ...]:
         """Where chains begin whose stages run apart, in opposite directions; `(0,)` if there is one."""
-        return tuple([first for _, first in self.profile.backbones[0].chains]) or (0,)
+        return tuple([first for _, first in self.backbone.chains]) or (0,)
 
     @_remembered
-    def sums(self, backbone: int, samples: float) -> _Sums:
+    def sums(self, samples: float) -> _Sums:
         """Returns running sums of the times of all layers, for that many samples."""
-        layers = self.profile.backbones[backbone].layers
+        layers = self.backbone.layers
         times = (
             [layer.forward_s.at(samples) for layer in layers],
             [layer.backward_s.at(samples) for layer in layers],
@@ -113,19 +118,19 @@ class CostModel:
         return _Sums(*(tuple(accumulate(each, initial=0.0)) for each in times))
 
     @_remembered
-    def work_s(self, backbone: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    def work_s(self, sizes: tuple[int, ...]) -> tuple[float, ...]:
         """Returns running sums of forwards and backwards of all layers, for all microbatches of these sizes."""
-        total = [0.0] * (self.num_layers(backbone) + 1)
+        total = [0.0] * (self.num_layers + 1)
         for size, count in Counter(sizes).items():
-            sums = self.sums(backbone, size)
+            sums = self.sums(size)
             for i, (f, b) in enumerate(zip(sums.forward, sums.backward, strict=True)):
                 total[i] += count * (f + b)
         return tuple(total)
 
     @_remembered
-    def need_bytes(self, backbone: int, samples: float, microbatches: int) -> tuple[float, ...]:
+    def need_bytes(self, samples: float, microbatches: int) -> tuple[float, ...]:
         """Returns running sums of what all layers keep, with activations of that many samples."""
-        runs = [LayerRun(backbone, 0, stop) for stop in range(self.num_layers(backbone) + 1)]
+        runs = [LayerRun(0, stop) for stop in range(self.num_layers + 1)]
         return tuple(
             self.resident_bytes(run) + self.activation_bytes(run, samples, microbatches)
             for run in runs
@@ -133,28 +138,27 @@ class CostModel:
 
     def forward_s(self, run: LayerRun, samples: float) -> float:
         """Returns seconds of the forward of a microbatch of that many samples."""
-        sums = self.sums(run.backbone, samples).forward
-        repeated = self.profile.backbones[run.backbone].repeated_s
+        sums = self.sums(samples).forward
+        repeated = self.backbone.repeated_s
         again_s = repeated.at(samples) if repeated is not None and run.first else 0.0
         return again_s + sums[run.stop] - sums[run.first]
 
     def backward_s(self, run: LayerRun, samples: float) -> float:
         """Returns seconds of the whole backward of a microbatch."""
-        sums = self.sums(run.backbone, samples).backward
+        sums = self.sums(samples).backward
         return sums[run.stop] - sums[run.first]
 
     def weight_gradient_s(self, run: LayerRun, samples: float) -> float:
         """Returns seconds of the part of the backward that only makes weight gradients."""
-        sums = self.sums(run.backbone, samples).weight_gradient
+        sums = self.sums(samples).weight_gradient
         return sums[run.stop] - sums[run.first]
 
     def split_s(self, run: LayerRun, samples: float) -> float:
         """Returns what two halves of the backward take longer than the whole."""
-        backbone = self.profile.backbones[run.backbone]
-        whole_s = self.sums(run.backbone, samples).backward[-1]
-        if backbone.split_s is None or not whole_s:
+        split_s, whole_s = self.backbone.split_s, self.sums(samples).backward[-1]
+        if split_s is None or not whole_s:
             return 0.0
-        return backbone.split_s.at(samples) * self.backward_s(run, samples) / whole_s
+        return split_s.at(samples) * self.backward_s(run, samples) / whole_s
 
     def parameter_bytes(self, run: LayerRun) -> int:
         """Returns bytes of the parameters."""
@@ -171,9 +175,10 @@ class CostModel:
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Returns bytes of all tensors that are alive across the cut after the run."""
-        layers = self.profile.backbones[run.backbone].layers
-        last = run.stop == len(layers)
-        return 0.0 if last else samples * layers[run.stop - 1].boundary_bytes_per_sample
+        last = run.stop == self.num_layers
+        return (
+            0.0 if last else samples * self.backbone.layers[run.stop - 1].boundary_bytes_per_sample
+        )
 
     def crossing_bytes(self, runs: Sequence[LayerRun], placement: Placement) -> tuple[int, ...]:
         """Returns bytes of a sample that travel after every stage: without what later ranks have already."""
@@ -181,7 +186,7 @@ class CostModel:
         if placement.num_stages == placement.num_ranks:
             return tuple(crossing)
         stops = [run.stop for run in runs]
-        for skip in self.profile.backbones[0].skips:
+        for skip in self.backbone.skips:
             maker, *readers = (
                 min(bisect_right(stops, at), len(runs) - 1) for at in (skip.made, *skip.readers)
             )
@@ -195,10 +200,10 @@ class CostModel:
 
     def nested_bytes(self, first: int, stop: int) -> float:
         """Returns bytes of a sample over two cuts, if layers before `first` and from `stop` on share a rank."""
-        layers, num_bytes = self.profile.backbones[0].layers, 0.0
+        layers, num_bytes = self.backbone.layers, 0.0
         for cut in (first, stop):
             num_bytes += layers[cut - 1].boundary_bytes_per_sample
-        for skip in self.profile.backbones[0].skips:
+        for skip in self.backbone.skips:
             inside = any(first <= reader < stop for reader in skip.readers)
             if skip.made < first and skip.readers[-1] >= stop:
                 num_bytes -= (1 if inside else 2) * skip.bytes_per_sample
@@ -226,8 +231,8 @@ class CostModel:
     @_remembered
     def read_bytes_from(self, first: int) -> tuple[int, ...]:
         """Returns bytes of the encodings that stages from this layer on read, by where they stop."""
-        stops = range(self.num_layers() + 1)
-        return tuple(self.read_bytes_per_sample(LayerRun(0, first, stop)) for stop in stops)
+        stops = range(self.num_layers + 1)
+        return tuple(self.read_bytes_per_sample(LayerRun(first, stop)) for stop in stops)
 
     @_remembered
     def read_bytes_per_sample(self, run: LayerRun) -> int:
@@ -269,13 +274,13 @@ class CostModel:
         return self.parameter_bytes(run) + trained * (1 + self.optimizer_bytes_factor)
 
     def _sum_bytes(self, run: LayerRun, name: str) -> int:
-        sums = self.byte_sums(run.backbone, name)
+        sums = self.byte_sums(name)
         return sums[run.stop] - sums[run.first]
 
     @_remembered
-    def byte_sums(self, backbone: int, name: str) -> tuple[int, ...]:
+    def byte_sums(self, name: str) -> tuple[int, ...]:
         """Returns running sums over all layers of a number of bytes in their profiles."""
-        layers = self.profile.backbones[backbone].layers
+        layers = self.backbone.layers
         return tuple(accumulate((getattr(layer, name) for layer in layers), initial=0))
 
 
@@ -485,6 +490,6 @@ def pipeline_costs(
         ),
         all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
-        split_s=table(model.split_s) if any(b.split_s for b in model.profile.backbones) else (),
+        split_s=table(model.split_s) if model.backbone.split_s else (),
         first_layers=tuple([run.first for run in runs]),
     )

@@ -83,7 +83,7 @@ class Proposal:
     @property
     def runs(self) -> tuple[LayerRun, ...]:
         """Layers of every stage."""
-        return tuple(LayerRun(0, first, stop) for first, stop, _ in self.cuts)
+        return tuple(LayerRun(first, stop) for first, stop, _ in self.cuts)
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,18 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.calls = self.model
-        backbone = self.model.profile.backbones[0]
+        backbone = self.model.backbone
         if backbone.passes or len(backbone.seen.forms) > 1:
             factor = self.model.optimizer_bytes_factor
             self.model = CostModel(folded(self.model.profile), self.model.cluster, factor, True)
 
     def runs(self, proposal: Proposal) -> tuple[LayerRun, ...]:
         """Returns the calls of every stage, of all passes; a rank alone runs them as they come."""
-        backbone = self.calls.profile.backbones[0]
+        backbone = self.calls.backbone
         if not backbone.passes:
             return proposal.runs
         if proposal.shape.num_ranks == 1:
-            return (LayerRun(0, 0, len(backbone.layers)),)
+            return (LayerRun(0, len(backbone.layers)),)
         return runs_of(backbone, proposal.cuts)
 
     def unfilled(self) -> Evaluator:
@@ -231,7 +231,7 @@ class Evaluator:
         shape = proposal.shape
         base = shape.placement(proposal.replicas)
         placement = base
-        backbone = self.calls.profile.backbones[0]
+        backbone = self.calls.backbone
         if backbone.passes and shape.num_ranks > 1:
             placement = unrolled(base, backbone, self.runs(proposal))
         ticks: Ticks = ()
@@ -271,7 +271,7 @@ class Evaluator:
                 step_s = period_s(prefix_frozen(frame.pipeline.schedule(), frame.parts), costs)
             else:
                 step_s = self._expected_s(proposal, costs)
-            if self.model.profile.backbones[0].skips:
+            if self.model.backbone.skips:
                 step_s += LINK_SHARE * costs.link_s() / shape.num_ranks
             if self.fills:
                 busy_s = [0.0] * shape.num_ranks
@@ -288,7 +288,7 @@ class Evaluator:
 
     def _expected_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
         """Simulates the pipeline over the forms that its microbatches take."""
-        frame, seen = self.frame(proposal), self.calls.profile.backbones[0].seen
+        frame, seen = self.frame(proposal), self.calls.backbone.seen
         pipeline, start_s = frame.pipeline, exchanged_s(frame.parts, costs) if frame.parts else 0.0
         if len(seen.forms) == 1:
             return makespan(pipeline.outline(()), costs, start_s)
@@ -309,7 +309,7 @@ class Evaluator:
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns for each form the first stage that it does not leave out."""
         stops = [run.stop for run in self.runs(proposal)]
-        forms = self.calls.profile.backbones[0].seen.forms
+        forms = self.calls.backbone.seen.forms
         return tuple(bisect_right(stops, first) for _, first in forms)
 
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
@@ -379,7 +379,7 @@ class Evaluator:
             **self._sent_bytes(proposal),
         )
         forms: tuple[tuple[float, int], ...] = ()
-        seen = self.calls.profile.backbones[0].seen
+        seen = self.calls.backbone.seen
         if len(seen.forms) > 1:
             planned = replace(planned, expected_s=self._expected_s(proposal, costs))
             shares = (share for share, _ in seen.forms)
@@ -401,7 +401,7 @@ class Evaluator:
             schedule.programs,
             planned,
             costs,
-            layers=tuple(layer.name for layer in self.calls.profile.backbones[0].layers),
+            layers=tuple(layer.name for layer in self.calls.backbone.layers),
             forms=forms,
         )
 
@@ -416,9 +416,9 @@ class Evaluator:
         )
         sent = {"sent_bytes": samples * sum(apart)}
         if shape.spec.place and not shape.spec.opposite:
-            work = model.work_s(0, shape.sizes)
+            work = model.work_s(shape.sizes)
             firsts = minimax_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
-            runs = [LayerRun(0, 0, first) for first in firsts[1:]]
+            runs = [LayerRun(0, first) for first in firsts[1:]]
             sent["chain_sent_bytes"] = samples * round(
                 sum(model.boundary_bytes(r, 1) for r in runs)
             )
@@ -467,7 +467,7 @@ class Evaluator:
         placement, size = self.frame(proposal).pipeline.placement, proposal.shape.num_stages
         # Ranks are named where they are not those after the ranks of the stage before.
         several = placement.num_stages > placement.num_ranks
-        backbone = self.model.profile.backbones[0]
+        backbone = self.model.backbone
         chains, stages = backbone.chains or ((backbone.name, 0),), list[Stage]()
         for index, run in enumerate(self.runs(proposal)):
             name, start = chains[bisect_right(self.model.starts, run.first) - 1]

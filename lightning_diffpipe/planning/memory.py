@@ -179,7 +179,7 @@ def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[
         if stage + 1 not in peak:
             num_bytes += model.boundary_bytes(run, after)
         if stage - 1 not in peak and run.first:
-            num_bytes += model.boundary_bytes(LayerRun(run.backbone, 0, run.first), before)
+            num_bytes += model.boundary_bytes(LayerRun(0, run.first), before)
     return num_bytes
 
 

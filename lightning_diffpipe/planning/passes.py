@@ -151,7 +151,7 @@ def _calls(backbone: BackboneProfile, first: int, stop: int) -> list[LayerRun]:
         until = start + stop
         if stop == end - start and is_last:
             until = len(backbone.layers)
-        runs.append(LayerRun(0, begin, until))
+        runs.append(LayerRun(begin, until))
         before = end
     return runs
 

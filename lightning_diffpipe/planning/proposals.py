@@ -128,7 +128,7 @@ def _chained_shapes(
 
 def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> Iterator[Shape]:
     """Yields shapes with several stages on each rank, without replicas."""
-    wanted, num_layers = options.num_stages, model.num_layers()
+    wanted, num_layers = options.num_stages, model.num_layers
     chains = [b - a for a, b in pairwise((*model.starts, num_layers))]  # lengths
     replicas = options.num_replicas if isinstance(options.num_replicas, tuple) else ()
     if replicas:
@@ -156,7 +156,7 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
 def _cannot_place(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> ConfigurationError:
     ranks = [model.cluster.num_ranks // p for p in _pipelines_possible(model, options)]
     if spec.opposite:
-        sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers()))]
+        sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers))]
         return ConfigurationError(
             f"schedule={spec.name} gives every rank one stage of each of the {len(sizes)} backbones, which have "
             f"{sizes} layers: it needs pipelines of two ranks or more, and no more than {min(sizes)}, num_stages="
@@ -169,7 +169,7 @@ def _cannot_place(model: CostModel, options: PlanOptions, spec: ScheduleSpec) ->
     return ConfigurationError(
         f"schedule={spec.name} gives every rank several stages: it needs pipelines of two ranks or more, "
         f"num_stages a multiple of the ranks of a pipeline ({twice} and no more than "
-        f"the {model.num_layers()} layers),{grouped} and no replicas; "
+        f"the {model.num_layers} layers),{grouped} and no replicas; "
         f"got num_stages={options.num_stages}, num_microbatches={options.num_microbatches}, "
         f"num_replicas={options.num_replicas} and pipelines of {ranks} ranks"
     )
@@ -212,18 +212,18 @@ def pipeline_counts(model: CostModel, options: PlanOptions) -> tuple[int, ...]:
     stages = 1 if options.num_stages == "auto" else options.num_stages
     fitting = tuple(p for p in possible if num_ranks // p >= stages)
     if not fitting:
-        check_partition(model.num_layers(), stages, num_ranks // possible[0])
+        check_partition(model.num_layers, stages, num_ranks // possible[0])
     if not any(_stage_counts(model, options, num_ranks // p) for p in fitting):
         raise ConfigurationError(
             f"num_replicas={options.num_replicas} alone needs pipelines of as many ranks or a multiple, for at "
-            f"most {model.num_layers()} stages (one a layer); possible are pipelines of "
+            f"most {model.num_layers} stages (one a layer); possible are pipelines of "
             f"{[num_ranks // p for p in fitting]} ranks"
         )
     return fitting
 
 
 def _stage_counts(model: CostModel, options: PlanOptions, num_ranks: int) -> tuple[int, ...]:
-    num_layers, wanted = model.num_layers(), options.num_replicas
+    num_layers, wanted = model.num_layers, options.num_replicas
     if isinstance(wanted, tuple):
         check_partition(num_layers, len(wanted), num_ranks)
         return (len(wanted),)
@@ -290,9 +290,9 @@ def replicas_of(options: PlanOptions, shape: Shape) -> Iterator[tuple[int, ...]]
 def count_of_cuts(model: CostModel, shape: Shape) -> int:
     """Counts the ways in which the layers and ranks of a shape can be shared among its stages."""
     if len(model.starts) > 1:
-        sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers()))]
+        sizes = [b - a for a, b in pairwise((*model.starts, model.num_layers))]
         return prod(comb(size - 1, shape.num_ranks - 1) for size in sizes)
-    cuts = comb(model.num_layers() - 1, shape.num_stages - 1)
+    cuts = comb(model.num_layers - 1, shape.num_stages - 1)
     if shape.stages_per_rank > 1:
         return cuts
     return cuts * comb(shape.num_ranks - 1, shape.num_stages - 1)
@@ -300,7 +300,7 @@ def count_of_cuts(model: CostModel, shape: Shape) -> int:
 
 def all_cuts(model: CostModel, options: PlanOptions, shape: Shape) -> Iterator[tuple[Cut, ...]]:
     """Yields every way to cut."""
-    num_layers, starts = model.num_layers(), model.starts
+    num_layers, starts = model.num_layers, model.starts
     inner = shape.num_stages // len(starts) - 1
     for replicas in replicas_of(options, shape):
         chains = pairwise((*starts, num_layers))
@@ -329,7 +329,7 @@ def baseline_cuts(
             if wanted is None or tuple(replicas for _, _, replicas in cuts) in wanted:
                 yield cuts
         return
-    size, layers = shape.sizes[0], model.profile.backbones[0].layers
+    size, layers = shape.sizes[0], model.backbone.layers
     if options.partition == "uniform":
         weights = [1.0] * len(layers)
     elif options.partition == "parameters":
@@ -347,10 +347,10 @@ def diffusionpipe_cuts(model: CostModel, shape: Shape) -> Iterator[tuple[Cut, ..
     Differs from the paper in one point: a microbatch is not split over the replicas of a stage but the
     replicas take turns, so that a stage of `r` replicas takes `1 / r` of its time.
     """
-    size, num_layers = shape.sizes[0], model.num_layers()
+    size, num_layers = shape.sizes[0], model.num_layers
 
     def stage_cost(first: int, stop: int, replicas: int) -> tuple[float, float]:
-        run = LayerRun(0, first, stop)
+        run = LayerRun(first, stop)
         backward_s = model.backward_s(run, size)
         busy_s = model.forward_s(run, size) + backward_s
         link_s = 0.0
@@ -385,10 +385,10 @@ def pipedream_cuts(
     Source:
         PipeDream, Harlap et al. (2018), https://arxiv.org/abs/1806.03377
     """
-    cluster, num_layers = model.cluster, model.num_layers()
+    cluster, num_layers = model.cluster, model.num_layers
 
     def stage_cost(first: int, stop: int, replicas: int) -> tuple[float, float]:
-        run, before = LayerRun(0, first, stop), LayerRun(0, 0, first)
+        run, before = LayerRun(first, stop), LayerRun(0, first)
         compute_s = model.forward_s(run, samples) + model.backward_s(run, samples)
         sync_s = cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), replicas)
         link_s = 2 * cluster.p2p.seconds(model.boundary_bytes(before, samples)) if first else 0.0

@@ -232,7 +232,7 @@ class Search:
         num_microbatches = len(shape.sizes)
         if is_long(shape):
             return True, num_microbatches, shape.num_stages, num_microbatches
-        sums = self.model.sums(0, shape.sizes[0])
+        sums = self.model.sums(shape.sizes[0])
         work_s = sums.forward[-1] + sums.backward[-1]
         steps = num_microbatches + (shape.num_stages - 1) / shape.stages_per_rank
         guess_s = self.evaluator.encode_share_s(shape) + steps * work_s / shape.num_ranks
@@ -267,7 +267,7 @@ class Search:
 
     def least_bytes(self, shape: Shape) -> float:
         """Returns what the fullest rank needs at least: an even share of the model with one microbatch."""
-        model, whole = self.model, LayerRun(0, 0, self.model.num_layers())
+        model, whole = self.model, LayerRun(0, self.model.num_layers)
         holders = shape.num_stages // shape.stages_per_rank
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
         return model.frozen_bytes + need / holders
@@ -316,13 +316,13 @@ class Search:
                     yield found
                     # Those meet a bound of each stage alone, with early stages as long as it allows: lopsided.
                     firsts = minimax_cuts(self._work_s(shape), shape.num_stages)
-                    ends = (*firsts[1:], self.model.num_layers())
+                    ends = (*firsts[1:], self.model.num_layers)
                     yield found[0], tuple(zip(firsts, ends, replicas, strict=True))
         elif (least_s := bounds.frozen_s + bounds.work_s) < self.best_s:
             work_s = self._work_s(shape)
             slacks = (0.0, *(uneven - 1 for uneven in UNEVEN if shape.spec.opposite))
             starts = [self.even_cuts(work_s, shape, slack) for slack in slacks]
-            if shape.spec.nested and self.model.profile.backbones[0].skips:
+            if shape.spec.nested and self.model.backbone.skips:
                 least, crossing = max(work_s), self.model.nested_bytes
                 limits = [max(uneven * sum(work_s) / shape.num_ranks, least) for uneven in UNEVEN]
                 starts += [nested_cuts(work_s, shape.num_ranks, s, crossing) or () for s in limits]
@@ -338,7 +338,7 @@ class Search:
 
     def _work_s(self, shape: Shape) -> list[float]:
         """Returns seconds of every layer for a microbatch."""
-        sums = self.model.sums(0, shape.sizes[0])
+        sums = self.model.sums(shape.sizes[0])
         ends = [f + b for f, b in zip(sums.forward, sums.backward, strict=True)]
         return [b - a for a, b in pairwise(ends)]
 
@@ -350,7 +350,7 @@ class Search:
             + factor * layer.gradient_bytes
             + size * layer.activation_bytes_per_sample
             + layer.activation_bytes_per_microbatch
-            for layer in self.model.profile.backbones[0].layers
+            for layer in self.model.backbone.layers
         ]
 
     def _is_better(self, step_s: float) -> bool:

@@ -74,7 +74,7 @@ def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():
     """A rank made all of 8 samples (15 bytes each); stage 0, elsewhere, reads all that, its own stage 5."""
     model = CostModel(with_encoder(FOUR, READ), Cluster(2))
     load = FrozenLoad(read={1: 8}, made=8, working=1, fills=False)
-    assert load.num_bytes(model, [LayerRun(0, 0, 1), LayerRun(0, 1, 4)]) == (
+    assert load.num_bytes(model, [LayerRun(0, 1), LayerRun(1, 4)]) == (
         8 * 5,
         8 * 15 + 8 * 15 + 8 * 5,
     )
@@ -148,7 +148,7 @@ def test_a_plan_counts_all_messages_that_are_held(name, num_microbatches, ranks)
     placement = Placement.round_robin(stages, ranks)
     sizes = split_evenly(3 * num_microbatches - 1, num_microbatches)
     layers = equal_profile(stages, activation_bytes_per_sample=3, boundary_bytes_per_sample=1)
-    runs = [LayerRun(0, stage, stage + 1) for stage in range(stages)]
+    runs = [LayerRun(stage, stage + 1) for stage in range(stages)]
     schedule = SCHEDULES[name](placement, num_microbatches)
     planned = peak_memory_bytes(
         CostModel(layers, Cluster(ranks)), peak_samples(schedule, sizes), runs
@@ -184,10 +184,10 @@ def test_memory_grows_with_samples_and_with_filling(seed):
 def test_a_stage_that_reads_nothing_holds_nothing():
     """The skips of a locked U-Net are read by the decoder alone; a plan for them once counted one output."""
     model = CostModel(with_encoder(FOUR, READ), Cluster(2))
-    assert [model.read_bytes_per_sample(LayerRun(0, a, b)) for a, b in ((0, 1), (1, 4))] == [15, 5]
+    assert [model.read_bytes_per_sample(LayerRun(a, b)) for a, b in ((0, 1), (1, 4))] == [15, 5]
     assert model.encoding_bytes_per_sample == 15
     unknown = CostModel(with_encoder(FOUR, ()), Cluster(2))
-    assert unknown.read_bytes_per_sample(LayerRun(0, 1, 2)) == 100
+    assert unknown.read_bytes_per_sample(LayerRun(1, 2)) == 100
 
 
 def test_encodings_that_do_not_fit_are_refused_with_what_would_fit():

@@ -75,7 +75,7 @@ def test_pipedream_matches_brute_force(seed):
     def time_of(cut):
         times = []
         for first, stop, r in cut:
-            run = LayerRun(0, first, stop)
+            run = LayerRun(first, stop)
             compute_s = model.forward_s(run, 4) + model.backward_s(run, 4)
             sync_s = model.cluster.all_reduce.all_reduce_s(model.gradient_bytes(run), r)
             times.append(max(compute_s, sync_s) / r)

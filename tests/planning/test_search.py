@@ -113,14 +113,14 @@ def every_interleaved_way(profile, cluster, options):
 
 def interleaved_step_and_memory(model, options, way):
     pipelines, sizes, edges, ranks, name = way
-    runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
+    runs = [LayerRun(a, b) for a, b in pairwise(edges)]
     placement = SCHEDULES[name].place(len(runs), ranks)
     return simulated(model, pipelines, sizes, runs, name, placement)
 
 
 def step_and_memory(model, options, way):
     pipelines, sizes, edges, replicas = way
-    runs = [LayerRun(0, a, b) for a, b in pairwise(edges)]
+    runs = [LayerRun(a, b) for a, b in pairwise(edges)]
     placement = Placement.of_replicas(replicas)
     return simulated(model, pipelines, sizes, runs, options.schedule, placement)
 
@@ -629,7 +629,7 @@ def num_calls(num_layers, num_ranks, batch, memory=0.3, **options):
     rng = random.Random(1)
     profile = random_profile(rng, num_layers, frozen=True)
     model = CostModel(profile, Cluster(num_ranks))
-    whole = LayerRun(0, 0, num_layers)
+    whole = LayerRun(0, num_layers)
     need = model.resident_bytes(whole) + model.activation_bytes(whole, 1)
     link = Link(300, 0.05)
     cluster = Cluster(num_ranks, 8, int(memory * need), link, link)
@@ -702,7 +702,7 @@ def test_without_a_flush_the_slowest_stage_sets_the_pace(seed):
     model = CostModel(profile, Cluster(num_ranks))
 
     def pace_s(edges):
-        runs = [LayerRun(0, first, stop) for first, stop in pairwise(edges)]
+        runs = [LayerRun(first, stop) for first, stop in pairwise(edges)]
         return max(model.forward_s(run, 8) + model.backward_s(run, 8) for run in runs)
 
     marks = combinations(range(1, num_layers), num_ranks - 1)

@@ -71,7 +71,7 @@ def test_the_search_times_a_schedule_as_the_simulator_does(name, seed):
     sizes = split_evenly(rng.randint(M, 3 * M), M)
     parts = encode_parts(sizes, placement.num_ranks) if profile.encoders else ()
     marks = sorted(rng.sample(range(1, num_layers), num_stages - 1))
-    runs = [LayerRun(0, a, b) for a, b in zip((0, *marks), (*marks, num_layers), strict=True)]
+    runs = [LayerRun(a, b) for a, b in zip((0, *marks), (*marks, num_layers), strict=True)]
     links = PipelineLinks(cluster, placement, num_pipelines=rng.randint(1, 2))
     costs = pipeline_costs(CostModel(profile, cluster), links, runs, sizes, parts)
     schedule = prefix_frozen(SCHEDULES[name](placement, M), parts)
@@ -203,7 +203,7 @@ def test_nothing_takes_less_than_no_time(backward, weights, size):
     """
     profile = crossing_profile(8, backward, weights)
     model, placement = CostModel(profile, Cluster(2)), Placement.of_replicas([1, 1])
-    runs = [LayerRun(0, 0, 3), LayerRun(0, 3, 8)]
+    runs = [LayerRun(0, 3), LayerRun(3, 8)]
     costs = pipeline_costs(model, PipelineLinks(model.cluster, placement), runs, (size,) * 4)
     schedule = lower(SCHEDULES["zero_bubble"](placement, 4))
     works = [i for _, i in schedule.staged()]

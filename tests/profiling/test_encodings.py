@@ -58,7 +58,7 @@ def test_ranks_hold_what_the_plan_counts(tiny):
         pipeline.close()
     model = CostModel(with_results(profile, known), Cluster(3))
     size = len(graph.path)
-    runs = [LayerRun(0, size * stage // 3, size * (stage + 1) // 3) for stage in range(3)]
+    runs = [LayerRun(size * stage // 3, size * (stage + 1) // 3) for stage in range(3)]
     group = group_size_of(SIZES, 3)
     parts = encode_parts(SIZES, 3, group_size=group)
     loads = frozen_loads(pipeline.placement, SIZES, parts, group, fills=False)

@@ -91,7 +91,7 @@ def test_a_later_stage_pays_for_it_again():
     backbone = BackboneProfile("backbone", layers, Seconds.per_sample(0.25))
     profile = ModelProfile("two layers", (backbone,))
     model = CostModel(profile, Cluster(2))
-    assert model.forward_s(LayerRun(0, 0, 2), 4) == 8
-    assert model.forward_s(LayerRun(0, 0, 1), 4) == 4
-    assert model.forward_s(LayerRun(0, 1, 2), 4) == 4 + 1
+    assert model.forward_s(LayerRun(0, 2), 4) == 8
+    assert model.forward_s(LayerRun(0, 1), 4) == 4
+    assert model.forward_s(LayerRun(1, 2), 4) == 4 + 1
     assert ModelProfile.from_json(profile.to_json()) == profile
