@@ -40,11 +40,8 @@ _SLACK = 1e-9
 class Bounds:
     """Lower bounds for the pipelines of a shape.
 
-    Attributes:
-        model: The cost model.
-        shape: Everything but where they are cut.
-        group_size: Samples on which frozen layers run at a time; None for whole microbatches.
-        fills: Whether frozen work runs in bubbles, rather than before the pipeline.
+    Frozen layers run on `group_size` samples at a time, None for whole microbatches, and `fills` bubbles or runs
+    before the pipeline.
     """
 
     model: CostModel

@@ -391,12 +391,7 @@ class PipelineCosts:
 class PipelineLinks:
     """Which links the messages of one of several equal pipelines take.
 
-    Of several pipelines, or replicas, the one on the slowest links counts.
-
-    Attributes:
-        cluster: The links there are.
-        placement: Where the stages run.
-        num_pipelines: Pipelines side by side; gradients are summed over all of them.
+    Of several pipelines, or replicas, the one on the slowest links counts. Gradients are summed over all pipelines.
     """
 
     cluster: Cluster
