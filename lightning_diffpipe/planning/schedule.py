@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import (
@@ -95,15 +95,8 @@ _ONWARD = (Forward, ForwardNoGrad)
 _BACK = (Backward, BackwardInput)
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """What travels from one stage to another, for every microbatch.
-
-    Attributes:
-        kind: What it carries.
-        maker: The stage that makes it.
-        reader: The stage that reads it.
-    """
+class Flow(NamedTuple):
+    """What travels from the stage that makes it to another, for every microbatch."""
 
     kind: Kind
     maker: int
