@@ -406,7 +406,7 @@ class Schedule:
         """
         found: Callable[[Any, int], Flow | None] = cache(flow_of)
         for i in program:
-            flow = found(type(i), i.stage) if isinstance(i, Staged) else None  # type: ignore[arg-type]
+            flow = found(type(i), i.stage) if isinstance(i, Staged) else None
             if flow is None or not isinstance(i, Staged):
                 yield None
             else:
