@@ -88,6 +88,11 @@ def open_source(
         require_file(path)
         _refuse_variant(opening, path)
         return _checkpoint(Path(path), leads, device, opening)
+    if opening.base is not None:
+        raise ConfigurationError(
+            f"base={opening.base} is for training checkpoints with adapters, and {path} is a whole model; leave it "
+            "out"
+        )
     folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
@@ -391,8 +396,10 @@ def _checkpoint(path: Path, leads: bool, device: torch.device, opening: Opening)
         parts,
         str(path),
         partial(checkpoint_part, checkpoint),
-        lambda n: StateDict(checkpoint_part_weights(checkpoint, n, opening.ema), "", str(path)),
-        partial(cls.from_checkpoint, path, opening.ema),
+        lambda n: StateDict(
+            checkpoint_part_weights(checkpoint, n, opening.ema, opening.base), "", str(path)
+        ),
+        partial(cls.from_checkpoint, path, opening.ema, opening.base),
         leads,
         device,
         opening,

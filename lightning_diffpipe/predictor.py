@@ -128,6 +128,7 @@ class Predictor:
         vae_slicing: bool = False,
         pipeline_class: str | None = None,
         ip_adapters: Mapping[str | Path, Any] | None = None,
+        base: str | Path | None = None,
         **further: Any,
     ) -> Self:
         """Opens a model for sampling by all ranks.
@@ -151,6 +152,8 @@ class Predictor:
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, in place of the folder's own.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
+            base: Folder or hub id of the model below the adapters of a training checkpoint; None for that which the
+                checkpoint names.
             further: The mesh (`data`, `guidance`, `parallel`, `sequence`, see `MethodOptions`) and options of the
                 method, such as `group_norm` of DistriFusion; or a part of the pipeline, the same on all ranks, such
                 as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of Stable Diffusion 3.
@@ -167,7 +170,7 @@ class Predictor:
         world, where = _world(device, alone, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
-        loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters}
+        loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
         source = _opened(path, options, world, where, loras, loading)
         return cls(source, options, world, where, timeout_s)
 
@@ -497,6 +500,7 @@ def _opened(
         arguments["parts"] = list(loading["parts"])
         # Files may lie elsewhere on each host; what is in them is among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
+        arguments.pop("base")
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source

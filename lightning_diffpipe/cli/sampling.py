@@ -257,7 +257,7 @@ def _opening(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments by which a model is opened, here and by the Predictor."""
     import torch
 
-    names = ("variant", "loras", "pipeline_class", "ip_adapters")
+    names = ("variant", "loras", "pipeline_class", "ip_adapters", "base")
     return {name: values[name] for name in names} | {"dtype": getattr(torch, str(values["dtype"]))}
 
 

@@ -88,6 +88,7 @@ SETTINGS: dict[str, Any] = {
     "variant": str | None,
     "loras": dict | None,
     "ip_adapters": dict | None,
+    "base": str | None,
     "timeout_s": float,
     # profile
     "cluster_output": str,

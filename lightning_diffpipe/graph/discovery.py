@@ -123,6 +123,7 @@ class StepProbe:
         self._module, self._step, self._batch = module, step, batch
         self._seed, self._fake_mode, self._mode, self._original = seed, fake_mode, mode, original
         self._form = form
+        self._hooked = _hooks_and_notes(module)
         self._counted = [
             (held, {name: value for name, value in held.items() if type(value) is int})
             for held in map(vars, module.modules())
@@ -180,6 +181,7 @@ class StepProbe:
         fake, layers = self._fake_mode is not None, set(layers)
         tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
         out, returned, tail = self._followed(tracer)
+        self._refuse_new_hooks()
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
         seeded = _give_seeds(tracer.records) if seeded is None else seeded
@@ -215,6 +217,23 @@ class StepProbe:
             changes_gradients=tracer.provenance.changes_gradients,
             batch_writes=frozenset(tracer.provenance.batch_writes),
         )
+
+    def _refuse_new_hooks(self) -> None:
+        """Refuses a step that puts hooks on modules, which would come on top of those of the runs before.
+
+        Models of transformers put some once and for all, and keep a private note of it, which stays.
+
+        Raises:
+            GraphError: It does.
+        """
+        hooks, notes = _hooks_and_notes(self._module)
+        more = sorted(hooks - self._hooked[0])
+        if more and notes == self._hooked[1]:
+            raise GraphError(
+                f"the step puts a forward hook on {more[0][0]}, and leaves it there. It runs several times before "
+                "training, and later for every microbatch; put hooks in __init__ or in setup, once, or remove them "
+                "where the step ends"
+            )
 
     def _followed(self, tracer: Tracer) -> tuple[Any, set[Any], set[Any]]:
         """Runs the step under a tracer.
@@ -401,6 +420,15 @@ class StepProbe:
             for layer, call in zip(graph.layers, seen, strict=True)
         ]
         return dataclasses.replace(graph, layers=tuple(layers))
+
+
+def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], set[tuple[str, str]]]:
+    """Returns forward hooks of modules by owner and number, and private attributes that are True."""
+    hooks, notes = set(), set()
+    for name, module in root.named_modules():
+        hooks |= {(name, key) for key in (*module._forward_hooks, *module._forward_pre_hooks)}
+        notes |= {(name, key) for key, v in vars(module).items() if key[0] == "_" and v is True}
+    return hooks, notes
 
 
 def _layers(

@@ -23,6 +23,7 @@ tables of the same length, and miss heads or frames folded into the batch.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -451,6 +452,18 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
     return pytree.tree_map(detached, logged)
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+
+
+def _containers(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yields a container, and those inside of it."""
+    if depth and type(value) in _CONTAINERS:
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _containers(inner, depth - 1)
+
+
 @contextlib.contextmanager
 def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Restores what a real run changes: buffers, metrics, counters and lists, training flags, random numbers.
@@ -471,13 +484,14 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
     for module, _, own in metrics:
         copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
         module.__dict__.update(copies)
-    kinds = (bool, int, float, str, type(None))
+    kinds = (bool, int, float, str, type(None), Tensor)
     plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, kinds)}) for m in modules]
     containers = [
         (value, value.copy())
         for module in {root, *modules}
-        for key, value in vars(module).items()
-        if not key.startswith("_") and type(value) in (list, dict, set)
+        for key, held in vars(module).items()
+        if key not in _OF_EVERY_MODULE
+        for value in _containers(held)
     ]
     training = [(m, m.training) for m in modules]
     with rng.preserved(host=True):
@@ -495,6 +509,6 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
                 vars(module).update(attributes)
             for value, before in containers:
                 value.clear()
-                value.extend(before) if type(value) is list else value.update(before)
+                value.extend(before) if hasattr(value, "extend") else value.update(before)
             for module, flag in training:
                 module.training = flag

@@ -45,6 +45,8 @@ class Lora:
         targets: Names of layers that get one, by their last components (`to_q`), or one regular expression for
             whole names.
         dropout: Of their inputs.
+        store_all: Checkpoints hold the frozen weights as well, also where they are as they were read from a folder;
+            else they name that folder, and are small.
 
     Raises:
         ConfigurationError: A number is out of its range, or targets are no names.
@@ -57,6 +59,7 @@ class Lora:
     alpha: float | None = None
     targets: str | Sequence[str] = ("to_q", "to_k", "to_v", "to_out.0", *TEXT_TARGETS)
     dropout: float = 0.0
+    store_all: bool = False
 
     def __post_init__(self) -> None:
         require_number("rank", self.rank, 1, whole=True)

@@ -10,7 +10,8 @@ Several modules may write into one folder: each adds its parts to the index. A f
 another one, named in its index relative to itself: `"_other_parts": "../glyphs"`.
 
 A training checkpoint holds weights but no configs. So the configs and vocabularies of all parts,
-which are small text files, travel in the checkpoint, and `from_checkpoint` needs nothing else.
+which are small text files, travel in the checkpoint, and `from_checkpoint` needs nothing else; where adapters are
+trained, the folder of the model below them (`base_model`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from lightning_diffpipe.modules.adapters import (
     settings_of,
     write_lora,
 )
+from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import refuse_names
@@ -61,6 +63,9 @@ _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
 _OTHER_PARTS = "_other_parts"
 _ROOM_BYTES = 2**25  # for configs and vocabularies
+_BASE_REMEDY = (
+    "from_checkpoint(path, base=FOLDER), and base=FOLDER for the Predictor and diffpipe sample"
+)
 
 
 def _class_of(library: str, name: str) -> Any:
@@ -191,16 +196,37 @@ def _text_files(part: Any) -> dict[str, str]:
 
 def _from_stored(stored: Mapping[str, Any]) -> Any:
     """Builds a part of a checkpoint, with adapters, and weights that still have to be loaded."""
+    part = _without_weights(stored)
+    add_adapters(part, stored.get("adapters", {}))
+    return part
+
+
+def _without_weights(stored: Mapping[str, Any]) -> Any:
     cls = _class_of(*stored["class"])
     with tempfile.TemporaryDirectory() as folder:
         for name, text in stored["files"].items():
             (Path(folder) / name).write_text(text)
         if not issubclass(cls, nn.Module):
-            part = cls.from_pretrained(folder)
-        elif hasattr(cls, "load_config"):
-            part = cls.from_config(cls.load_config(folder))
-        else:
-            part = cls(cls.config_class.from_pretrained(folder))
+            return cls.from_pretrained(folder)
+        if hasattr(cls, "load_config"):
+            return cls.from_config(cls.load_config(folder))
+        return cls(cls.config_class.from_pretrained(folder))
+
+
+def _from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
+    """Reads a part from the base of a checkpoint, with adapters, whose weights still have to be loaded.
+
+    Raises:
+        CheckpointError: The base is not there.
+    """
+    try:
+        index = read_index(base.path)
+        part = load_part(folder_of_part(base.path, index, name), name, *stored["class"])
+    except (OSError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"the checkpoint has adapters only, and the {name} of the model below them cannot be read from "
+            f"{base.path}: {error}. Give the folder that has it now: {_BASE_REMEDY}"
+        ) from error
     add_adapters(part, stored.get("adapters", {}))
     return part
 
@@ -221,6 +247,9 @@ class PartsModule(L.LightningModule):
         super().__init__()
         # What `model_index.json` says beside the parts, such as diffusers' pipeline class.
         self.pipeline_index: dict[str, Any] = {}
+        self._lora: Lora | None = None
+        self._base: BaseModel | None = None
+        self._left_out: dict[str, frozenset[str]] = {}
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -247,11 +276,26 @@ class PartsModule(L.LightningModule):
 
     def add_lora(self, lora: Lora | None, train_text_encoder: bool) -> None:
         """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`."""
+        self._lora = lora
         if lora is not None:
             lora.add_to(self.denoiser)
             for name, part in self.parts.items():
                 if train_text_encoder and name.startswith("text_encoder"):
                     lora.add_to(part)
+
+    def setup(self, stage: str) -> None:
+        """Looks which weights are as they were read, so that checkpoints need not have them."""
+        self._left_out = {} if self._base is None else self._base.left_out(self.parts)
+
+    def without_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the entries of a state dict that a checkpoint needs; others are in the model below adapters."""
+        left = {f"{part}.{name}" for part, names in self._left_out.items() for name in names}
+        return {name: value for name, value in state.items() if name not in left}
+
+    def _note_base(self, path: str | Path, names: Collection[str]) -> None:
+        """Notes from where parts of these names have been read, to which checkpoints of adapters leave them."""
+        if self._lora is not None and not self._lora.store_all:
+            self._base = BaseModel.of(path, {n: p for n, p in self.parts.items() if n in names})
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Returns AdamW with the schedule of `optimization`."""
@@ -307,6 +351,7 @@ class PartsModule(L.LightningModule):
             for key, value in index.items()
             if key not in cls.part_names and key != _OTHER_PARTS
         }
+        module._note_base(path, stored)
         return module
 
     @classmethod
@@ -409,7 +454,15 @@ class PartsModule(L.LightningModule):
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters."""
+        """Adds the configs and vocabularies of all parts to the checkpoint, and the settings of adapters.
+
+        Weights below adapters that are as they were read from a folder are left out, and the folder is noted.
+        """
+        # Lightning's averages of weights are loaded as a whole.
+        if self._base is not None and self._left_out and "current_model_state" not in checkpoint:
+            digests = {name: self._base.digests[name] for name in self._left_out}
+            checkpoint[BASE_KEY] = BaseModel(self._base.path, digests).record()
+            checkpoint["state_dict"] = self.without_base(checkpoint["state_dict"])
         checkpoint[_FILES_KEY] = {
             name: {
                 "class": _index_entry(part),
@@ -422,10 +475,11 @@ class PartsModule(L.LightningModule):
 
     @raised_by_all()
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Compares the adapters of the checkpoint with those of the module.
+        """Compares the adapters of the checkpoint with those of the module, and completes its weights.
 
         Raises:
-            CheckpointError: They are on other layers, or have another rank or scale.
+            CheckpointError: They are on other layers, have another rank or scale, or were trained with another
+                model.
         """
         weights = checkpoint.get("state_dict", {})
         for name, stored in checkpoint.get(_FILES_KEY, {}).items():
@@ -433,14 +487,33 @@ class PartsModule(L.LightningModule):
                 prefix = f"{name}."
                 names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
                 refuse_others(name, self.parts[name], stored["adapters"], names)
+        if weights:
+            base = BaseModel.recorded(checkpoint)
+            remedy = "open the module from that model, and train from the checkpoint again"
+            checkpoint["state_dict"] = self._completed(weights, base, remedy)
+
+    def _completed(
+        self, weights: Mapping[str, Tensor], base: BaseModel, remedy: str
+    ) -> dict[str, Tensor]:
+        """Returns the weights of a checkpoint with those that it leaves to its base, from which the parts are."""
+        found = dict(weights)
+        for name in base.digests.keys() & self.parts.keys():
+            own, prefix = self.parts[name].state_dict(), f"{name}."
+            stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
+            whole = base.completed(name, own, stored, remedy)
+            found |= {prefix + key: value for key, value in whole.items()}
+        return found
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, ema: bool = True, **kwargs: Any) -> Self:
-        """Rebuilds a module from a training checkpoint alone.
+    def from_checkpoint(
+        cls, path: str | Path, ema: bool = True, base: str | Path | None = None, **kwargs: Any
+    ) -> Self:
+        """Rebuilds a module from a training checkpoint, and from the model below its adapters if it needs that.
 
         Args:
             path: A full checkpoint file, written by any strategy.
             ema: Take the averaged weights where the checkpoint holds some.
+            base: Folder or hub id of the model below the adapters; None for that which the checkpoint names.
             kwargs: Override the stored arguments of `__init__`; a part given here replaces the stored
                 one, and keeps its own weights.
 
@@ -448,11 +521,13 @@ class PartsModule(L.LightningModule):
             The module, on the CPU.
 
         Raises:
-            CheckpointError: The file is no checkpoint of such a module.
+            CheckpointError: The file is no checkpoint of such a module, or the model below its adapters is not
+                there, or another one.
         """
         checkpoint = read_checkpoint(path, cls.__name__)
+        below = BaseModel.recorded(checkpoint, base)
         parts = {
-            name: _from_stored(stored)
+            name: _from_base(below, name, stored) if name in below.digests else _from_stored(stored)
             for name, stored in checkpoint[_FILES_KEY].items()
             if name not in kwargs
         }
@@ -465,7 +540,10 @@ class PartsModule(L.LightningModule):
             if not checkpoint[_FILES_KEY][name].get("adapters"):
                 refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
         kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
+        below = BaseModel(below.path, {n: d for n, d in below.digests.items() if n in parts})
+        kept = module._completed(kept, below, f"give that model: {_BASE_REMEDY}")
         module.load_state_dict(kept, strict=not replaced)
+        module._base = below if below.digests else None
         return module
 
 
@@ -519,7 +597,7 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> PartOutline:
 
 
 def checkpoint_part_weights(
-    checkpoint: Mapping[str, Any], name: str, ema: bool = True
+    checkpoint: Mapping[str, Any], name: str, ema: bool = True, base: str | Path | None = None
 ) -> dict[str, Tensor]:
     """Returns the weights of one part of a checkpoint by their names in it, with adapters merged into them.
 
@@ -527,13 +605,22 @@ def checkpoint_part_weights(
         checkpoint: From `read_checkpoint`.
         name: Such as `"unet"`.
         ema: Take the averaged weights where the checkpoint holds some.
+        base: Folder or hub id of the model below the adapters; None for that which the checkpoint names.
+
+    Raises:
+        CheckpointError: The checkpoint leaves weights to that model, which is not there or another one.
     """
     prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
     weights = checkpoint_weights(checkpoint, ema).items()
     own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
-    if not stored.get("adapters"):
+    below = BaseModel.recorded(checkpoint, base)
+    if name in below.digests:
+        part = _from_base(below, name, stored)
+        own = below.completed(name, part.state_dict(), own, f"give that model: {_BASE_REMEDY}")
+    elif not stored.get("adapters"):
         return own
-    part = _from_stored(stored)
+    else:
+        part = _from_stored(stored)
     part.load_state_dict(own)
     return merged(part).state_dict()
 

@@ -157,7 +157,9 @@ class PipelineDiffusion(PartsModule):
             raise ConfigurationError(
                 f"diffusers and transformers cannot open {path}: {type(error).__name__}: {reason}"
             ) from error
-        return cls(pipeline, **kwargs)
+        module = cls(pipeline, **kwargs)
+        module._note_base(path, networks)
+        return module
 
     @classmethod
     def _assembled(
@@ -188,6 +190,7 @@ class PipelineDiffusion(PartsModule):
 
     def setup(self, stage: str) -> None:
         """Looks at the pipeline before training does."""
+        super().setup(stage)
         self._tail = self.tail
 
     def encode(self, pixels: Tensor, sample: bool = True) -> Tensor:

@@ -45,12 +45,34 @@ HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 """By parameter, hooks on its gradient and those that follow its accumulation, by number."""
 
 
+class _Aside(OrderedDict[int, Callable[..., Any]]):
+    """In the place of hooks that are set aside: hands on what is put or removed meanwhile, and is empty for torch.
+
+    Args:
+        hooks: Those set aside, which keep this alive, as what `register_hook` returned does not.
+    """
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__()
+        self.hooks = hooks
+        hooks.aside = self
+
+    def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
+        self.hooks[number] = hook
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.hooks
+
+    def __delitem__(self, number: int) -> None:
+        del self.hooks[number]
+
+
 @contextlib.contextmanager
 def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     """Turns the user's hooks on gradients of parameters off inside; gives those there are.
 
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
-    of several ranks.
+    of several ranks. A hook may put another one, which is called from the next batch on.
     """
     hooks = {
         p: (p._backward_hooks or {}, p._post_accumulate_grad_hooks or {})
@@ -59,9 +81,9 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     }
     for parameter, (of_gradient, after) in hooks.items():
         if of_gradient:
-            parameter._backward_hooks = None
+            parameter._backward_hooks = _Aside(of_gradient)
         if after:  # with None in their place torch would still call them
-            parameter._post_accumulate_grad_hooks = OrderedDict()
+            parameter._post_accumulate_grad_hooks = _Aside(after)
     try:
         yield hooks
     finally:

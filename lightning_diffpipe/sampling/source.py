@@ -163,6 +163,7 @@ class Opening:
         loras: Scale of each LoRA file.
         pipeline_class: Of diffusers, in place of the one that a diffusers folder names.
         ip_adapters: Scale of each IP-Adapter's file; of diffusers folders.
+        base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
     """
 
     dtype: torch.dtype
@@ -173,6 +174,7 @@ class Opening:
     loras: Mapping[str | Path, float] | None = None
     pipeline_class: str | None = None
     ip_adapters: Mapping[str | Path, Any] | None = None
+    base: str | Path | None = None
 
 
 class Source(Protocol):

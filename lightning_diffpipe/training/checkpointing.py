@@ -150,9 +150,9 @@ class CheckpointHooks(ParallelStrategy):
         why = None
         if self.is_global_zero:
             assert self.lightning_module is not None
-            tensors = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-            states = _ADAM + averages_bytes_factor
-            num_bytes = sum(t.nbytes * (1 + states * t.requires_grad) for t in tensors)
+            module, states = self.lightning_module, _ADAM + averages_bytes_factor
+            tensors = _needed(module, dict([*module.named_parameters(), *module.named_buffers()]))
+            num_bytes = sum(t.nbytes * (1 + states * t.requires_grad) for t in tensors.values())
             why = why_unwritable(trainer, num_bytes)
         why = self.broadcast(why)
         if why is not None:
@@ -204,6 +204,7 @@ class CheckpointHooks(ParallelStrategy):
         if self.pipeline is None:
             refuse_divided(module)
             return state
+        state = _needed(module, state)
         owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         return collect(state, owners, self.pipeline.mesh)
 
@@ -375,6 +376,12 @@ def _counted(optimizers: Sequence[Sequence[int]]) -> str:
     """
     sizes = ", ".join(" + ".join(map(str, groups)) for groups in optimizers)
     return f"{len(optimizers)} optimizers" + (f" (of {sizes} parameters)" if sizes else "")
+
+
+def _needed(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a state that a checkpoint needs, of a module that can open others elsewhere."""
+    without_base = getattr(module, "without_base", dict)
+    return dict(without_base(state))
 
 
 def refuse_divided(module: nn.Module | None) -> None:

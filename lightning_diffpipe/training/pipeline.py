@@ -143,7 +143,8 @@ class Pipeline:
         """The dtype a loss is returned in, alike on all ranks: double for modules in double precision."""
         parameters = dict(self.module.named_parameters())
         dtypes = {parameters[name].dtype for name in self.graph.trained}
-        return torch.float64 if torch.float64 in dtypes else torch.float32
+        is_double = bool(dtypes & {torch.float64, torch.complex128})
+        return torch.float64 if is_double else torch.float32
 
     @cached_property
     def gradients(self) -> StepGradients:

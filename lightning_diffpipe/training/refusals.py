@@ -6,11 +6,12 @@ before it is cut and would then average the weights of one stage into another, w
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import functools
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.probe import reprobe
 from lightning_diffpipe.graph.side_effects import is_users, line_that_draws
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.training.kept_results import hooks_of
 from lightning_diffpipe.training.patching import patched
 
 
@@ -193,6 +196,49 @@ def refuse_averages(trainer: Any, module: nn.Module) -> None:
                     "would become NaN, in checkpoints too. Leave it out (e.g. use_ema=False) and add the callback "
                     "lightning_diffpipe.EMA, which averages on every rank what lives there; or train with "
                     "num_stages=1"
+                )
+
+
+def refuse_copies(trainer: Any, pipeline: Any) -> None:
+    """Refuses copies of weights by name that hold what stands for those of other ranks: NaN.
+
+    They may be averages that a callback keeps, to be loaded into the module at the end.
+
+    Raises:
+        ConfigurationError: There are some; says where.
+    """
+    foreign = {n for n, p in pipeline.module.named_parameters() if is_placeholder(p)}
+    owners = [("", pipeline.module), *((f"{type(c).__name__}.", c) for c in trainer.callbacks)]
+    for prefix, owner in owners if foreign else ():
+        for name, held in vars(owner).items():
+            copies = _nan_copies(held, foreign) if name != "_parameters" else []
+            if copies:
+                raise ConfigurationError(
+                    f"{prefix}{name} has a copy of {copies[0]}, which another rank holds, so that the copy is NaN, "
+                    "as are those of all weights of other stages. Read weights on all ranks inside `with "
+                    "self.trainer.strategy.whole_model():`; for averages add the callback lightning_diffpipe.EMA, "
+                    "or train with num_stages=1"
+                )
+
+
+def _nan_copies(held: Any, names: Collection[str]) -> list[str]:
+    found = {n: held[n] for n in names if n in held} if isinstance(held, dict) else {}
+    return sorted(n for n, v in found.items() if isinstance(v, Tensor) and bool(v.isnan().all()))
+
+
+_AFTER_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_OF_GRADIENTS = ({"grad_norm"}, {"grad", "norm"}, {"grad", "vector_norm"})
+
+
+def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
+    """Warns of hooks in whose code norms of gradients are taken: each rank has those of its own stages."""
+    for owner in (module, *trainer.callbacks):
+        for hook, names in hooks_of(type(owner)):
+            if hook in _AFTER_GRADIENTS and any(wanted <= names for wanted in _OF_GRADIENTS):
+                rank_zero_warn(
+                    f"{type(owner).__name__}.{hook} looks at norms of gradients, and a rank has those of its own "
+                    "stage only: what it logs is that of one stage. self.trainer.strategy.gradient_norm(), on all "
+                    "ranks, gives the norm over all stages"
                 )
 
 
@@ -431,13 +477,41 @@ def foreign_writes_named(strategy: Any) -> Iterator[None]:
     except RuntimeError as error:
         if strategy.division is None or "refers to a single memory location" not in str(error):
             raise
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+        frames = [
+            (frame, found)
+            for (frame, _), found in zip(
+                traceback.walk_tb(error.__traceback__),
+                traceback.extract_tb(error.__traceback__),
+                strict=True,
+            )
+            if is_users(found.filename)
+        ]
+        frame, place = frames[-1]
+        named = _tensors_of(place.line or "", {**frame.f_globals, **frame.f_locals})
+        is_foreign = any(map(is_placeholder, named))
+        if not is_foreign and any(0 in tensor.stride() for tensor in named):
+            raise  # an expanded tensor of the user's own
         raise ConfigurationError(
-            f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line}) writes to a weight that another rank "
+            f"{place.filename}:{place.lineno} ({place.line}) writes to a weight that another rank "
             "holds: here it has a shape, but neither memory nor values. Change weights where "
             "self.trainer.strategy.is_resident(name), or, if values of other ranks are read as well, on all ranks "
             "inside `with self.trainer.strategy.whole_model():`"
         ) from error
+
+
+def _tensors_of(line: str, values: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that a line of Python names, itself or as attributes; none of a part of a statement."""
+
+    def value_of(node: ast.AST) -> Any:
+        if isinstance(node, ast.Attribute):
+            return getattr(value_of(node.value), node.attr, None)
+        return values.get(node.id) if isinstance(node, ast.Name) else None
+
+    found: list[Tensor] = []
+    with contextlib.suppress(SyntaxError):
+        nodes = [n for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Name | ast.Attribute)]
+        found += [value for value in map(value_of, nodes) if isinstance(value, Tensor)]
+    return found
 
 
 def refuse_unrunnable(schedule: Schedule, pieces: Cut) -> None:

@@ -6,7 +6,8 @@
 
 Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So while a
 trainer fits, a signal is only noted where it finds a rank, and passed on before the next batch (`LockStep`); the
-time is that of rank 0's clock, and after a batch its `should_stop` counts for all. Before training, where
+time is that of rank 0's clock, and its `should_stop` counts for all, after a batch, a validation, the beginning and
+the end of an epoch. Before training, where
 Lightning does not listen, a signal ends the run at once. At the end a line says who got it.
 """
 
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,11 @@ from lightning_diffpipe.errors import LostRankError
 from lightning_diffpipe.training.patching import patched
 
 _log = logging.getLogger(__name__)
+_HOOKS_OF_EPOCHS = (
+    "on_run_start",
+    "on_advance_start",
+    "on_advance_end",
+)  # of Lightning's loop over them
 GRACE_S = 5.0  # for other processes to say what has ended them, or whom a signal has reached
 
 
@@ -136,17 +142,28 @@ class LockStep:
         own, of_first = loop._should_check_val_fx, self._agreement.of_first
         by_time = getattr(trainer, "_val_check_time_interval", None) is not None
 
-        def should_check_validation(fetcher: Any) -> bool:
+        def agree_to_stop() -> None:
             wish = trainer.should_stop
-            trainer.should_stop = of_first(wish)  # who stops validates first
+            trainer.should_stop = of_first(wish)
             if wish and not trainer.should_stop:
                 _log.warning(
                     "rank %d goes on though its trainer.should_stop was set: ranks stop together, when "
                     "rank 0 does; set it on rank 0, or on all ranks",
                     trainer.global_rank,
                 )
+
+        def should_check_validation(fetcher: Any) -> bool:
+            agree_to_stop()  # who stops validates first
             checks = own(fetcher)
             return of_first(checks) if by_time else checks
+
+        def then_agreeing(run: Callable[[], Any]) -> Callable[[], Any]:
+            def run_and_agree() -> Any:
+                found = run()
+                agree_to_stop()
+                return found
+
+            return run_and_agree
 
         until.enter_context(patched(self._signals, _sigterm_notifier_fn=note_signal))
         until.enter_context(patched(liveness, agrees_on_signals=True))
@@ -155,6 +172,11 @@ class LockStep:
             "_should_check_val_fx": should_check_validation,
         }
         until.enter_context(patched(loop, **replaced))
+        # Hooks of these may ask for a stop, of which Lightning takes note before the next batch.
+        validating, epochs = loop.val_loop, trainer.fit_loop
+        until.enter_context(patched(validating, run=then_agreeing(validating.run)))
+        of_epochs = {n: then_agreeing(getattr(epochs, n)) for n in _HOOKS_OF_EPOCHS}
+        until.enter_context(patched(epochs, **of_epochs))
 
     def stop_together(self, last: bool = False) -> None:
         """Ends training if any rank got a signal to stop; every rank calls it before each batch.

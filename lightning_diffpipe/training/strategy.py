@@ -54,6 +54,7 @@ from lightning_diffpipe.training.before_training import (
     why_empty,
 )
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
+from lightning_diffpipe.training.kept_results import KeptResults
 from lightning_diffpipe.training.loader import (
     SeededTransfer,
     aligned,
@@ -71,11 +72,13 @@ from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
     refuse_arguments,
     refuse_averages,
+    refuse_copies,
     refuse_on_several_ranks,
     refuse_optimizers,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
+    warn_of_gradients_looked_at,
     warn_of_outputs,
 )
 from lightning_diffpipe.training.signals import LockStep
@@ -180,6 +183,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
+        self._kept_results: KeptResults | None = None
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
         self._counted_pipelines: int | None = None
@@ -318,10 +322,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 module, self._run_training_step, batch, options, self.process, arguments
             )
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
-        plan = self.pipeline.plan
+        plan, left = self.pipeline.plan, self.pipeline.graph.left
         with raised_by_all():
             if len(plan.stages) > 1:
                 refuse_averages(trainer, module)
+                warn_of_gradients_looked_at(trainer, module)
+                self._kept_results = KeptResults(module, left, trainer.callbacks)
             if plan.runs_free:
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
@@ -442,6 +448,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         if result.alarm:
             raise pipeline.watch.divergence(self.max_diverged_steps, trainer.global_step, result)
+        if self._kept_results is not None:
+            self._kept_results.warn()
+            self._kept_results = None
+            refuse_copies(trainer, pipeline)
         ends_window = self.max_diverged_steps is not None and not self._accumulating
         pipeline.watch.after_step(result, batch, arguments, number, ends_window)
         self.last_step = result
@@ -641,6 +651,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         liveness.enter("ending")
         self.drain()
         if self.pipeline is not None:
+            refuse_copies(self._trainer, self.pipeline)
             self.pipeline.watch.finish()
             self.refuse_diverged("training has ended")
         if self._lock_step is not None:
@@ -655,6 +666,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Makes the module whole again on every rank, on the host, and gives everything back."""
         self._until_teardown.close()
         self.upcoming, self._finished = [], []
+        self._kept_results = None
         self.transfer = self._lock_step = self._metric_sync = None
         self._under_way.clear()
         if self.pipeline is not None:

@@ -13,11 +13,11 @@ from tests.ranks import run_in_turn, run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def train(rank, world_size, folder, epochs, resumed):
+def train(rank, world_size, model, folder, epochs, resumed, store_all):
     """Trains adapters of a tiny Flux on two batches in each epoch; saves after each."""
-    module = PipelineDiffusion(
-        tiny.build("flux", folder / f"parts{world_size}_{rank}"),
-        lora=Lora(rank=2),
+    module = PipelineDiffusion.from_pretrained(
+        model,
+        lora=Lora(rank=2, store_all=store_all),
         call={"max_sequence_length": 8},
         caption_dropout=0.0,
         optimization=Optimization(lr=1e-2, warmup_steps=0, decay="constant"),
@@ -37,13 +37,26 @@ def train(rank, world_size, folder, epochs, resumed):
     return {n: p.detach() for n, p in module.named_parameters() if ".lora_" in n}
 
 
-def test_they_go_on_from_a_checkpoint_on_other_stages(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    straight = run_ranks(train, 1, 1, one, 2, None)[0]
+@pytest.mark.parametrize("store_all", [False, True])
+def test_they_go_on_from_a_checkpoint_on_other_stages(store_all, tmp_path):
+    one, two, later = (tmp_path / name for name in ("one", "two", "later"))
+    model = tmp_path / "model"
+    tiny.build("flux", tmp_path / "parts").save_pretrained(model)
+    straight = run_ranks(train, 1, 1, model, one, 2, None, store_all)[0]
     assert all(value.abs().max() > 1e-3 for n, value in straight.items() if ".lora_B." in n)
-    later = tmp_path / "later"
-    _, on_two = run_in_turn(train, 2, (2, two, 1, None), (2, later, 2, one / "epoch=0.ckpt"))
-    for weights in (*on_two, *run_ranks(train, 1, 1, later, 2, two / "epoch=0.ckpt")):
+    runs = (
+        (2, model, two, 1, None, store_all),
+        (2, model, later, 2, one / "epoch=0.ckpt", store_all),
+    )
+    _, on_two = run_in_turn(train, 2, *runs)
+    resumed = run_ranks(train, 1, 1, model, later, 2, two / "epoch=0.ckpt", store_all)
+    for weights in (*on_two, *resumed):
         assert weights.keys() == straight.keys()
         for name, value in straight.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+    kept = [
+        {n for n in torch.load(folder / "epoch=0.ckpt")["state_dict"] if ".lora_" not in n}
+        for folder in (one, two)
+    ]
+    assert kept[0] == kept[1]
+    assert any(n.endswith(".weight") for n in kept[0]) == store_all

@@ -130,6 +130,102 @@ def test_adapters_of_a_class_outside_of_diffusers_are_written(adapted, tmp_path)
     assert (tmp_path / adapters.LORA_FILE).exists()
 
 
+@pytest.fixture
+def trained(make_model, batch, tmp_path):
+    """Trains adapters of a model in a folder, and returns the module and what the checkpoint holds."""
+
+    def train(path=tmp_path / "a.ckpt", change=None, **options):
+        if not (tmp_path / "model").exists():
+            make_model("unet").save_pretrained(tmp_path / "model")
+        lora = Lora(rank=2, **options)
+        module = LatentDiffusion.from_pretrained(
+            tmp_path / "model", lora=lora, train_text_encoder=True
+        )
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if ".lora_" in name:
+                    parameter.normal_(std=0.3)
+            if change is not None:
+                change(module)
+        fit(module, batch, tmp_path).save_checkpoint(path)
+        return module, torch.load(path)
+
+    return train
+
+
+def test_checkpoints_of_adapters_leave_the_model_to_its_folder(trained, tmp_path):
+    """History: they held all frozen weights, 24 GB of a model with 12 billion."""
+    module, checkpoint = trained()
+    names = [n for n in module.state_dict() if ".lora_" in n]
+    assert names == [n for n in checkpoint["state_dict"] if n in dict(module.named_parameters())]
+    assert checkpoint["diffpipe_base"]["path"] == str(tmp_path / "model")
+    _, whole = trained(tmp_path / "whole.ckpt", store_all=True)
+    assert whole["state_dict"].keys() == module.state_dict().keys()
+    sizes = [(tmp_path / f"{name}.ckpt").stat().st_size for name in ("a", "whole")]
+    assert sizes[0] < 0.6 * sizes[1]  # configs and states of the optimizer are in both
+    for name in ("a", "whole"):
+        loaded = LatentDiffusion.from_checkpoint(tmp_path / f"{name}.ckpt")
+        assert loaded.state_dict().keys() == module.state_dict().keys()
+    loaded = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[key], value, rtol=0, atol=0)
+    loaded.save_lora(tmp_path / "again")
+    module.save_lora(tmp_path)
+    again = stored(tmp_path / "again")
+    assert all(torch.equal(value, again[key]) for key, value in stored(tmp_path).items())
+
+
+def test_a_predictor_reads_the_model_below_adapters(trained, tmp_path):
+    module, _ = trained()
+    source = open_source(tmp_path / "a.ckpt", True, torch.device("cpu"), torch.float32)
+    load_weights(source.denoiser, source.weights)
+    torch.testing.assert_close(drawn(source.module), drawn(module), atol=1e-5, rtol=1e-5)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    where = str(tmp_path / "model")
+    for load in (
+        LatentDiffusion.from_checkpoint,
+        lambda path: open_source(path, False, torch.device("cpu"), torch.float32),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{where}: .*, base=FOLDER\)"):
+            load(tmp_path / "a.ckpt")
+    options = {"base": tmp_path / "moved"}
+    open_source(tmp_path / "a.ckpt", True, torch.device("cpu"), torch.float32, **options)
+    assert torch.equal(
+        drawn(LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt", **options)), drawn(module)
+    )
+    with pytest.raises(ConfigurationError, match="moved is a whole model; leave it out"):
+        open_source(tmp_path / "moved", False, torch.device("cpu"), torch.float32, **options)
+
+
+def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
+    module, checkpoint = trained()
+    other = make_model("unet")
+    with torch.no_grad():
+        other.unet.conv_in.weight.add_(0.01)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        CheckpointError, match=r"the unet here has other weights .*; give that model"
+    ):
+        LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt", base=tmp_path / "other")
+    now = LatentDiffusion.from_pretrained(
+        tmp_path / "other", lora=Lora(rank=2), train_text_encoder=True
+    )
+    with pytest.raises(
+        CheckpointError, match=r"the unet here has other weights .*; open the module"
+    ):
+        now.on_load_checkpoint(checkpoint)
+    # Precision makes no other model.
+    module.to(torch.bfloat16).on_load_checkpoint(torch.load(tmp_path / "a.ckpt"))
+
+
+def test_parts_that_are_no_longer_those_of_the_folder_are_stored(trained, tmp_path):
+    module, checkpoint = trained(change=lambda module: module.vae.encoder.conv_in.weight.add_(0.01))
+    assert {"unet", "text_encoder"} == checkpoint["diffpipe_base"]["digests"].keys()
+    loaded = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[key], value, rtol=0, atol=0)
+
+
 def test_a_missing_peft_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     settings = {"configs": {"default": json.dumps({})}, "active": ["default"]}

@@ -1,0 +1,201 @@
+"""What hooks of a user's own read, keep and decide on ranks of which each has a part of the model."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+    reference,
+)
+from tests.distributed.tiny import Data, TinyDiffusion
+from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.rows import row
+
+pytestmark = pytest.mark.distributed
+
+
+class BackwardHook(TinyDiffusion):
+    """Scales the gradient that leaves a block; a stage that had half of it would see that of its own part."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        for block in self.blocks:
+            block.register_full_backward_hook(
+                lambda module, inputs, outputs: (0.5 * inputs[0], None)
+            )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", row("zero_bubble")])
+def test_modules_with_backward_hooks_stay_whole(schedule):
+    """History: the hook of a block in two stages acted on one of them, or got None for a gradient."""
+    settings = Settings(module_class=BackwardHook, trainer={"max_steps": 2})
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2, "schedule": schedule}
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
+
+
+class KeepsResults(TinyDiffusion):
+    """As Lightning's own guide to version 2 has it, and an average beside."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.losses, self.average = [], 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss
+
+    def on_train_batch_end(self, *args):
+        self.shown = float(self.average)
+
+    def on_train_epoch_end(self):
+        self.losses.clear()
+
+
+class LooksAtGradients(TinyDiffusion):
+    def on_before_optimizer_step(self, optimizer):
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.total = torch.stack(norms).norm()
+
+
+def said(rank, module_class):
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lightning_diffpipe").addHandler(handler)
+    with pytest.warns() as caught:
+        fit(rank, Settings(module_class=module_class, strategy={"num_stages": 2}), 2)
+    return "\n".join([*records, *(str(warning.message) for warning in caught)])
+
+
+def test_results_that_a_step_keeps_for_hooks_are_named():
+    """History: rank 0 showed an average that was never changed, and stacked an empty list."""
+    first, last = run_ranks(said, 2, KeepsResults)
+    for text in (first, last):
+        assert "sets self.average, and KeepsResults.on_train_batch_end reads it." in text
+    assert "puts something into self.losses, and KeepsResults.on_train_epoch_end reads it" in last
+
+
+def test_norms_of_gradients_in_hooks_are_named():
+    """History: each rank logged that of its own stage, without a word."""
+    first, _ = run_ranks(said, 2, LooksAtGradients)
+    assert "LooksAtGradients.on_before_optimizer_step looks at norms of gradients" in first
+
+
+class Averages(L.Callback):
+    """Averages weights by the epoch, as scripts do by hand, for the end."""
+
+    average = None
+
+    def on_train_epoch_end(self, trainer, module):
+        state = module.state_dict()
+        self.average = {
+            n: (v + (self.average or state)[n]) / 2 if v.is_floating_point() else v
+            for n, v in state.items()
+        }
+
+    def on_fit_end(self, trainer, module):
+        module.load_state_dict(self.average)
+
+
+def test_averages_by_hand_are_refused():
+    """History: the module that came out of training had NaN for weights, without an error."""
+    settings = Settings(trainer={"callbacks": [Averages()]}, strategy={"num_stages": 2})
+    with pytest.raises(
+        RankError, match=r"Averages.average has a copy of .* lightning_diffpipe.EMA"
+    ):
+        run_ranks(fit, 2, settings, 2)
+
+
+class HookInHook(TinyDiffusion):
+    """A hook puts another one at its first call, of which it keeps a note of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        notes = set()
+
+        def first(module, inputs, output):
+            if "done" not in notes:
+                notes.add("done")
+                module.register_forward_hook(lambda module, inputs, output: 1.1 * output)
+
+        self.blocks[1].register_forward_hook(first)
+
+
+def test_a_hook_that_a_step_puts_on_a_module_is_refused():
+    """History: it was put on a copy that is looked at before training, and lost."""
+    settings = Settings(module_class=HookInHook, strategy={"num_stages": 2})
+    with pytest.raises(RankError, match=r"the step puts a forward hook on blocks.1, and leaves it"):
+        run_ranks(fit, 2, settings, 2)
+
+
+class StopsInHook(L.Callback):
+    """Wants to stop in the second epoch, on one rank, in one of its hooks."""
+
+    def __init__(self, hook, rank):
+        self.rank, self.epochs = rank, []
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer, module):
+        if trainer.current_epoch == 1 and trainer.global_rank == self.rank:
+            trainer.should_stop = True
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.epochs.append(trainer.current_epoch)
+
+
+def stop_in_hook(rank, hook, stopping):
+    callback = StopsInHook(hook, stopping)
+    strategy = quick_strategy(num_stages=2)
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[callback], max_epochs=3)
+    trainer.fit(build(Settings()), datamodule=Data(size=12, batch_size=6))
+    return callback.epochs
+
+
+HOOKS = ("on_validation_start", "on_validation_end", "on_train_epoch_start", "on_train_epoch_end")
+
+
+def test_a_stop_on_rank_0_in_other_hooks_stops_all_ranks():
+    """History: the other one waited for its messages until `timeout_s`."""
+    runs = [(hook, rank) for hook in HOOKS for rank in (0, 1)]
+    for (hook, rank), epochs in zip(runs, run_in_turn(stop_in_hook, 2, *runs), strict=True):
+        assert epochs[0] == epochs[1], (hook, rank)
+        assert max(epochs[0], default=0) == (1 if rank == 0 else 2), (hook, rank)
+
+
+class WritesToExpanded(TinyDiffusion):
+    def on_train_batch_end(self, *args):
+        rows = torch.zeros(1).expand(4)
+        rows += 1
+
+
+class WritesToForeign(TinyDiffusion):
+    def on_train_batch_end(self, *args):
+        with torch.no_grad():
+            self.time.weight += 0
+            self.head.weight += 0
+
+
+@pytest.mark.parametrize(
+    ("module_class", "message"),
+    [
+        (WritesToExpanded, "RuntimeError: unsupported operation: more than one element"),
+        (WritesToForeign, r"ConfigurationError: .*writes to a weight that another rank holds"),
+    ],
+)
+def test_what_a_hook_writes_to_is_said_rightly(module_class, message):
+    """History: an expanded tensor of the user's own was called a weight of another rank."""
+    settings = Settings(module_class=module_class, strategy={"num_stages": 2})
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(fit, 2, settings, 2)
+    if module_class is WritesToExpanded:
+        assert "another rank holds" not in str(raised.value)
