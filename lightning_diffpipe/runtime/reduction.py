@@ -57,6 +57,11 @@ class _Aside(OrderedDict[int, Callable[..., Any]]):
         self.hooks = hooks
         hooks.aside = self
 
+    @classmethod
+    def of(cls, hooks: Any) -> _Aside:
+        """Returns the one of these hooks, to which handles of some of them refer."""
+        return hooks.aside if hasattr(hooks, "aside") else cls(hooks)
+
     def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
         self.hooks[number] = hook
 
@@ -81,9 +86,9 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     }
     for parameter, (of_gradient, after) in hooks.items():
         if of_gradient:
-            parameter._backward_hooks = _Aside(of_gradient)
+            parameter._backward_hooks = _Aside.of(of_gradient)
         if after:  # with None in their place torch would still call them
-            parameter._post_accumulate_grad_hooks = _Aside(after)
+            parameter._post_accumulate_grad_hooks = _Aside.of(after)
     try:
         yield hooks
     finally:

@@ -12,7 +12,7 @@ from lightning_diffpipe.comm.transport import Transport
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import reduction
-from lightning_diffpipe.runtime.reduction import GradientReducer
+from lightning_diffpipe.runtime.reduction import GradientReducer, call_hooks, hooks_off
 
 NUM_BUCKETS = 40
 RANKS = (0, 1)
@@ -95,6 +95,28 @@ def test_a_peer_lost_in_any_bucket_gives_the_same_error(parts, monkeypatch, num_
 
 
 @pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_a_hook_puts_or_removes(register):
+    """History: one that was put while others were set aside was lost."""
+    weight, seen = nn.Parameter(torch.zeros(2)), []
+
+    def once(_):
+        seen.append("once")
+        handles["once"].remove()
+        handles["later"] = getattr(weight, register)(lambda _: seen.append("later"))
+
+    handles = {"once": getattr(weight, register)(once)}
+    for _ in range(2):
+        with hooks_off([weight]) as hooks:
+            weight.sum().backward()  # nobody is called
+            call_hooks(weight, hooks)
+    weight.sum().backward()
+    assert seen == ["once", "later", "later"]
+    handles["later"].remove()
+    weight.sum().backward()
+    assert len(seen) == 3
+
+
 def test_a_layer_that_all_holders_leave_out_gets_no_gradient(parts, monkeypatch, more):
     """History: it got zeros, by which Adam's moments and weight decay moved it, in forms without the layer."""
     parameters, start = parts
