@@ -27,6 +27,7 @@ from lightning_diffpipe.graph.calltree import (
     callable_modules,
     choose_layers,
     forward_replaced,
+    has_backward_hooks,
     uncalled_owners,
 )
 from lightning_diffpipe.graph.interception import checkpointing_off
@@ -214,7 +215,8 @@ class StepProbe:
             toggled=tracer.attributes.toggled(),
             left=tracer.attributes.left(),
             counters=tracer.attributes.counters() if fake else {},
-            changes_gradients=tracer.provenance.changes_gradients,
+            changes_gradients=tracer.provenance.changes_gradients
+            or any(map(has_backward_hooks, self._module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
         )
 

@@ -246,7 +246,8 @@ class LayerGraph:
             the step could only be probed on values: what it counts is not known without them.
         hooks: For each gradient hook registered between layers the layers that read its tensor, or may have read
             it before; one past the last layer is the loss. Empty for `retain_grad`.
-        changes_gradients: Hooks are put on tensors, by glue or inside of layers, which may change their gradients.
+        changes_gradients: Hooks are put on tensors, by glue or inside of layers, or on modules, which may change
+            gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: Which parts of the batch it was planned with have one entry per sample, or how the module cuts it.
         weighted: The step returns a weight beside its loss.
