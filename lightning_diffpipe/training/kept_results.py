@@ -39,9 +39,10 @@ class KeptResults:
         self._module = module
         self._read = {
             name: f"{type(owner).__name__}.{hook}"
-            for owner in (module, *callbacks)
+            for owner in (*callbacks, module)
             for hook, names in hooks_of(type(owner))
             for name in names
+            if owner is module or not hasattr(owner, name)  # it may be a callback's own
         }
         self._left = sorted(name for owner, name in left if not owner and name in self._read)
         self._sizes = self._sizes_now()
