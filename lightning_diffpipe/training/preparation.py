@@ -102,7 +102,8 @@ def prepare(
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         with _phase("probing the layers of a step", process, counted=False):
             survey_all = partial(_surveyed, module, step, small, form, seed, planned, arguments)
-            graph, forms = on_all_ranks(survey_all, world)
+            with _cut_noted(min(_NUM_PROBED_SAMPLES, size), size):
+                graph, forms = on_all_ranks(survey_all, world)
         with raised_by_all():
             require_equal(graph.digest, world)
     probed = ProbedStep(module, step, batch, small, graph, forms)
@@ -120,6 +121,24 @@ def prepare(
     with liveness.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
     return replace(pipeline, basis=basis)
+
+
+@contextlib.contextmanager
+def _cut_noted(number: int, size: int) -> Iterator[None]:
+    """Adds to an error of the step's own that the batch was cut, for what shapes do not fit any more."""
+    try:
+        yield
+    except DiffPipeError:
+        raise
+    except Exception as error:
+        if number < size:
+            error.add_note(
+                f"training_step was run on {number} of the {size} samples of a batch, to look at its layers: of "
+                f"tensors with {size} rows and lists of {size} it got so many. If one of them has no samples in it, but "
+                "is a table that all share, leave it out of the batch, or let the module cut batches itself "
+                "(split_batch)"
+            )
+        raise
 
 
 @contextlib.contextmanager

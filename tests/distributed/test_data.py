@@ -287,6 +287,31 @@ def pairs():
     return {"left": shuffled(), "right": [shuffled()]}
 
 
+class ReadsTable(TinyDiffusion):
+    """Adds a table to its pictures, which is no sample's but all samples'."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step({**batch, "image": batch["image"] + batch["table"]}, batch_idx)
+
+
+def with_table(samples):
+    return {**torch.utils.data.default_collate(samples), "table": torch.zeros(3, 5)}
+
+
+def train_on_tables(rank):
+    module = build(Settings(module_class=ReadsTable))
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_stages=1))
+    trainer.fit(module, DataLoader(Samples(6), 3, collate_fn=with_table))
+
+
+def test_a_table_as_long_as_the_batch_is_named():
+    """History: the error was torch's alone, of shapes that the user's step never had."""
+    with pytest.raises(RankError, match=r"RuntimeError: .* must match") as raised:
+        run_ranks(train_on_tables, 1)
+    assert "run on 2 of the 3 samples of a batch" in str(raised.value)
+    assert "or let the module cut batches itself (split_batch)" in str(raised.value)
+
+
 def test_several_loaders_at_once():
     (first, steps), (second, _) = run_ranks(train, 2, 2, pairs)
     assert steps == 8
