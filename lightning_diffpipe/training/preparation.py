@@ -134,7 +134,7 @@ def _cut_noted(number: int, size: int) -> Iterator[None]:
         if number < size:
             error.add_note(
                 f"training_step was run on {number} of the {size} samples of a batch, to look at its layers: of "
-                f"tensors with {size} rows and lists of {size} it got so many. If one of them has no samples in it, "
+                f"tensors with {size} rows and lists of {size} it got so many. If one of them holds no samples, "
                 "but is a table that all share, leave it out of the batch, or let the module cut batches itself "
                 "(split_batch)"
             )
