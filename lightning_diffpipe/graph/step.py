@@ -503,10 +503,10 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
                 for module, key, buffer, value in buffers:
                     buffer.copy_(value)
                     module._buffers[key] = buffer  # the step may have put another in its place
-            for module, attributes, _ in metrics:
-                module.__dict__.update(attributes)
             for module, attributes in plain:
                 vars(module).update(attributes)
+            for module, attributes, _ in metrics:
+                module.__dict__.update(attributes)
             for value, before in containers:
                 value.clear()
                 value.extend(before) if hasattr(value, "extend") else value.update(before)
