@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import deque
 
 import lightning as L
 import pytest
@@ -294,16 +295,20 @@ class CountsCalls(TinyDiffusion):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.seen = 0, []
+        self.calls, self.seen, self.stats, self._last = 0, [], {"losses": deque()}, torch.zeros(())
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.calls += 1
         self.seen.append(loss.item())
+        self.stats["losses"].append(loss.item())
+        self._last = loss.detach()
         return loss
 
     def on_train_start(self):
         assert self.calls == len(self.seen) == 0, "runs before training were counted"
+        assert not self.stats["losses"], "runs before training are in what a dict holds"
+        assert not self._last
 
 
 def test_runs_before_training_do_not_count():
