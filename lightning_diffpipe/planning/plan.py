@@ -105,12 +105,12 @@ def _read_programs(plan: Node, key: str) -> tuple[Program, ...]:
     stages: tuple[Stage, ...] = read_value(tuple[Stage, ...], plan["stages"])
     _check_stages(stages)
     placement: Placement = plan["stages"].made(placement_of, stages)
-    ranks = range(placement.num_ranks)
-    texts = plan[key].check_keys(map(str, ranks))
-    members = (
-        (text, placement.only_stage_of(rank)) for rank in ranks for text in [texts[str(rank)]]
-    )
-    return tuple(text.made(parse_program, read_value(str, text), stage) for text, stage in members)
+    texts = plan[key].check_keys(map(str, range(placement.num_ranks)))
+    programs = []
+    for rank in range(placement.num_ranks):
+        text, stage = texts[str(rank)], placement.only_stage_of(rank)
+        programs.append(text.made(parse_program, read_value(str, text), stage))
+    return tuple(programs)
 
 
 def _texts_of_programs(plan: PipelinePlan, name: str) -> dict[str, str]:

@@ -287,7 +287,11 @@ class Search:
                 self._climb(shape, cuts, bounds)
 
     def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
-        """Returns where to start moving layers, if that may lead to the best, in less time than to simulate it."""
+        """Returns where to start moving layers, if that may lead to the best, in less time than to simulate it.
+
+        Where cuts that are fast do not fit, that are the fastest that do; no move makes a pipeline take less than
+        `bound_s`.
+        """
         if not self._is_better(self.least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
             return None
         if self.evaluator.fits(start):

@@ -268,7 +268,7 @@ def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
 
 
 def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
-    """Returns when the last rank is done."""
+    """Returns when the last rank is done if all begin at `start_s`."""
     assert not outline.stuck, "a schedule of the search never ends"
     return _run(outline, costs, start_s)
 
@@ -318,7 +318,7 @@ def period_s(batch: Schedule, costs: PipelineCosts) -> float:
 
 
 def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
-    """Makes the outline of a schedule, with communication or without."""
+    """Makes the outline of a schedule, with communication or without; microbatches of equal sizes cost the same."""
     is_lowered = schedule.is_lowered
     schedule = schedule if is_lowered else with_collectives(schedule)
     numbers = _Numbers(schedule, sizes, is_lowered)
