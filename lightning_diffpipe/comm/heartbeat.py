@@ -373,12 +373,26 @@ class Heartbeat:
 
 @functools.cache
 def _end_in_spite_of_gloo() -> None:
-    """Ends this process some seconds after Python has begun to end: gloo's groups wait for what is under way.
+    """Ends this process some seconds after the last exit handler of Python: gloo's groups wait for what is left.
 
-    They do so in a destructor, up to half an hour, where a peer is silent; only a thread in C goes on then.
+    They do so in a destructor, up to half an hour, where a peer is silent; only a thread in C goes on then. Others'
+    handlers may upload for long. Threads of Python go on meanwhile, and one of them puts off that end.
     """
-    end = functools.partial(faulthandler.dump_traceback_later, _EXIT_S, exit=True)
-    atexit.register(lambda: end(file=open(os.devnull, "w")))  # noqa: PTH123, SIM115
+    ends, nothing = threading.Event(), open(os.devnull, "w")  # noqa: PTH123, SIM115
+    put_off = functools.partial(faulthandler.dump_traceback_later, _EXIT_S, exit=True, file=nothing)
+
+    def put_off_while_python_runs() -> None:
+        ends.wait()
+        while True:
+            put_off()
+            time.sleep(_EXIT_S / 10)
+
+    def end() -> None:
+        put_off()  # the thread may not get its turn any more
+        ends.set()
+
+    threading.Thread(target=put_off_while_python_runs, name="diffpipe-exit", daemon=True).start()
+    atexit.register(end)
 
 
 def _close(board: _Board, thread: threading.Thread) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -174,3 +176,38 @@ def test_a_lost_store_is_that_of_a_lost_rank(ranks, store):
         PipelineTimeoutError, match=r"lost rank 0 while drawing, which stopped; .*Connection reset"
     ):
         wait(ranks[1], 20.0)
+
+
+ENDING = """
+import atexit, sys, time
+import torch.distributed as dist
+from lightning_diffpipe.comm import heartbeat
+
+class Group:
+    def __del__(self, sleep=time.sleep):
+        sleep(600.0)  # as gloo's, whose peer is silent
+
+def upload():
+    time.sleep(float(sys.argv[1]))
+    print("uploaded", flush=True)
+
+heartbeat._EXIT_S = 3.0
+atexit.register(upload)
+group = Group()
+board = heartbeat.Heartbeat(dist.HashStore(), "board", 0, 2, 1.0)
+try:
+    with board.naming("numbers"):
+        raise RuntimeError("Connection closed by peer")
+except heartbeat.PipelineTimeoutError:
+    print("noticed", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("upload_s", [0.0, 5.0])
+def test_a_process_that_has_lost_a_rank_ends_when_exit_handlers_of_others_are_over(upload_s):
+    """History: Python had five seconds to end, which cut an upload short; before, it waited for half an hour."""
+    command = [sys.executable, "-c", ENDING, str(upload_s)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split() == ["noticed", "uploaded"], ended.stderr
+    assert ended.returncode == 1  # though it was still waiting
