@@ -319,7 +319,7 @@ class Liveness:
         port, token, pid, host = json.loads(store.get(key))
         place = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
         try:
-            line = _Line(socket.create_connection(place, timeout=self._silence_s / 2), 0)
+            line = _Line(_connected(place, self._silence_s / 2), 0)
         except OSError as error:
             _log.warning(
                 "rank %d cannot reach rank 0 at %s port %s (%s): when a rank is lost, the others may not be "
@@ -644,6 +644,27 @@ class Liveness:
                 if each is not None:
                     each.close()
         self.__init__()  # type: ignore[misc]
+
+
+def _connected(place: tuple[str, int], within_s: float) -> socket.socket:
+    """Connects to the first address of a host that answers; a name may have several, of which some lead nowhere.
+
+    Raises:
+        OSError: There is none within that time; says why of each.
+    """
+    addresses = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    errors = dict[str, None]()
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with contextlib.ExitStack() as unless_connected:
+                peer = unless_connected.enter_context(socket.socket(family, kind, protocol))
+                peer.settimeout(within_s / len(addresses))
+                peer.connect(address)
+                unless_connected.pop_all()
+                return peer
+        except OSError as error:
+            errors[f"{address[0]}: {error}"] = None
+    raise OSError("; ".join(errors))
 
 
 def _place() -> tuple[int, str]:

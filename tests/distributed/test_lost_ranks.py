@@ -279,6 +279,33 @@ def test_a_rank_that_says_that_it_cannot_connect_is_not_waited_for():
     watching._leave()
 
 
+@contextlib.contextmanager
+def that_never_answers(address):
+    """An address of this host at which connections are neither taken nor refused, as beyond a dead link."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind((address, 0))
+        server.listen(0)
+        for _ in range(3):  # more than it lets wait
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", server.getsockname()
+
+
+def test_all_addresses_of_rank_0_have_their_share_of_the_time_to_connect(monkeypatch, caplog):
+    """History: each had all of it, so that of two that lead nowhere a rank said that rank 0 was silent."""
+    monkeypatch.setattr("lightning_diffpipe.comm.liveness._LEAST_SILENCE_S", 2.0)
+    watching, store = Liveness(), torch.distributed.HashStore()
+    store.set("diffpipe/liveness/1", json.dumps([29123, "secret", 1, "host"]))
+    with that_never_answers("127.0.0.2") as first, that_never_answers("127.0.0.3") as second:
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [first, second])
+        watching.connect(1, 2, 1.0, store)
+    watching._leave()
+    assert "cannot reach rank 0" in caplog.text
+    assert "127.0.0.2: timed out; 127.0.0.3: timed out" in caplog.text
+
+
 def be_busy(rank):
     """Longer than the others wait for a sign of life."""
     with liveness.run(rank):
