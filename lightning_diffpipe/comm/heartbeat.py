@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from lightning_diffpipe.comm.waiting import Pending, in_words
+from lightning_diffpipe.comm.waiting import in_thread, in_words
 from lightning_diffpipe.errors import PipelineTimeoutError
 
 Word = Literal[
@@ -255,13 +255,10 @@ class Heartbeat:
         Raises:
             PipelineTimeoutError: As in `wait`; or it failed because of a connection.
         """
-        found: list[Any] = []
-        pending = Pending(lambda: found.append(function()))
-        threading.Thread(target=pending.run, name="diffpipe-call", daemon=True).start()
-        self.wait(pending.is_over, what)
+        called = in_thread(function, "diffpipe-call")
+        self.wait(called.done, what)
         with self.naming(what):
-            pending.result()
-        return found[0]
+            return called.result()
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:

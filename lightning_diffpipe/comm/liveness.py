@@ -32,6 +32,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.comm.waiting import Pending
+from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import DiffPipeError, LostRankError, PipelineTimeoutError
 
 LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
@@ -283,15 +284,15 @@ class Liveness:
         self.enter(_CONNECTING if self._is_ahead else _MET)
         store = store or dist.distributed_c10d._get_default_store()
         joins = self._join if rank else self._let_join
-        # In a thread of its own: a store beyond a dead link never answers.
-        pending = Pending(partial(joins, store, f"{_KEY}/{self._connections}", num_ranks))
-        threading.Thread(target=pending.run, name="diffpipe-connect", daemon=True).start()
+        key = f"{_KEY}/{self._connections}"
+        # A store beyond a dead link never answers.
+        connecting = in_thread(partial(joins, store, key, num_ranks), "diffpipe-connect")
         limit_s = self._silence_s if self._is_ahead else default_pg_timeout.total_seconds()
-        if not pending.is_over(within_s=limit_s):
+        if wait([connecting], limit_s).not_done:
             self._is_ahead, missing = False, min(self._unconnected(num_ranks), default=0)
             loss = Loss(missing, _CONNECTING, "silent", f"{limit_s:g} s")
             raise LostRankError(f"rank {rank} ({self.phase}) lost {loss}")
-        pending.result()
+        connecting.result()
 
     def _let_join(self, store: dist.Store, key: str, num_ranks: int) -> None:
         """Lets all other ranks connect; waits for them where they have just met."""

@@ -18,10 +18,10 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,7 @@ from torch import nn
 
 from lightning_diffpipe.comm.mesh import broadcast_object, connected_group, gathered_objects
 from lightning_diffpipe.comm.packing import as_bytes
-from lightning_diffpipe.comm.waiting import Pending, in_words
+from lightning_diffpipe.comm.waiting import in_thread, in_words
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -89,15 +89,14 @@ def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE
         PipelineTimeoutError: Some ranks have not come, which it names.
     """
     arrival = _Arrival(rank, num_ranks, patience_s)
-    # In a thread of its own: of a store whose process is frozen, calls never return.
-    pending = Pending(arrival.run)
-    threading.Thread(target=pending.run, name="diffpipe-meeting", daemon=True).start()
-    if notice_s < patience_s and not pending.is_over(within_s=notice_s):
+    # Of a store whose process is frozen, calls never return.
+    arriving = in_thread(arrival.run, "diffpipe-meeting")
+    if notice_s < patience_s and wait([arriving], notice_s).not_done:
         _log.warning("%s; it waits up to %g s", arrival.waited(notice_s), patience_s)
-    if not pending.is_over(within_s=max(patience_s - notice_s, 0.0) + _FROZEN_S):
+    if wait([arriving], max(patience_s - notice_s, 0.0) + _FROZEN_S).not_done:
         raise PipelineTimeoutError(arrival.waited(patience_s))
     try:
-        pending.result()
+        return arriving.result()
     except RuntimeError as error:  # of torch
         if "EADDRINUSE" in str(error):
             raise ConfigurationError(
@@ -105,7 +104,6 @@ def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE
                 "give all ranks another MASTER_PORT (torchrun: --master-port, or --standalone, which finds one)"
             ) from error
         raise PipelineTimeoutError(f"{arrival.waited(patience_s)}: {error}") from error
-    return arrival.store
 
 
 @dataclass
@@ -118,13 +116,16 @@ class _Arrival:
     missing: list[int] | None = None  # not known before the store answers
 
     def __post_init__(self) -> None:
-        self.store: dist.Store
         self.place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # The store of torchrun may have seen an attempt that failed.
         self.name = f"diffpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
-    def run(self) -> None:
-        """Tells the others that this rank has come, and waits for all of them."""
+    def run(self) -> dist.Store:
+        """Tells the others that this rank has come, and waits for all of them.
+
+        Returns:
+            The store of the default process group to be made.
+        """
         deadline_s = time.monotonic() + self.patience_s
         opens = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = dist.TCPStore(
@@ -145,7 +146,7 @@ class _Arrival:
             if self.missing:
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        self.store = dist.PrefixStore(f"{self.name}/group/{turn}", store)
+        return dist.PrefixStore(f"{self.name}/group/{turn}", store)
 
     def waited(self, seconds: float) -> str:
         """Returns the message about a wait: who has not come, and why perhaps."""

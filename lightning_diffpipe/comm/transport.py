@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.comm.waiting import Pending, SideStreams, Waiter, no_message
+from lightning_diffpipe.comm.waiting import SideStreams, Waiter, no_message
 from lightning_diffpipe.planning.instruction import Instruction
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
@@ -189,7 +190,7 @@ class Transport:
         """
         return _AwaitedWork(self, list(works), what, then)
 
-    def watch(self, wait: Callable[[], None]) -> Pending:
+    def watch(self, wait: Callable[[], None]) -> Future[None]:
         """Waits in a thread, on behalf of the stream that computes here."""
         entered = self._streams.entered(self._mesh.device)
 
@@ -272,14 +273,14 @@ class _AwaitedWork:
     what: str
     then: Callable[[], None] = lambda: None
     source: int | None = None
-    pending: Pending | None = None
+    pending: Future[None] | None = None
 
     def is_ready(self) -> bool:
         if not self.transport.blocks_host:
             return True
         if self.pending is None:
             self.pending = self.transport.watch(self._await)
-        return self.pending.is_over()
+        return self.pending.done()
 
     def wait(self) -> None:
         if self.pending is not None:

@@ -16,7 +16,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import PipelineTimeoutError
 
 _MOST_NAMED = 8
+_Result = TypeVar("_Result")
 
 
 def in_words(ranks: Sequence[int]) -> str:
@@ -43,55 +45,44 @@ def no_message(
     return PipelineTimeoutError(f"rank {rank} waited for {what}: {reason}")
 
 
-class Pending:
-    """An operation that is being waited for."""
+def in_thread(function: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Calls a function that may never return, as one of a store beyond a dead link, in a thread of its own.
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait: Callable[[], None] | None = wait
-        self._over = threading.Event()
-        self._error: BaseException | None = None
+    Args:
+        function: Is left alone where nobody waits for it any more; Python ends without it.
+        name: Of the thread.
+    """
+    future: Future[_Result] = Future()
+    threading.Thread(target=_settle, args=(future, [function]), name=name, daemon=True).start()
+    return future
 
-    def is_over(self, within_s: float = 0.0) -> bool:
-        """Returns whether `result` would return, or raise, at once; waits so long for it."""
-        return self._over.wait(within_s) if within_s else self._over.is_set()
 
-    def result(self) -> None:
-        """Blocks until it is over.
-
-        Raises:
-            Exception: Whatever the wait raised.
-        """
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-
-    def run(self) -> None:
-        """Waits; called by the thread."""
-        wait, self._wait = self._wait, None  # which may refer to this, and to buffers
-        assert wait is not None
-        try:
-            wait()
-        except BaseException as error:
-            self._error = error
-        del wait
-        self._over.set()
+def _settle(future: Future[Any], functions: list[Callable[[], Any]]) -> None:
+    """Calls the only function of a list, to which nothing refers any more once it is over: it may hold buffers."""
+    try:
+        result = functions.pop()()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class Waiter:
     """A thread that waits for one operation after the other; started when it is first needed."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Future[None], list[Callable[[], None]]] | None]
+        self._queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def watch(self, wait: Callable[[], None]) -> Pending:
+    def watch(self, wait: Callable[[], None]) -> Future[None]:
         """Lets the thread call `wait`, which blocks until something is there."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="diffpipe-waiter", daemon=True)
             self._thread.start()
-        pending = Pending(wait)
-        self._queue.put(pending)
-        return pending
+        future: Future[None] = Future()
+        self._queue.put((future, [wait]))
+        return future
 
     def close(self) -> None:
         """Ends the thread once it has nothing to wait for."""
@@ -100,9 +91,8 @@ class Waiter:
             self._thread = None
 
     def _loop(self) -> None:
-        while (pending := self._queue.get()) is not None:
-            pending.run()
-            del pending  # it holds a buffer
+        while (operation := self._queue.get()) is not None:
+            _settle(*operation)
 
 
 _QUEUES, _MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"

@@ -13,8 +13,8 @@ import itertools
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.links import Alone, ProcessLinks
 from lightning_diffpipe.comm.meeting import gloo_of_all_hosts, meet
-from lightning_diffpipe.comm.waiting import Pending
+from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.sampling.rehearsal import forget_variables
@@ -238,13 +238,12 @@ def _meet(patience_s: float) -> None:
             limit = datetime.timedelta(seconds=patience_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
 
-    pending = Pending(make_group)
-    threading.Thread(target=pending.run, name="diffpipe-meet", daemon=True).start()
+    making = in_thread(make_group, "diffpipe-meet")
     try:
         # Torch's own error comes first, if it comes.
-        if not pending.is_over(within_s=patience_s + 30.0):
+        if wait([making], patience_s + 30.0).not_done:
             raise RuntimeError("the store did not answer")
-        pending.result()
+        making.result()
     except RuntimeError as error:
         raise PipelineTimeoutError(
             f"rank {rank} has met all of {size} ranks, but could not connect with them within {patience_s:g} s: "

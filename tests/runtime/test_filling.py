@@ -584,5 +584,5 @@ def test_a_waiter_hands_over_errors():
     pending = waiter.watch(fail)
     with pytest.raises(TimeoutError, match="nothing came"):
         pending.result()
-    assert pending.is_over()
+    assert pending.done()
     waiter.close()
