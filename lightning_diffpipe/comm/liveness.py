@@ -31,7 +31,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -316,15 +316,15 @@ class Liveness:
         return set() if self.rank else {*range(1, num_ranks)} - known
 
     def _join(self, store: dist.Store, key: str, num_ranks: int) -> None:
-        """Connects to rank 0."""
+        """Connects to rank 0, where all have met or at the name that it has for its host."""
         port, token, pid, host = json.loads(store.get(key))
-        place = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
+        names = dict.fromkeys([os.environ.get("MASTER_ADDR", "127.0.0.1"), host])
         try:
-            line = _Line(_connected(place, self._silence_s / 2), 0)
+            line = _Line(_connected([*names], port, 0.75 * self._silence_s), 0)
         except OSError as error:
             _log.warning(
-                "rank %d cannot reach rank 0 at %s port %s (%s): when a rank is lost, the others may not be "
-                "able to say which", self.rank, *place, error,
+                "rank %d cannot reach rank 0 at port %s of %s (%s): when a rank is lost, the others may not be "
+                "able to say which", self.rank, port, " or ".join(names), error,
             )  # fmt: skip
             store.set(f"{key}/{self.rank}", "cannot connect")
             return
@@ -647,25 +647,34 @@ class Liveness:
         self.__init__()  # type: ignore[misc]
 
 
-def _connected(place: tuple[str, int], within_s: float) -> socket.socket:
-    """Connects to the first address of a host that answers; a name may have several, of which some lead nowhere.
+def _connected(names: Sequence[str], port: int, within_s: float) -> socket.socket:
+    """Connects to the first address that answers, of those that a host has by some names; all share the time.
 
     Raises:
-        OSError: There is none within that time; says why of each.
+        OSError: There is none; says why of each.
     """
-    addresses = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-    errors = dict[str, None]()
-    for family, kind, protocol, _, address in addresses:
+    deadline_s, errors = time.monotonic() + within_s, dict[Any, str]()
+    for number, name in enumerate(names):
+        share_s = (deadline_s - time.monotonic()) / (len(names) - number)
+        until_s = time.monotonic() + share_s
+        look_up = partial(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
-            with contextlib.ExitStack() as unless_connected:
-                peer = unless_connected.enter_context(socket.socket(family, kind, protocol))
-                peer.settimeout(within_s / len(addresses))
-                peer.connect(address)
-                unless_connected.pop_all()
-                return peer
+            addresses = in_thread(look_up, "diffpipe-look-up").result(share_s)
         except OSError as error:
-            errors[f"{address[0]}: {error}"] = None
-    raise OSError("; ".join(errors))
+            errors[name] = f"{name}: {str(error) or 'its name server does not answer'}"
+            continue
+        new = [each for each in addresses if each[-1] not in errors]
+        for place, (family, kind, protocol, _, address) in enumerate(new):
+            try:
+                with contextlib.ExitStack() as unless_connected:
+                    peer = unless_connected.enter_context(socket.socket(family, kind, protocol))
+                    peer.settimeout(max(until_s - time.monotonic(), 0.1) / (len(new) - place))
+                    peer.connect(address)
+                    unless_connected.pop_all()
+                    return peer
+            except OSError as error:
+                errors[address] = f"{address[0]}: {error}"
+    raise OSError("; ".join(errors.values()))
 
 
 def _place() -> tuple[int, str]:

@@ -293,17 +293,42 @@ def that_never_answers(address):
         yield socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", server.getsockname()
 
 
-def test_all_addresses_of_rank_0_have_their_share_of_the_time_to_connect(monkeypatch, caplog):
-    """History: each had all of it, so that of two that lead nowhere a rank said that rank 0 was silent."""
+@pytest.fixture
+def joined(monkeypatch):
+    """Connects rank 1 to a rank 0 whose names have some addresses, by name; returns its lines."""
     monkeypatch.setattr("lightning_diffpipe.comm.liveness._LEAST_SILENCE_S", 2.0)
+    monkeypatch.setenv("MASTER_ADDR", "meeting.example")
     watching, store = Liveness(), torch.distributed.HashStore()
-    store.set("diffpipe/liveness/1", json.dumps([29123, "secret", 1, "host"]))
-    with that_never_answers("127.0.0.2") as first, that_never_answers("127.0.0.3") as second:
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [first, second])
+    store.set("diffpipe/liveness/1", json.dumps([29123, "secret", 1, "rank0.example"]))
+
+    def join(**addresses):
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda name, *_, **__: addresses[name.partition(".")[0]]
+        )
         watching.connect(1, 2, 1.0, store)
+        return watching._lines
+
+    yield join
     watching._leave()
-    assert "cannot reach rank 0" in caplog.text
-    assert "127.0.0.2: timed out; 127.0.0.3: timed out" in caplog.text
+
+
+def test_all_addresses_of_rank_0_have_their_share_of_the_time_to_connect(joined, caplog):
+    """History: each had all of it, so that of two that lead nowhere a rank said that rank 0 was silent."""
+    with that_never_answers("127.0.0.2") as first, that_never_answers("127.0.0.3") as second:
+        assert not joined(meeting=[first, second], rank0=[second])
+    assert "cannot reach rank 0 at port 29123 of meeting.example or rank0.example" in caplog.text
+    assert "(127.0.0.2: timed out; 127.0.0.3: timed out)" in caplog.text
+
+
+def test_rank_0_is_reached_at_its_own_name_where_the_meeting_place_leads_elsewhere(joined):
+    """As where a service passes on to rank 0 what comes to one port only."""
+    with (
+        that_never_answers("127.0.0.2") as first,
+        socket.create_server(("127.0.0.3", 0)) as server,
+    ):
+        assert joined(meeting=[first], rank0=[(*first[:4], server.getsockname())])
+        with server.accept()[0] as line:
+            assert b"secret" in line.recv(1024)
 
 
 def be_busy(rank):
