@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
 from lightning_diffpipe.cli.sampling import refuse_request
 from lightning_diffpipe.cli.values import (
-    file_errors,
     named,
     plain,
+    require_writable,
     require_writable_folder,
     verb,
 )
@@ -201,8 +201,6 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
 
 def _require_files(config: DictConfig) -> None:
     """Finds out before processes start whether files to plan with are there, and others can be written."""
-    from lightning_diffpipe.files import check_writable
-
     strategy = config.strategy if OmegaConf.is_dict(config.strategy) else {}
     for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
         value = strategy.get(name)
@@ -218,8 +216,7 @@ def _require_files(config: DictConfig) -> None:
                     require_writable_folder(f"{group}.{name}.{key}", node[key])
     final = (config.get("callbacks") or {}).get("final_checkpoint")
     if OmegaConf.is_dict(final) and final.get("path") is not None and own_rank() == 0:
-        with file_errors("write", f"callbacks.final_checkpoint.path={final.path}"):
-            check_writable(Path(str(final.path)))
+        require_writable(str(final.path), f"callbacks.final_checkpoint.path={final.path}")
 
 
 @raised_by_all()

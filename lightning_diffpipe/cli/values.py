@@ -356,33 +356,26 @@ def file_errors(verb: str, path: str) -> Iterator[None]:
         ) from error
 
 
-def require_writable(path: str) -> None:
+def require_writable(path: str | Path, called: str | None = None) -> None:
     """Finds out before long work whether its result can be written.
 
-    Raises:
-        ConfigurationError: It cannot.
-    """
-    from lightning_diffpipe.files import check_writable
-
-    with file_errors("write", path):
-        check_writable(Path(path))
-
-
-def require_writable_folder(setting: str, path: str | None) -> None:
-    """Does the same for a folder, which need not be there; rank 0 is who writes.
-
     Args:
-        setting: What it was given as.
-        path: None if nothing shall be written.
+        path: Of a file.
+        called: What the error calls it; the path if not given.
 
     Raises:
         ConfigurationError: It cannot be written.
     """
     from lightning_diffpipe.files import check_writable
 
+    with file_errors("write", called or str(path)):
+        check_writable(Path(path))
+
+
+def require_writable_folder(setting: str, path: str | None) -> None:
+    """Does the same on rank 0 for the folder of a setting, which need not be there; None is no folder."""
     if path is not None and own_rank() == 0:
-        with file_errors("write", f"{setting}={path}"):
-            check_writable(Path(path) / "any")
+        require_writable(Path(path) / "any", f"{setting}={path}")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
