@@ -93,7 +93,7 @@ def _register(registry: Any) -> None:
         )
 
 
-class _RegistersBehindLightning(MetaPathFinder):
+class _RegistersAfterLightning(MetaPathFinder):
     """Registers the strategy after the first import of Lightning's strategies, wherever that is.
 
     It finds that one module, by the other finders, and adds to what its loader does.
@@ -125,4 +125,4 @@ class _RegistersBehindLightning(MetaPathFinder):
 if _STRATEGIES in sys.modules:
     _register(import_module(_STRATEGIES).StrategyRegistry)
 else:
-    sys.meta_path.insert(0, _RegistersBehindLightning())
+    sys.meta_path.insert(0, _RegistersAfterLightning())

@@ -11,7 +11,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from lightning_diffpipe.comm.links import (
     value_of,
 )
 from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
 
@@ -73,26 +76,21 @@ class LoopbackNetwork:
         Raises:
             Exception: The first that was raised on any position; the others are stopped.
         """
-        results: list[Any] = [None] * self.num_ranks
-        errors: list[tuple[int, BaseException]] = []
 
-        def main(links: LoopbackLinks) -> None:
+        def main(links: LoopbackLinks) -> Any:
             try:
-                results[links.rank] = function(links)
-            except BaseException as error:
-                errors.append((links.rank, error))
+                return function(links)
+            except BaseException:
                 with self._changed:
                     self._failed = links.rank if self._failed is None else self._failed
                     self._changed.notify_all()
+                raise
 
-        threads = [threading.Thread(target=main, args=(links,)) for links in self.links]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0][1]
-        return results
+        ranks = [in_thread(partial(main, links), "diffpipe-rank") for links in self.links]
+        wait(ranks)
+        if self._failed is not None:
+            ranks[self._failed].result()
+        return [rank.result() for rank in ranks]
 
     def put(self, key: Any, value: Any, nbytes: int = 0) -> None:
         """Delivers a value; it can be taken when it would have arrived."""
