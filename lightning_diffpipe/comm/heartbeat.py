@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from lightning_diffpipe.comm.waiting import in_thread, in_words
+from lightning_diffpipe.comm.waiting import in_thread, in_words, lost
 from lightning_diffpipe.errors import PipelineTimeoutError
 
 Word = Literal[
@@ -284,9 +284,7 @@ class Heartbeat:
                     return gone
             self._refresh(self._timeout_s)
             still = [rank for rank, seen in self._board.seen.items() if seen.value == before[rank]]
-            if still:
-                return f"lost {self._called(still)}, which stopped; its own error says why"
-            return "lost a peer, which stopped; its own error says why"
+            return lost(self._called(still) if still else "a peer")
         return self._lost_store()
 
     # ------------------------------------------------------------------------------ private
@@ -308,10 +306,7 @@ class Heartbeat:
         doing = f" while {seen.value[1].phase}" if seen and self._host == "rank 0" else ""
         if self._board.error is not None:
             said = str(self._board.error).split("\n", 1)[0]  # torch adds the stack in C++
-            return (
-                f"lost {self._host}{doing}, which stopped; its own error says why (it has the store where ranks "
-                f"meet: {said})"
-            )
+            return f"{lost(f'{self._host}{doing}')} (it has the store where ranks meet: {said})"
         return (
             f"{self._host}{doing}: the store where ranks meet, which is there, has not answered for "
             f"{self._timeout_s:g} s (timeout_s): frozen, or cut off"

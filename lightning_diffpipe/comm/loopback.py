@@ -28,8 +28,7 @@ from lightning_diffpipe.comm.links import (
     value_of,
 )
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.comm.waiting import in_thread
-from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.comm.waiting import in_thread, no_message
 from lightning_diffpipe.planning.cluster import Link
 
 
@@ -110,10 +109,8 @@ class LoopbackNetwork:
                 lambda: key in self._mail or self._failed is not None, self.timeout_s
             )
             if key not in self._mail:
-                reason = f"rank {key[0]} sent nothing for {self.timeout_s:g} s"
-                if there:
-                    reason = f"lost rank {self._failed}, which stopped; its own error says why"
-                raise PipelineTimeoutError(f"rank {key[1]} waited for {what}: {reason}")
+                peer, waited_s = (self._failed, 0.0) if there else (key[0], self.timeout_s)
+                raise no_message(key[1], what, f"rank {peer}", waited_s, self.timeout_s)
             value, arrival_s = self._mail.pop(key)
         time.sleep(max(arrival_s - time.monotonic(), 0.0))
         return value

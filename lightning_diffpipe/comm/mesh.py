@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.comm.waiting import in_words
+from lightning_diffpipe.comm.waiting import in_words, lost
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 
@@ -316,8 +316,7 @@ class Mesh:
             others = [rank for rank in ranks if rank != self.rank]
             several, who = len(others) > 1, in_words(others)
             if time.monotonic() - started_s < 0.9 * limit_s:
-                lost = "one of them" if several else who
-                reason = f"lost {lost}, which stopped; its own error says why"
+                reason = lost("one of them" if several else who)
             else:
                 limit = f"{limit_s:.0f} s" if patient else f"{limit_s:g} s (timeout_s)"
                 reason = (

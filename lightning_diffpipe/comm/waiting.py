@@ -34,12 +34,17 @@ def in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
+def lost(peer: str) -> str:
+    """Returns what errors say of a rank that is gone, whoever notices."""
+    return f"lost {peer}, which stopped; its own error says why"
+
+
 def no_message(
     rank: int, what: str, peer: str, waited_s: float, timeout_s: float
 ) -> PipelineTimeoutError:
     """Returns the error of a wait that ended without a message: its sender was lost, or silent for too long."""
     if waited_s < 0.9 * timeout_s:
-        reason = f"lost {peer}, which stopped; its own error says why"
+        reason = lost(peer)
     else:
         reason = f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={timeout_s:g})"
     return PipelineTimeoutError(f"rank {rank} waited for {what}: {reason}")
