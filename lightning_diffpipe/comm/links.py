@@ -24,10 +24,10 @@ are waited for as long as their maker lives: its heartbeat shows that, or in tra
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import pickle
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +41,8 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.mesh import connected_group, open_edge
 from lightning_diffpipe.comm.packing import TensorShape, as_bytes
-from lightning_diffpipe.comm.waiting import SideStreams, no_message
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PipelineTimeoutError
+from lightning_diffpipe.comm.waiting import SideStreams, naming
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
 MessageKind = Literal[
     "hidden",  # what crosses from stage to stage
@@ -335,15 +335,13 @@ class ProcessLinks(Links):
         """Starts sending; the buffer lives until it has left."""
         self.is_under_way = True
         buffer = as_bytes(tensor.cpu() if self._by_host else tensor)
-        try:
+        with self._naming(kind, to):  # the peer may have gone since the last message
             work = dist.isend(
                 buffer,
                 dst=self.ranks[to],
                 group=self.groups[self.rank, to],
                 tag=self._tag(True, to, kind),
             )
-        except RuntimeError as error:  # the peer has gone since the last message
-            raise self._lost(kind, to, 0.0) from error
         self._count_sent(buffer, kind)
         self._hold(work, [buffer])
 
@@ -367,10 +365,8 @@ class ProcessLinks(Links):
             *(dist.P2POp(dist.isend, b, ranks[to], group) for to, b in buffers.items()),
             *(dist.P2POp(dist.irecv, i.buffer, ranks[p], group) for p, i in incoming.items()),
         ]
-        try:
+        with self._naming(kind):
             works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self._lost(kind, None, 0.0) from error
         for each in incoming.values():
             each.works = works
         for buffer in buffers.values():
@@ -406,16 +402,14 @@ class ProcessLinks(Links):
     def _begin_next(self, source: int) -> None:
         """Begins the first posted receive of an edge that has not begun."""
         incoming = self._posted[source].popleft()
-        try:
-            with self._streams.receiving(source, incoming.buffer, incoming.memory):
-                work = dist.irecv(
-                    incoming.buffer,
-                    src=self.ranks[source],
-                    group=self.groups[source, self.rank],
-                    tag=self._tag(False, source, incoming.kind),
-                )
-        except RuntimeError as error:
-            raise self._lost(incoming.kind, source, 0.0) from error
+        memory = self._streams.receiving(source, incoming.buffer, incoming.memory)
+        with self._naming(incoming.kind, source), memory:
+            work = dist.irecv(
+                incoming.buffer,
+                src=self.ranks[source],
+                group=self.groups[source, self.rank],
+                tag=self._tag(False, source, incoming.kind),
+            )
         assert work is not None
         incoming.works = [work]
 
@@ -448,16 +442,11 @@ class ProcessLinks(Links):
         ]
 
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
-        started_s = time.monotonic()
         if self.heartbeat is None:
-            try:
+            with self._naming("plain data", None if self.rank == 0 else 0):
                 work = start()
                 assert work is not None
                 work.wait()
-            except RuntimeError as error:
-                source = None if self.rank == 0 else 0
-                waited_s = time.monotonic() - started_s
-                raise self._lost("plain data", source, waited_s) from error
             return
         with self.heartbeat.naming("the other ranks"):
             work = start()
@@ -477,20 +466,18 @@ class ProcessLinks(Links):
         return _KINDS.index(kind) * _TURNS + turn % _TURNS
 
     def _await(self, work: dist.Work, what: str, source: int | None) -> None:
-        started_s = time.monotonic()
-        try:
+        with self._naming(what, source):
             if self.backend == "gloo":
                 work.wait(datetime.timedelta(seconds=self.timeout_s))
             else:  # with a timeout NCCL would block the host; its groups have one of their own
                 work.wait()
-        except RuntimeError as error:
-            raise self._lost(what, source, time.monotonic() - started_s) from error
 
-    def _lost(self, what: str, source: int | None, waited_s: float) -> PipelineTimeoutError:
-        peer = "a peer" if source is None else f"rank {self.ranks[source]}"
+    def _naming(
+        self, what: str, peer: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        name = "a peer" if peer is None else f"rank {self.ranks[peer]}"
         phase = "" if self.heartbeat is None else f" while {self.heartbeat.phase}"
-        rank = self.ranks[self.rank]
-        return no_message(rank, what + phase, peer, waited_s, self.timeout_s)
+        return naming(self.ranks[self.rank], what + phase, name, self.timeout_s)
 
 
 @dataclass

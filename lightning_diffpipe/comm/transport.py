@@ -14,7 +14,6 @@ what was computed after it was posted has no say in it.
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.comm.waiting import SideStreams, Waiter, no_message
+from lightning_diffpipe.comm.waiting import SideStreams, Waiter, naming
 from lightning_diffpipe.planning.instruction import Instruction
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
@@ -251,17 +250,13 @@ class Transport:
         Raises:
             PipelineTimeoutError: One is not over within the mesh's `timeout_s`, or the peer is gone.
         """
+        peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
         for work in works:
-            started_s = time.monotonic()
-            try:
+            with naming(self._mesh.rank, what, peer, self._mesh.timeout_s):
                 if self.blocks_host:
                     work.wait(datetime.timedelta(seconds=self._mesh.timeout_s))
                 else:  # with a timeout NCCL would block the host; its groups have one of their own
                     work.wait()
-            except RuntimeError as error:
-                peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
-                waited_s, limit_s = time.monotonic() - started_s, self._mesh.timeout_s
-                raise no_message(self._mesh.rank, what, peer, waited_s, limit_s) from error
 
 
 @dataclass

@@ -15,6 +15,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -48,6 +49,21 @@ def no_message(
     else:
         reason = f"{peer} sent nothing for {waited_s:.0f} s (timeout_s={timeout_s:g})"
     return PipelineTimeoutError(f"rank {rank} waited for {what}: {reason}")
+
+
+@contextlib.contextmanager
+def naming(rank: int, what: str, peer: str, timeout_s: float) -> Iterator[None]:
+    """Turns what a broken connection or a wait in vain raises inside into an error that says what was waited for.
+
+    Raises:
+        PipelineTimeoutError: Instead.
+    """
+    started_s = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        waited_s = time.monotonic() - started_s
+        raise no_message(rank, what, peer, waited_s, timeout_s) from error
 
 
 def in_thread(function: Callable[[], _Result], name: str) -> Future[_Result]:
