@@ -12,7 +12,7 @@ have no padding either, so that the bytes counted are those of the papers' formu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,25 +123,24 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return message
 
 
-def unpack(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
-    """Returns the tensors of a message; each in memory of its own, aligned as if it had been computed here."""
+def unpack(message: Tensor, shapes: Sequence[TensorShape], copy: bool = True) -> list[Tensor]:
+    """Returns the tensors of a message.
+
+    Args:
+        message: From `pack`.
+        shapes: Of the tensors.
+        copy: Each in memory of its own, aligned as if it had been computed here; else where they lie, for those who
+            only copy them elsewhere.
+    """
     if len(shapes) == 1:
         return [message]
-    return [p.clone().view(s.dtype).view(s.shape) for p, s in _pieces(message, shapes)]
-
-
-def look_into(message: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
-    """Returns the tensors of a message where they lie, for those who only copy them elsewhere."""
-    if len(shapes) == 1:
-        return [message]
+    pieces = message.split([shape.nbytes for shape in shapes])
     return [
-        (p.clone() if p.storage_offset() % s.dtype.itemsize else p).view(s.dtype).view(s.shape)
-        for p, s in _pieces(message, shapes)
+        (p.clone() if copy or p.storage_offset() % s.dtype.itemsize else p)
+        .view(s.dtype)
+        .view(s.shape)
+        for p, s in zip(pieces, shapes, strict=True)
     ]
-
-
-def _pieces(message: Tensor, shapes: Sequence[TensorShape]) -> Iterable[tuple[Tensor, TensorShape]]:
-    return zip(message.split([shape.nbytes for shape in shapes]), shapes, strict=True)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.comm.links import Links, MessageKind, exchange, start_all_gather
-from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape
+from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.statistics import Stopwatch
 
@@ -73,7 +73,7 @@ class _Range:
         @functools.cache
         def received(peer: int) -> list[Tensor]:
             with stopwatch.waiting():
-                return look_into(incoming[peer].wait(), shapes[peer])
+                return unpack(incoming[peer].wait(), shapes[peer], copy=False)
 
         self._received = received
 

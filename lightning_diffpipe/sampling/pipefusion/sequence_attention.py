@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from lightning_diffpipe.comm.links import Links, exchange
-from lightning_diffpipe.comm.packing import TensorShape, look_into, pack, packed_shape, unpack
+from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
@@ -211,7 +211,9 @@ class Ulysses(_OverRanks):
             {peer: packed_shape(parts) for peer, parts in shapes.items()},
             "sequence",
         )
-        return {peer: look_into(message, shapes[peer]) for peer, message in messages.items()}
+        return {
+            peer: unpack(message, shapes[peer], copy=False) for peer, message in messages.items()
+        }
 
     def _heads(self, total: int) -> list[range]:
         n = self._links.num_ranks
