@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.comm.waiting import SideStreams, Waiter, naming
+from lightning_diffpipe.comm.waiting import SideStreams, in_thread, naming
 from lightning_diffpipe.planning.instruction import Instruction
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
@@ -88,7 +88,6 @@ class Transport:
         self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
         # NCCL works are ordered by the stream: a wait never blocks the host.
         self.blocks_host = mesh.backend == "gloo"
-        self._waiter = Waiter()
         self.num_bytes_sent = 0
         self.follow(1)
 
@@ -151,10 +150,7 @@ class Transport:
         return posted.begun
 
     def is_ready(self, key: MessageKey) -> bool:
-        """Returns whether `wait` would return at once; asking starts to wait, in a thread.
-
-        The rank waits for no other message until it would.
-        """
+        """Returns whether `wait` would return at once; asking starts to wait, in a thread."""
         begun = self._posted[key].begun
         return begun is None or begun.is_ready()
 
@@ -197,7 +193,7 @@ class Transport:
             with entered:
                 wait()
 
-        return self._waiter.watch(wait_there)
+        return in_thread(wait_there, "diffpipe-wait")
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
         """Starts sending and receiving many messages at once, as one group of operations."""
@@ -239,10 +235,6 @@ class Transport:
         """Waits until every send has left, and drops their buffers."""
         self.await_works([work for work, _ in self._sent.values()], "a sent message")
         self._sent.clear()
-
-    def close(self) -> None:
-        """Ends the waiting thread, when nothing is in flight any more."""
-        self._waiter.close()
 
     def await_works(self, works: Sequence[dist.Work], what: str, source: int | None = None) -> None:
         """Waits for operations, one after the other.

@@ -1,7 +1,7 @@
 """Waiting for messages while something else goes on: on the host in a thread, on a GPU in streams of their own.
 
-On gloo a receive never reports that it is complete; only `wait` returns when it is. So one thread per rank
-waits, for one operation at a time, and the rank looks at a flag.
+On gloo a receive never reports that it is complete; only `wait` returns when it is. So a thread waits for
+each operation that the rank asks about, and the rank looks at a flag.
 
 On NCCL a receive is an operation of the device. In a side stream it waits for nothing but the memory of its buffer,
 and may overtake everything that was computed since it got it. Each communicator has a stream of its own, too, and a
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,34 +85,6 @@ def _settle(future: Future[Any], functions: list[Callable[[], Any]]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-class Waiter:
-    """A thread that waits for one operation after the other; started when it is first needed."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[None], list[Callable[[], None]]] | None]
-        self._queue = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, wait: Callable[[], None]) -> Future[None]:
-        """Lets the thread call `wait`, which blocks until something is there."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="diffpipe-waiter", daemon=True)
-            self._thread.start()
-        future: Future[None] = Future()
-        self._queue.put((future, [wait]))
-        return future
-
-    def close(self) -> None:
-        """Ends the thread once it has nothing to wait for."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread = None
-
-    def _loop(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            _settle(*operation)
 
 
 _QUEUES, _MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"

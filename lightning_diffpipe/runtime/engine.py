@@ -206,9 +206,8 @@ class Engine:
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
 
     def close(self) -> None:
-        """Frees threads and tensors that outlive a step."""
+        """Frees tensors that outlive a step."""
         self.drop_prepared()
-        self._transport.close()
 
     def _follow(self, schedule: Schedule) -> None:
         """Says to the transport which messages there will be, and what each of them confirms."""

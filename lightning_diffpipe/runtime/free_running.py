@@ -239,7 +239,7 @@ class FreeRunningEngine(Engine):
         self.versions.forget()
 
     def close(self) -> None:
-        """Gives back threads and tensors that outlive a step."""
+        """Gives back tensors that outlive a step."""
         self.end_drain()
         self._under_way.clear()
         self._results.clear()

@@ -97,9 +97,6 @@ class LoopbackTransport:
     def finish(self) -> None:
         """Does nothing, as sends are copies."""
 
-    def close(self) -> None:
-        """Does nothing, as nothing outlives a step."""
-
 
 @dataclass
 class _LoopbackWork:

@@ -58,8 +58,7 @@ def parts(monkeypatch):
     own._reduction[RANKS] = "group"
     reducer = GradientReducer(own, parameters, dict.fromkeys(parameters, RANKS))
     transport = Transport(own)
-    yield parameters, lambda: reducer.start(transport.awaited)
-    transport.close()
+    return parameters, lambda: reducer.start(transport.awaited)
 
 
 def poll(under_way):
