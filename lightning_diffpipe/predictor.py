@@ -533,7 +533,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     if among_several:
         ask_for_queues()
     if where.index is None:
-        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        own = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+        own %= torch.cuda.device_count()
         where = torch.device("cuda", torch.cuda.current_device() or own)
         torch.cuda.set_device(where)
     elif among_several:  # exchanges over NCCL need it

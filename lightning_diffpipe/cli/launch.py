@@ -285,23 +285,6 @@ def _sees_its_own_gpu(present: int) -> bool:
     return present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
 
 
-def device_of(values: dict[str, Any], rank: int) -> str:
-    """Returns where a process computes; a GPU becomes the current one."""
-    if values["trainer"]["accelerator"] == "cpu":
-        return "cpu"
-    import torch
-
-    from lightning_diffpipe.comm.waiting import ask_for_queues
-
-    present = torch.cuda.device_count()
-    index = int(os.environ.get("LOCAL_RANK", rank % max(present, 1)))
-    if _sees_its_own_gpu(present):
-        index = 0
-    ask_for_queues()
-    torch.cuda.set_device(index)
-    return f"cuda:{index}"
-
-
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     """Calls a function on `num_ranks` processes of this machine.
 

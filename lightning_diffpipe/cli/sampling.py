@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.launch import (
-    device_of,
     is_launched,
     num_ranks_of,
     on_ranks,
@@ -233,7 +232,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
     from lightning_diffpipe.predictor import Predictor
 
-    common, hidden = _common(values, rank), rank > 0 or not values["progress"]
+    common, hidden = _common(values), rank > 0 or not values["progress"]
     with (
         Predictor.from_pretrained(values["path"], **common, **values["sampler"]) as predictor,
         tqdm(unit="step", desc="denoising", disable=hidden) as bar,
@@ -246,11 +245,11 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
         return predictor(**_request(values), on_step=advance), predictor.report
 
 
-def _common(values: dict[str, Any], rank: int) -> dict[str, Any]:
+def _common(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
     vae = {name: values[name] for name in ("vae_tiling", "vae_slicing")}
-    where = {"device": device_of(values, rank), "timeout_s": float(values["timeout_s"])}
-    return _opening(values) | vae | where
+    device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
+    return _opening(values) | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
 
 
 def _opening(values: dict[str, Any]) -> dict[str, Any]:
@@ -372,7 +371,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
 
     ema, threads = values["sampler"].get("ema", True), torch.get_num_threads()
     alone = Predictor.from_pretrained(
-        values["path"], "single", alone=True, ema=ema, **_common(values, rank=0)
+        values["path"], "single", alone=True, ema=ema, **_common(values)
     )
     reference = alone(**_request(values))
     assert reference is not None
