@@ -25,8 +25,10 @@ are waited for as long as their maker lives: its heartbeat shows that, or in tra
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import itertools
+import operator
 import pickle
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -75,23 +77,15 @@ class Traffic:
 
     def copy(self) -> Traffic:
         """Returns a snapshot."""
-        return self.plus(Traffic())
+        return copy.deepcopy(self)
 
     def since(self, before: Traffic) -> Traffic:
         """Returns what was counted after a snapshot."""
-        return Traffic(
-            self.bytes_sent - before.bytes_sent,
-            self.bytes_received - before.bytes_received,
-            self.messages_sent - before.messages_sent,
-        )
+        return Traffic(*map(operator.sub, vars(self).values(), vars(before).values()))
 
     def plus(self, other: Traffic) -> Traffic:
         """Returns what was counted in both."""
-        return Traffic(
-            self.bytes_sent + other.bytes_sent,
-            self.bytes_received + other.bytes_received,
-            self.messages_sent + other.messages_sent,
-        )
+        return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class Incoming(Protocol):
