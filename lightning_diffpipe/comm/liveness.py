@@ -144,18 +144,13 @@ class Liveness:
     def __init__(self) -> None:
         self.rank, self.children = 0, dict[int, "subprocess.Popen[bytes]"]()
         self.agrees_on_signals = False
-        self.signals: dict[int, str] = {}
         self._phases = ["between two runs"]
         self._lock = threading.RLock()
         self._lines: dict[int, _Line] = {}
         self._unknown: list[_Line] = []  # that have not said who they are
-        self._losses: dict[int, Loss] = {}
         self._left: set[int] = set()
-        self._begun = -1
-        self._changed, self._unchanged = set[tuple[int, int]](), set[tuple[int, int]]()
         self._stopped_s: dict[int, float] = {}  # since when processes are stopped that start
-        self._siblings: dict[int, int] = {}  # of this run, before all have met, by rank
-        self._signalled_s, self._end_s = 0.0, math.inf
+        self._forget_run()
         self._silence_s, self._period_s = 0.0, _PERIOD_S
         self._runs = self._num_runs = self._connections = 0
         self._group: Any = None
@@ -163,6 +158,14 @@ class Liveness:
         self._server: socket.socket | None = None
         self._token = ""
         self._thread: threading.Thread | None = None
+
+    def _forget_run(self) -> None:
+        self.signals: dict[int, str] = {}
+        self._losses: dict[int, Loss] = {}
+        self._begun = -1
+        self._changed: dict[tuple[int, int], bool] = {}  # by rank and batch
+        self._siblings: dict[int, int] = {}  # before all have met, by rank
+        self._signalled_s, self._end_s = 0.0, math.inf
 
     # --------------------------------------------------------------------------------- the main thread
 
@@ -195,13 +198,7 @@ class Liveness:
             LostRankError: As for `inside`.
         """
         self.rank = rank
-        self._losses.clear()
-        self._siblings.clear()
-        self.signals.clear()
-        self._begun = -1
-        self._changed.clear()
-        self._unchanged.clear()
-        self._signalled_s, self._end_s = 0.0, math.inf
+        self._forget_run()
         self._start()
         in_main = threading.current_thread() is threading.main_thread()
         before = -1
@@ -359,23 +356,24 @@ class Liveness:
             within_s: After so long those that did not come are not waited for any more.
         """
         with self._lock:
-            self._changed.add((self.rank, number))
-            self._broadcast(changed=self.rank, before=number)
+            self._say_whether_changed(number, True)
         asked = {(rank, number) for rank in ranks}
         deadline_s = time.monotonic() + within_s
-        while not (asked <= self._changed | self._unchanged or self._losses):
+        while not (asked <= self._changed.keys() or self._losses):
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.01)
-        return sorted(rank for rank, _ in asked & self._unchanged)
+        return sorted(rank for rank, _ in asked if self._changed.get((rank, number)) is False)
+
+    def _say_whether_changed(self, number: int, changed: bool) -> None:
+        self._changed[self.rank, number] = changed
+        self._broadcast(changed=changed, on=self.rank, before=number)
 
     def _deny(self) -> None:
         """Answers ranks that have found a change before a batch that this one has begun without."""
         for number in {before for _, before in self._changed if before <= self._begun}:
-            own = self.rank, number
-            if own not in self._changed | self._unchanged:
-                self._unchanged.add(own)
-                self._broadcast(unchanged=self.rank, before=number)
+            if (self.rank, number) not in self._changed:
+                self._say_whether_changed(number, False)
 
     def loss(self) -> Loss | None:
         """Returns the rank that was lost first, of those that were not lost because of another."""
@@ -497,13 +495,10 @@ class Liveness:
             case {"signalled": rank, "in": phase}:
                 self.signals[rank] = phase
                 self._pass_on(message)
-            case {"changed": rank, "before": number}:
-                self._changed.add((rank, number))
+            case {"changed": changed, "on": rank, "before": number}:
+                self._changed[rank, number] = changed
                 self._pass_on(message)
                 self._deny()
-            case {"unchanged": rank, "before": number}:
-                self._unchanged.add((rank, number))
-                self._pass_on(message)
             case {"lost": loss}:
                 self._lose(Loss(**loss))
             case {"ended": _}:
