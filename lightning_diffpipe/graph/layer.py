@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,14 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def of_samples(self, count: int) -> TensorSpec:
+        """Describes the tensor of so many samples; the same where all share it, or nobody knows their rows."""
+        if not self.rows:
+            return self
+        shape = (self.rows * count, *self.shape[1:])
+        strided = torch.empty_strided(shape, self.stride, device="meta")
+        return replace(self, shape=shape, stride=dense_stride(strided))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Reserves memory with the right strides, for receiving into."""

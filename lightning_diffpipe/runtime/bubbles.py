@@ -34,9 +34,9 @@ Source:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -48,12 +48,12 @@ from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.frozen import FrozenView, PausedRun, join_samples
-from lightning_diffpipe.graph.layer import TensorKey, dense_stride
+from lightning_diffpipe.graph.layer import TensorKey
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import Encode, Instruction
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.stage import MicrobatchWork
+from lightning_diffpipe.runtime.stage import Message, MicrobatchWork
 
 FillingMode = Literal["opportunistic", "planned"]
 
@@ -88,7 +88,7 @@ class FrozenWork:
 
     def __post_init__(self) -> None:
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
-        self._arriving: list[tuple[EncodePart, int, MessageLayout, Tensor]] = []
+        self._arriving: list[tuple[EncodePart, int, Message, Tensor]] = []
         self._exchange: PendingWork | None = None
 
     @property
@@ -137,36 +137,32 @@ class FrozenWork:
         sends, receives = [], []
         for part in self.parts:
             for stage, reader in self._readers(part):
+                key = MessageKey("frozen", stage, part.index)
                 if part.rank == self.local_rank != reader:
-                    rows = list(self._rows(part, stage).values())
-                    message = self._layout(part, stage).pack(rows, self.device)
-                    sends.append(Parcel(MessageKey("frozen", stage, part.index), message, reader))
+                    rows = self._rows(part, stage)
+                    buffer = self._message(part, stage).pack(rows, self.device)
+                    sends.append(Parcel(key, buffer, reader))
                 elif reader == self.local_rank != part.rank:
-                    layout = self._layout(part, stage)
-                    buffer = layout.empty(self.device)
-                    receives.append(
-                        Parcel(MessageKey("frozen", stage, part.index), buffer, part.rank)
-                    )
-                    self._arriving.append((part, stage, layout, buffer))
+                    message = self._message(part, stage)
+                    buffer = message.layout.empty(self.device)
+                    receives.append(Parcel(key, buffer, part.rank))
+                    self._arriving.append((part, stage, message, buffer))
         self._exchange = transport.exchange(sends, receives)
         return self._exchange
 
     def deliver(self) -> None:
         """Joins the parts of each microbatch; called when the exchange has ended."""
-        joined: dict[tuple[int, int], list[tuple[EncodePart, dict[TensorKey, Tensor]]]] = {}
-        for part, stage, layout, buffer in self._arriving:
-            tensors = dict(zip(self._keys(part, stage), layout.unpack(buffer), strict=True))
-            joined.setdefault((part.microbatch, stage), []).append((part, tensors))
-        for part in self.parts:
+        # By microbatch and stage, by the first sample of the part.
+        pieces = defaultdict[tuple[int, int], dict[int, dict[TensorKey, Tensor]]](dict)
+        for part, stage, message, buffer in self._arriving:
+            pieces[part.microbatch, stage][part.start] = message.unpack(buffer)
+        for part in self.own_parts:
             for stage, reader in self._readers(part):
-                if part.rank == self.local_rank == reader:
-                    own = self._rows(part, stage)
-                    joined.setdefault((part.microbatch, stage), []).append((part, own))
-        for (microbatch, stage), pieces in joined.items():
-            work = self.works[microbatch]
-            pieces.sort(key=lambda piece: piece[0].start)
-            own = [tensors for _, tensors in pieces]
-            work.frozen[stage] = join_samples(work.partitioned.graph, own)
+                if reader == self.local_rank:
+                    pieces[part.microbatch, stage][part.start] = self._rows(part, stage)
+        for (microbatch, stage), found in pieces.items():
+            work, ordered = self.works[microbatch], [found[start] for start in sorted(found)]
+            work.frozen[stage] = join_samples(work.partitioned.graph, ordered)
         self._arriving.clear()
         self._results.clear()
         self._exchange = None
@@ -183,15 +179,10 @@ class FrozenWork:
     def _keys(self, part: EncodePart, stage: int) -> tuple[TensorKey, ...]:
         return self.works[part.microbatch].partitioned.cut.stages[stage].frozen_received
 
-    def _layout(self, part: EncodePart, stage: int) -> MessageLayout:
-        graph, specs = self.works[part.microbatch].partitioned.graph, []
-        for spec in map(graph.spec, self._keys(part, stage)):
-            if spec.rows:
-                shape = (spec.rows * part.num_samples, *spec.shape[1:])
-                strided = torch.empty_strided(shape, spec.stride, device="meta")
-                spec = replace(spec, shape=shape, stride=dense_stride(strided))
-            specs.append(spec)
-        return MessageLayout.of(specs)
+    def _message(self, part: EncodePart, stage: int) -> Message:
+        graph, keys = self.works[part.microbatch].partitioned.graph, self._keys(part, stage)
+        specs = [graph.spec(key).of_samples(part.num_samples) for key in keys]
+        return Message(keys, MessageLayout.of(specs))
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """Returns this part's own rows of its results."""

@@ -35,13 +35,11 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh, Work, gathered_objects, start_sum
-from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, Transport
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.layer import TensorKey
 from lightning_diffpipe.graph.step import LoggedMetric
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
+from lightning_diffpipe.runtime.stage import Message, MicrobatchWork, StageRunner
 
 Entries = dict[str, dict[str, Any]]
 """Options of `self.log` calls by name."""
@@ -286,7 +284,7 @@ class ChainEnds:
         firsts = placement.first_stages
         self._last_stages = tuple(placement.backbone_of(first)[-1] for first in firsts)
         self._reporter = placement.rank_of(self._last_stages[-1], 0)
-        self._arriving: list[tuple[MicrobatchWork, int, MessageLayout, Tensor]] = []
+        self._arriving: list[tuple[MicrobatchWork, int, Message, Tensor]] = []
 
     def gather(self, works: Sequence[MicrobatchWork], transport: Transport) -> PendingWork | None:
         """Begins to send this rank's ends, or to receive those of others; `None` if there is one chain."""
@@ -296,32 +294,23 @@ class ChainEnds:
             if rank == self._reporter or self.local_rank not in (rank, self._reporter):
                 continue
             for work in works:
-                key, layout = MessageKey("end", stage, work.index), _layout(work, stage)
+                key, cut_step = MessageKey("end", stage, work.index), work.partitioned
+                message = Message.of(cut_step.graph, cut_step.cut.stages[stage].sent)
                 if self.local_rank == rank:
                     # Nothing of a chain that this form of the step leaves out.
-                    tensors = list(work.ends.pop(stage, {}).values())
-                    sends.append(
-                        Parcel(key, layout.pack(tensors, self.runner.device), self._reporter)
-                    )
+                    buffer = message.pack(work.ends.pop(stage, {}), self.runner.device)
+                    sends.append(Parcel(key, buffer, self._reporter))
                 else:
-                    buffer = layout.empty(self.runner.device)
+                    buffer = message.layout.empty(self.runner.device)
                     receives.append(Parcel(key, buffer, rank))
-                    self._arriving.append((work, stage, layout, buffer))
+                    self._arriving.append((work, stage, message, buffer))
         return transport.exchange(sends, receives) if sends or receives else None
 
     def report(self, works: Sequence[MicrobatchWork]) -> None:
         """Computes loss and metrics of all microbatches where all ends are; called when they have arrived."""
-        for work, stage, layout, buffer in self._arriving:
-            work.ends[stage] = dict(zip(_keys(work, stage), layout.unpack(buffer), strict=True))
+        for work, stage, message, buffer in self._arriving:
+            work.ends[stage] = message.unpack(buffer)
         self._arriving.clear()
         if len(self._last_stages) > 1 and self.local_rank == self._reporter:
             for work in works:
                 self.runner.report(self._last_stages[-1], work)
-
-
-def _keys(work: MicrobatchWork, stage: int) -> tuple[TensorKey, ...]:
-    return work.partitioned.cut.stages[stage].sent
-
-
-def _layout(work: MicrobatchWork, stage: int) -> MessageLayout:
-    return MessageLayout.of([work.partitioned.graph.spec(key) for key in _keys(work, stage)])

@@ -20,8 +20,8 @@ import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +36,30 @@ from lightning_diffpipe.graph.view import Memo, StageRun, StageView
 from lightning_diffpipe.planning.schedule import Placement
 
 
-class BoundaryMessage(NamedTuple):
-    """The tensors that cross a stage boundary together, and where they lie in the message."""
+@dataclass(frozen=True)
+class Message:
+    """Tensors that travel together, and where they lie in the buffer that is sent.
+
+    Attributes:
+        keys: What they are.
+        layout: Shapes, types and places.
+    """
 
     keys: tuple[TensorKey, ...]
     layout: MessageLayout
+
+    @classmethod
+    def of(cls, graph: LayerGraph, keys: tuple[TensorKey, ...]) -> Message:
+        """Returns the message of outputs of a graph's layers."""
+        return cls(keys, MessageLayout.of([*map(graph.spec, keys)]))
+
+    def pack(self, tensors: Mapping[TensorKey, Tensor], device: torch.device) -> Tensor:
+        """Returns the buffer, `(num_bytes,)` of `uint8` on the device; see `MessageLayout.pack`."""
+        return self.layout.pack([tensors[key] for key in self.keys], device)
+
+    def unpack(self, buffer: Tensor) -> dict[TensorKey, Tensor]:
+        """Views the tensors in a buffer that was received."""
+        return dict(zip(self.keys, self.layout.unpack(buffer), strict=True))
 
 
 @dataclass
@@ -76,7 +95,7 @@ class PartitionedStep:
                 view.remember(memo)
 
     @cached_property
-    def messages(self) -> dict[str, tuple[BoundaryMessage, ...]]:
+    def messages(self) -> dict[str, tuple[Message, ...]]:
         """By kind, for each stage, the message into it.
 
         An `"activation"` is what it receives from the stage before, a `"gradient"` that of what it sent to the
@@ -87,13 +106,8 @@ class PartitionedStep:
             "activation": [stage.message for stage in stages],
             "gradient": [*(stage.message_gradients for stage in stages[1:]), ()],
         }
-        spec = self.graph.spec
-        return {
-            kind: tuple(
-                BoundaryMessage(keys, MessageLayout.of([*map(spec, keys)])) for keys in each
-            )
-            for kind, each in carried.items()
-        }
+        message = partial(Message.of, self.graph)
+        return {kind: tuple(map(message, each)) for kind, each in carried.items()}
 
 
 @dataclass
@@ -307,10 +321,10 @@ class StageRunner:
     def outgoing_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
         """Returns the message into `stage`: what the stage before it produced, or gradients of what it sent."""
         what = "sent" if kind == "activation" else "upstream"
-        keys, layout = work.partitioned.messages[kind][stage]
-        tensors = self._taken(what, stage, work, keys)
+        message = work.partitioned.messages[kind][stage]
+        tensors = self._taken(what, stage, work, message.keys)
         self._check(kind, stage, work, tensors)
-        return layout.pack(list(tensors.values()), self.device)
+        return message.pack(tensors, self.device)
 
     def incoming_buffer(self, kind: str, stage: int, work: MicrobatchWork) -> Tensor:
         """Returns an empty buffer of the right size for a message."""
@@ -318,10 +332,9 @@ class StageRunner:
 
     def unpack(self, kind: str, stage: int, work: MicrobatchWork, buffer: Tensor) -> None:
         """Takes a received message apart, for the instruction that will need it."""
-        keys, layout = work.partitioned.messages[kind][stage]
-        if keys:
-            tensors = dict(zip(keys, layout.unpack(buffer), strict=True))
-            self.stash.put(kind, stage, work.index, tensors)
+        message = work.partitioned.messages[kind][stage]
+        if message.keys:
+            self.stash.put(kind, stage, work.index, message.unpack(buffer))
 
     def _received(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
         """Returns what a stage gets from earlier ones, of its own rank and of others."""
@@ -332,8 +345,8 @@ class StageRunner:
     def _gradients(self, stage: int, work: MicrobatchWork) -> dict[TensorKey, Tensor]:
         """Returns gradients of what a stage gave to later ones."""
         partitioned = work.partitioned
-        keys, _ = partitioned.messages["gradient"][stage]
-        gradients = self._taken("gradient", stage, work, keys)
+        message = partitioned.messages["gradient"][stage]
+        gradients = self._taken("gradient", stage, work, message.keys)
         later = partitioned.cut.stages[stage + 1 :]
         handed = any(cut.handed_gradients.get(stage) for cut in later)
         for key, returned in self._taken("returned", stage, work, handed).items():
