@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.chains import without_gradient
 from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
-from lightning_diffpipe.graph.forms import Exemplar, FormView, StepForm, names_of
+from lightning_diffpipe.graph.forms import Forms, FormView, StepForm, names_of
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
@@ -68,10 +68,10 @@ class PartitionedStepCache:
         interception: The installed wrappers.
         device: Where this rank computes.
         known: Graphs of other signatures and forms, made while all parameters had values.
-        exemplar: Makes the step take the form that was planned with; None where it throws no coins.
+        trials: What trials of the step before training found: the form that was planned with, whether microbatches
+            of one batch may take several (else the first stands for all), and, if there were some, that the code
+            after the last layer runs on NaN.
         forms: Those that are known, if there are several.
-        throws_coins: Microbatches of one batch may take several; otherwise the first stands for all.
-        bears_nan: The code after the last layer is known to run on NaN; see `FormView`.
     """
 
     root: nn.Module
@@ -83,13 +83,12 @@ class PartitionedStepCache:
     interception: Interception
     device: torch.device
     known: Sequence[LayerGraph] = ()
-    exemplar: Exemplar | None = None
+    trials: Forms = field(default_factory=Forms)
     forms: Sequence[StepForm] = ()
-    throws_coins: bool = True
-    bears_nan: bool = False
 
     def __post_init__(self) -> None:
-        self._planned_step = self.exemplar.of_step(self.step) if self.exemplar else self.step
+        planned = self.trials.widest
+        self._planned_step = planned.of_step(self.step) if planned else self.step
         bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
         self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
@@ -140,11 +139,12 @@ class PartitionedStepCache:
             self._add(self._probed(key, microbatch, self._planned_step))
         graph = next(iter(self._graphs[key].values()))
         if key not in self._views:
+            bears_nan = bool(self.trials.exemplars)
             self._views[key] = FormView(
-                self.root, graph, self.interception, self._dummies, bears_nan=self.bears_nan
+                self.root, graph, self.interception, self._dummies, bears_nan=bears_nan
             )
         call = StepCall(self.step, self.root, microbatch, arguments, graph.batch_writes)
-        if is_first or self.throws_coins or self._first is None or self._first[0] != key:
+        if is_first or self.trials.throws_coins or self._first is None or self._first[0] != key:
             self._first = key, self._views[key].form_of(call, seed, self._forms)
         form = self._first[1]
         if (key, form) not in self._made:

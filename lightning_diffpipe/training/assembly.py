@@ -106,8 +106,7 @@ def assemble(
         interception.refuse(whereabouts(pieces, placement))
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
-            process.device, known, probed.forms.widest, step_forms, probed.forms.throws_coins,
-            bears_nan=bool(probed.forms.exemplars),  # whose trials have run to their end
+            process.device, known, probed.forms, step_forms,
         )  # fmt: skip
         named = dict(module.named_parameters())
         trained = {n: named[n] for n in named if n in resident and n in graph.trained}

@@ -19,9 +19,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,7 +85,7 @@ def run_whole(
     module, step, graph = probed.module, probed.step, probed.graph
     steps = PartitionedStepCache(
         module, step, graph, (), Placement(((0,),)), 0, interception, next(module.parameters()).device,
-        exemplar=probed.forms.widest,
+        trials=probed.forms,
     )  # fmt: skip
     sizes = microbatch_sizes(num_samples(batch, graph.form), num_microbatches)
     loss, total, dtypes = 0.0, 0.0, {parameter.dtype for parameter in module.parameters()}
@@ -226,16 +228,8 @@ class MeanCheck:
     ) -> tuple[float, float]:
         """Returns the loss of some of the samples and its weight."""
         size = rows.stop - rows.start
-        layers = [
-            replace(
-                layer,
-                outputs=tuple(
-                    _spec_of_size(output, size) if isinstance(output, TensorSpec) else output
-                    for output in layer.outputs
-                ),
-            )
-            for layer in self.probed.graph.layers
-        ]
+        of_size = partial(pytree.tree_map_only, TensorSpec, lambda spec: spec.of_samples(size))
+        layers = [replace(x, outputs=of_size(x.outputs)) for x in self.probed.graph.layers]
         graph = replace(self.probed.graph, layers=tuple(layers))
         view = StageView(self.probed.module, graph, tail(graph), self.interception)
         call = StepCall(self.probed.widest, self.probed.module, batch, written=graph.batch_writes)
@@ -309,13 +303,6 @@ def _close(value: float, other: float, tolerance: float) -> bool:
     return abs(value - other) <= tolerance * max(abs(value), abs(other))
 
 
-def _spec_of_size(spec: TensorSpec, size: int) -> TensorSpec:
-    if not spec.rows:  # shared by all samples, or unknown, which is refused where it is read
-        return spec
-    shape = (spec.rows * size, *spec.shape[1:])
-    return replace(spec, shape=shape, stride=torch.empty(shape, device="meta").stride())
-
-
 class _StandIns:
     """Random numbers in place of what layers give.
 
@@ -338,7 +325,7 @@ class _StandIns:
                 raise ValueError(
                     f"nobody knows which rows of what {name} gives belong to which sample"
                 )
-            shape = _spec_of_size(spec, total).shape
+            shape = spec.of_samples(total).shape
             value = torch.rand(shape, generator=generator, dtype=torch.float64)
             if spec.rows:
                 of_sample = torch.arange(1, total + 1).repeat_interleave(spec.rows) / total
