@@ -182,13 +182,7 @@ class Engine:
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         picture = self._picture and partial(self._picture, step.schedule, rank=rank)
         with hooks_off(self._parameters) as hooks:
-            # The batch's gradients from earlier ones of its window.
-            is_apart = weighted or bool(hooks)
-            if accumulate > 1:  # ranks sum after each batch of a window, or after the last one
-                if self._window_is_apart is None:
-                    self._window_is_apart = self.reducer.agreed(is_apart)
-                is_apart = self._window_is_apart
-                self._window_is_apart = None if reduce_gradients else is_apart
+            is_apart = self._sums_apart(weighted or bool(hooks), accumulate, reduce_gradients)
             earlier = self.reducer.take() if is_apart else ()
             self._reduces, self._alarm = reduce_gradients or is_apart, alarm
             try:
@@ -204,6 +198,20 @@ class Engine:
         if prepared:
             prepared.observe(step, recording)
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
+
+    def _sums_apart(self, wish: bool, accumulate: int, ends_window: bool) -> bool:
+        """Returns whether a batch's gradients are summed apart from those before it in its accumulation window.
+
+        All ranks do it for all batches of a window, or sum after the last one.
+        """
+        if accumulate == 1:
+            return wish
+        if self._window_is_apart is None:
+            self._window_is_apart = self.reducer.agreed(wish)
+        is_apart = self._window_is_apart
+        if ends_window:
+            self._window_is_apart = None
+        return is_apart
 
     def close(self) -> None:
         """Frees tensors that outlive a step."""
