@@ -225,14 +225,13 @@ class CheckpointHooks(ParallelStrategy):
             return
         bad = sorted({name for each in gathered_objects(own, mesh.transfers) for name in each})
         assert self.lightning_module is not None
-        error = DivergenceError(
-            f"{what} at step {self.lightning_module.trainer.global_step}: {len(bad)} trained parameters are not "
-            f"finite, e.g. {bad[0]}. Checkpoints from before are as they were: go on from the newest "
-            "(ckpt_path='last') with a lower learning rate or gradient_clip_val; strategy.check_finite=True names "
-            "the layer that is the first"
-        )
-        error.is_of_all_ranks = True
-        raise error
+        step = self.lightning_module.trainer.global_step
+        with raised_by_all():
+            raise DivergenceError(
+                f"{what} at step {step}: {len(bad)} trained parameters are not finite, e.g. {bad[0]}. Checkpoints "
+                "from before are as they were: go on from the newest (ckpt_path='last') with a lower learning rate "
+                "or gradient_clip_val; strategy.check_finite=True names the layer that is the first"
+            )
 
     @liveness.inside("saving a checkpoint")
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, DivergenceError, GraphError
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DivergenceError,
+    GraphError,
+    raised_by_all,
+)
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.upcoming import begin_copy_to_host
@@ -167,23 +172,26 @@ class StepWatch:
         """Returns whether more steps in a row were not finite than are allowed; None allows all."""
         return allowed is not None and self.num_diverged >= allowed
 
-    def divergence(
-        self, allowed: int | None, global_step: int, result: StepResult
-    ) -> DivergenceError:
-        """Returns the error with which all ranks end, in the step in which all know of it."""
+    @raised_by_all()
+    def refuse_divergence(self, allowed: int | None, global_step: int, result: StepResult) -> None:
+        """Ends the run on all ranks, in the step in which all know that one has diverged.
+
+        Raises:
+            DivergenceError: One has.
+        """
+        if not result.alarm:
+            return
         before = "none was"
         if self.last_finite:
             number, loss = self.last_finite
             before = f"the last finite one was {loss:.4g}, of batch {number}"
-        error = DivergenceError(
+        raise DivergenceError(
             f"training has diverged: in {allowed} optimizer steps in a row, up to step {global_step}, the loss or "
             f"gradients were not finite (loss {result.loss:.4g}; {before}). Go on from the newest checkpoint "
             "(ckpt_path='last') with a lower learning rate, gradient_clip_val, or more bits (bf16-mixed, 32-true); "
             "strategy.check_finite=True names the layer that is the first. strategy.max_diverged_steps says how "
             "many steps are borne"
         )
-        error.is_of_all_ranks = True
-        return error
 
     def finish(self) -> None:
         """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them.

@@ -446,19 +446,15 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             upcoming=[(coming, later(n)) for n, coming in upcoming],
             alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
         )
-        if result.alarm:
-            raise pipeline.watch.divergence(self.max_diverged_steps, trainer.global_step, result)
+        ends_window = self.max_diverged_steps is not None and not self._accumulating
+        self._look_at(result, batch, arguments, number, ends_window)
         if self._kept_results is not None:
             self._kept_results.warn()
             self._kept_results = None
             refuse_copies(trainer, pipeline)
-        ends_window = self.max_diverged_steps is not None and not self._accumulating
-        pipeline.watch.after_step(result, batch, arguments, number, ends_window)
-        self.last_step = result
         # What layers wrote themselves does not count.
         pipeline.read_ahead.note(before_update=not self._accumulating)
         pipeline.gradients.take()
-        self._log(result)
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _refuse_change_alone(self, number: int) -> None:
@@ -499,16 +495,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _log_finished(self) -> list[StepResult]:
         """Logs the results of batches that have come back, and looks whether training diverges."""
-        watch, trainer = self._running.watch, self._trainer
         results, self._finished = self._finished, []
         for result in results:
-            if result.alarm:
-                raise watch.divergence(self.max_diverged_steps, trainer.global_step, result)
             assert result.batch_index is not None
-            watch.after_step(result, *self._under_way.popleft(), result.batch_index)
-            self.last_step = result
-            self._log(result)
-            trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
+            self._look_at(result, *self._under_way.popleft(), result.batch_index)
+            self._trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
 
     def _drained_before(self, checks_validation: Callable[[Any], bool], fetcher: Any) -> bool:
@@ -541,10 +532,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._finished += engine.drain()
             pipeline.gradients.take()
 
-    def _log(self, result: StepResult) -> None:
-        """Repeats on this rank what the last stage has logged."""
+    def _look_at(
+        self, result: StepResult, batch: Any, arguments: Any, number: int, ends_window: bool = True
+    ) -> None:
+        """Looks whether training diverges or the step has changed, and logs here what the last stage has logged."""
         assert self.lightning_module is not None
         assert self._metric_sync is not None
+        watch, step = self._running.watch, self._trainer.global_step
+        watch.refuse_divergence(self.max_diverged_steps, step, result)
+        watch.after_step(result, batch, arguments, number, ends_window)
+        self.last_step = result
         for logged in result.logged:
             options: dict[str, Any] = {"batch_size": result.num_samples, **logged.options}
             value: Any = logged.value
