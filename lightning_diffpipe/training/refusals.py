@@ -2,6 +2,9 @@
 
 Silent wrongness is worse than a refusal: Lightning's weight averaging, for one, copies the module
 before it is cut and would then average the weights of one stage into another, without any error.
+
+Each function raises a ConfigurationError that says what cannot work, why, and what to do instead; a PlanError where
+a plan was made for another module.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import itertools
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -48,11 +52,7 @@ from lightning_diffpipe.training.patching import patched
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
-    """Checks module, callbacks, precision and what has been made already.
-
-    Raises:
-        ConfigurationError: Something cannot work; says what, why and what to do instead.
-    """
+    """Refuses modules, callbacks and precisions that no pipeline can train with."""
     module = strategy.lightning_module
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -89,12 +89,11 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
 
 
 def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
-    """Checks what one rank can train with, and several cannot.
+    """Refuses what one rank can train with, and several cannot.
 
-    Raises:
-        ConfigurationError: A loader was made while nobody knew which ranks shall see the same samples; a checkpoint
-            would be collected from ranks of which one has just failed, or stands elsewhere; or batch norms look
-            beyond a rank, at all ranks, most of which run other layers.
+    A loader that was made while nobody knew which ranks shall see the same samples; a checkpoint that would be
+    collected from ranks of which one has just failed, or stands elsewhere; batch norms that look beyond a rank, at
+    all ranks, most of which run other layers.
     """
     if trainer.fit_loop._combined_loader is not None:
         raise ConfigurationError(
@@ -126,11 +125,7 @@ def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
 
 
 def refuse_without_flush(trainer: Any, schedule: str) -> None:
-    """Refuses what looks at gradients or weights of all stages at a time, with a schedule that does not flush.
-
-    Raises:
-        ConfigurationError: Something does; says what to do instead.
-    """
+    """Refuses what looks at gradients or weights of all stages at a time, with a schedule that does not flush."""
     from lightning_diffpipe.callbacks.ema import EMA
     from lightning_diffpipe.callbacks.monitor import PipelineMonitor
 
@@ -177,9 +172,6 @@ def refuse_averages(trainer: Any, module: nn.Module) -> None:
 
     They would average the placeholders of other ranks' weights, which are NaN, and nothing would show it until
     somebody looks at the checkpoint.
-
-    Raises:
-        ConfigurationError: There are some; says where.
     """
     owners = [(f"{name}." if name else "", owner) for name, owner in module.named_modules()]
     owners += [(f"{type(c).__name__}.", c) for c in trainer.callbacks]
@@ -264,9 +256,6 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
     Each rank's would see those of its own stage, take another step size or direction than the others', and
     move the copies of shared weights apart, without any error.
-
-    Raises:
-        ConfigurationError: There is one; says which.
     """
     for optimizer in _with_wrapped(optimizers):
         name = type(optimizer).__name__
@@ -306,7 +295,7 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
     """Refuses norms that torch takes over gradients of a rank that has those of its own stages only.
 
     A `clip_grad_norm_` of the user's own would scale every stage by another factor, and move the copies of shared
-    weights apart, without any error. It is refused with a ConfigurationError.
+    weights apart, without any error.
 
     Args:
         trained: Parameters of this rank that get gradients, where there are several stages.
@@ -335,11 +324,7 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
 
 
 def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Names arguments the strategy does not have.
-
-    Raises:
-        ConfigurationError: Always.
-    """
+    """Refuses arguments the strategy does not have."""
     if "start_method" in arguments:
         raise ConfigurationError(
             f"start_method={arguments['start_method']!r} is not supported: spawned and forked processes "
@@ -353,17 +338,7 @@ def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None
 
 
 def refuse_own_generators(module: nn.Module, step: Any, batch: Any, graph: LayerGraph) -> None:
-    """Refuses random numbers that no seed of a microbatch governs.
-
-    Args:
-        module: The root.
-        step: Its step.
-        batch: A microbatch.
-        graph: The step as it was probed; draws from such generators.
-
-    Raises:
-        ConfigurationError: Always; says where the step draws.
-    """
+    """Refuses a step that was probed on a batch to draw random numbers that no seed of a microbatch governs."""
     name = min(graph.generators)
     line = line_that_draws(module, name, lambda: reprobe(module, step, batch, graph, any_form=True))
     raise ConfigurationError(
@@ -394,11 +369,8 @@ def warn_of_outputs(out: Any) -> bool:
     Returns:
         Whether it did.
     """
-    further = (
-        [str(key) for key in out if key not in ("loss", "weight")]
-        if isinstance(out, Mapping)
-        else []
-    )
+    names = out if isinstance(out, Mapping) else ()
+    further = [str(name) for name in names if name not in ("loss", "weight")]
     if further:
         rank_zero_warn(
             f"training_step returns {', '.join(map(repr, further))} beside the loss, but only the loss leaves a "
@@ -409,11 +381,7 @@ def warn_of_outputs(out: Any) -> bool:
 
 
 def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
-    """Refuses a plan that runs backbones apart which this module trains together.
-
-    Raises:
-        PlanError: It is one; says what joins them.
-    """
+    """Refuses a plan that runs backbones apart which this module trains together."""
     firsts = tuple(plan.first_layers[stage] for stage in plan.placement.first_stages)
     if chains and chains.starts != firsts:
         why = chains.joined_by or f"its backbones begin at layers {list(chains.starts)}"
@@ -424,11 +392,7 @@ def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
 
 
 def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
-    """Refuses state that every stage would keep for itself.
-
-    Raises:
-        ConfigurationError: The step changes a buffer outside of the layers of a graph, folded as planned.
-    """
+    """Refuses steps that change a buffer outside of layers, of which every stage would keep its own copy."""
     if plan.ranks_per_pipeline > 1 and graph.glue_writes:
         name = min(graph.glue_writes)
         raise ConfigurationError(
@@ -440,11 +404,7 @@ def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
 
 
 def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
-    """Refuses steps that change weights, which would happen for every microbatch, and on every stage.
-
-    Raises:
-        ConfigurationError: The step itself does, or the forward of a layer that several microbatches go through.
-    """
+    """Refuses steps that change weights, themselves or in layers: for every microbatch, and on every stage."""
     if graph.glue_parameter_writes:
         raise ConfigurationError(
             f"training_step changes {len(graph.glue_parameter_writes)} parameters itself, e.g. "
@@ -467,11 +427,7 @@ def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
 
 @contextlib.contextmanager
 def foreign_writes_named(strategy: Any) -> Iterator[None]:
-    """Says, where a hook writes to a weight that another rank holds, what it is that torch refuses to write to.
-
-    Raises:
-        ConfigurationError: Inside, it did.
-    """
+    """Says, where a hook writes to a weight that another rank holds, what it is that torch refuses to write to."""
     try:
         yield
     except RuntimeError as error:
@@ -515,33 +471,24 @@ def _tensors_of(line: str, values: Mapping[str, Any]) -> list[Tensor]:
 
 
 def refuse_unrunnable(schedule: Schedule, pieces: Cut) -> None:
-    """Refuses programs that do not fit where gradients of this module go.
-
-    Raises:
-        PlanError: They forward a stage without gradients that get some, or have no backward for it.
-    """
+    """Refuses a plan that forwards a stage without gradients that gets some, or the other way round."""
     for stage in schedule.placement.no_grad:
         if pieces.stages[stage].is_last or pieces.stages[stage].sent_gradients:
             raise PlanError(
                 f"the plan has no backward for stage {stage}, but this module's gradients pass it; make a plan for "
                 "this module, or leave strategy.plan out"
             )
-    runs_without = not schedule.placement.no_grad
-    for program in schedule.programs:
-        for instruction in program:
-            if runs_without and isinstance(instruction, ForwardNoGrad):
-                raise PlanError(
-                    f"the plan has {instruction}, a forward that keeps nothing for a backward, but its stages "
-                    'have "gradient": true; make a plan for this module, or leave strategy.plan out'
-                )
+    instructions = itertools.chain.from_iterable(schedule.programs)
+    odd = next((i for i in instructions if isinstance(i, ForwardNoGrad)), None)
+    if odd is not None and not schedule.placement.no_grad:
+        raise PlanError(
+            f"the plan has {odd}, a forward that keeps nothing for a backward, but its stages "
+            'have "gradient": true; make a plan for this module, or leave strategy.plan out'
+        )
 
 
 def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) -> None:
-    """Refuses what needs all stages of a batch at a time, where the pipeline is not flushed.
-
-    Raises:
-        ConfigurationError: Two stages hold a parameter, or the step returns a weight.
-    """
+    """Refuses weights of samples, and parameters that two stages hold, where the pipeline is not flushed."""
     if not plan.runs_free:
         return
     name, remedy = plan.options.schedule, "choose a schedule that flushes, such as 1f1b"
@@ -564,11 +511,7 @@ def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) ->
 
 
 def refuse_untrainable(module: nn.Module) -> None:
-    """Refuses a module of which nothing is trained, or whose layers do not know their sizes, or are scripts.
-
-    Raises:
-        ConfigurationError: No parameter requires a gradient, or one has no shape, or is trained in a script.
-    """
+    """Refuses a module of which nothing is trained, or whose layers do not know their sizes, or are scripts."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ConfigurationError(
