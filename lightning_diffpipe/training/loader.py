@@ -27,7 +27,6 @@ import functools
 import itertools
 import multiprocessing
 import os
-import random
 import select
 import threading
 import time
@@ -38,11 +37,10 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 import torch.utils._pytree as pytree
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -55,7 +53,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     MapDataPipe,
-    get_worker_info,
 )
 
 from lightning_diffpipe.graph import rng
@@ -473,9 +470,9 @@ def seed_workers(loader: Any) -> None:
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
     if not loader.worker_init_fn:
-        # Workers seed torch from the iterator's base seed but leave numpy to us; set before
-        # Lightning would seed them by the global rank, which differs inside a pipeline.
-        loader.worker_init_fn = _seed_worker
+        # From the iterator's base seed, which was drawn for this pass and pipeline; set before Lightning would
+        # seed workers by the global rank, which differs inside a pipeline.
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
     context: Any = loader.multiprocessing_context or multiprocessing
     method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     outlives = method == "forkserver" and not isinstance(loader.worker_init_fn, _EndsWithRank)
@@ -502,16 +499,6 @@ class _EndsWithRank:
             end.register(os.pidfd_open(self._reader))
             end.poll()
         os._exit(1)
-
-
-def _seed_worker(worker: int) -> None:
-    """Seeds a worker from the iterator's base seed, which was drawn for this pass and pipeline."""
-    information = get_worker_info()
-    assert information is not None
-    own = derived_seed(information.seed, "worker", worker)
-    random.seed(own)
-    np.random.seed(own % 2**32)
-    torch.manual_seed(own)
 
 
 class SeededTransfer:
