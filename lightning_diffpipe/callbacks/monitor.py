@@ -206,13 +206,7 @@ class PipelineMonitor(L.Callback):
         """Stops the clock: what happens until the next batch is no part of a step."""
         self._clock.ended_s = None
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Does the same, as nothing in between is a part of a step."""
-        self._clock.ended_s = None
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clock: starting workers for the next epoch is no part of a step."""
-        self._clock.ended_s = None
+    on_validation_end = on_train_epoch_end = on_validation_start  # as starting workers for an epoch
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Explains the run; a short run that was never looked at shows its last but one step."""
@@ -510,6 +504,4 @@ class Throughput(L.Callback):
         """Stops the clock until the next batch."""
         self._stop_clock()
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clock until the next batch."""
-        self._stop_clock()
+    on_train_epoch_end = on_validation_start
