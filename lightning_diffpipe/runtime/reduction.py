@@ -162,11 +162,16 @@ class GradientReducer:
         return self._mesh.summed_over_pipelines(float(wishes)) > 0
 
     def take(self) -> tuple[Tensor | None, ...]:
-        """Takes away the gradients that are there; a step adds to none."""
+        """Takes away the gradients that are there, without a copy; a step adds to none."""
         gradients = tuple(parameter.grad for parameter in self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
         return gradients
+
+    def restore(self, gradients: Sequence[Tensor | None]) -> None:
+        """Gives the parameters the gradients that were taken."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def add(
         self, earlier: Sequence[Tensor | None], hooks: HooksOf, weight: Tensor | None = None
@@ -311,37 +316,3 @@ def _buckets(
             size += num_bytes
         if bucket:
             yield ranks, bucket
-
-
-class StepGradients:
-    """The gradients of one rank between the schedule, which computes them, and the optimizer, which reads them.
-
-    Lightning zeroes gradients after `training_step`, in which the schedule computes them, and before `backward`,
-    which then has nothing left to compute. Left in place they would train nothing, without any error. So they are
-    taken away after the schedule, and restored where others run backward.
-
-    Args:
-        parameters: The parameters of this rank that get gradients.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = tuple(parameters)
-        self._gradients: tuple[Tensor | None, ...] | None = None
-
-    def clear(self) -> None:
-        """Drops the gradients at the first batch of an accumulation window; the schedule adds to what it finds."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def take(self) -> None:
-        """Takes the gradients away from their parameters, without a copy."""
-        self._gradients = tuple(parameter.grad for parameter in self._parameters)
-        self.clear()
-
-    def restore(self) -> None:
-        """Gives the parameters the gradients that were taken, if any were."""
-        if self._gradients is None:
-            return
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        self._gradients = None

@@ -30,7 +30,6 @@ from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.runtime.partitioned import Step
-from lightning_diffpipe.runtime.reduction import StepGradients
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
 from lightning_diffpipe.training.patching import patched
 from lightning_diffpipe.training.step_watch import StepWatch
@@ -145,11 +144,6 @@ class Pipeline:
         dtypes = {parameters[name].dtype for name in self.graph.trained}
         is_double = bool(dtypes & {torch.float64, torch.complex128})
         return torch.float64 if is_double else torch.float32
-
-    @cached_property
-    def gradients(self) -> StepGradients:
-        """The gradients of this rank, between the schedule and the optimizer."""
-        return StepGradients(self.trained.values())
 
     @property
     def fills(self) -> bool:

@@ -184,6 +184,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
         self._kept_results: KeptResults | None = None
+        self._gradients: tuple[Tensor | None, ...] | None = (
+            None  # between the schedule and the optimizer
+        )
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
         self._counted_pipelines: int | None = None
@@ -432,7 +435,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             return self._step_without_flush(pipeline.engine, batch, arguments)
         accumulate = trainer.accumulate_grad_batches
         if trainer.fit_loop.batch_idx % accumulate == 0:
-            pipeline.gradients.clear()
+            pipeline.engine.reducer.take()
         self._arguments = arguments
         pipeline.watch.before_step(batch, arguments)
         upcoming, self.upcoming = self.upcoming, []
@@ -454,7 +457,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             refuse_copies(trainer, pipeline)
         # What layers wrote themselves does not count.
         pipeline.read_ahead.note(before_update=not self._accumulating)
-        pipeline.gradients.take()
+        self._take_gradients()
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _refuse_change_alone(self, number: int) -> None:
@@ -482,9 +485,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.watch.before_step(batch, arguments)
         self._under_way.append((batch, arguments))
         alarm = pipeline.watch.has_diverged(self.max_diverged_steps)
-        pipeline.gradients.restore()
+        self._restore_gradients()
         self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
-        pipeline.gradients.take()
+        self._take_gradients()
         is_last_step = 0 < trainer.max_steps <= trainer.global_step + 1
         if loop.batch_progress.is_last_batch or is_last_step:
             self.drain()
@@ -528,9 +531,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             return
         pipeline = self._running
         with pipeline.watch.as_in_steps():
-            pipeline.gradients.restore()
+            self._restore_gradients()
             self._finished += engine.drain()
-            pipeline.gradients.take()
+            self._take_gradients()
 
     def _look_at(
         self, result: StepResult, batch: Any, arguments: Any, number: int, ends_window: bool = True
@@ -552,6 +555,19 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 self._metric_sync.trained[attribute] = value
             self.lightning_module.log(logged.name, value, **options)
 
+    def _take_gradients(self) -> None:
+        """Takes the gradients away from their parameters after the schedule.
+
+        Lightning zeroes gradients after `training_step`, in which the schedule computes them, and before
+        `backward`, which then has nothing left to compute. Left in place they would train nothing, without an error.
+        """
+        self._gradients = self._running.engine.reducer.take()
+
+    def _restore_gradients(self) -> None:
+        if self._gradients is not None:
+            self._running.engine.reducer.restore(self._gradients)
+            self._gradients = None
+
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -560,7 +576,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if not self._running.plan.runs_free:  # else it has stepped already
-            self._running.gradients.restore()
+            self._restore_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -665,6 +681,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.upcoming, self._finished = [], []
         self._kept_results = None
         self.transfer = self._lock_step = self._metric_sync = None
+        self._gradients = None
         self._under_way.clear()
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
