@@ -559,7 +559,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Takes the gradients away from their parameters after the schedule.
 
         Lightning zeroes gradients after `training_step`, in which the schedule computes them, and before
-        `backward`, which then has nothing left to compute. Left in place they would train nothing, without an error.
+        `backward`, which then has nothing left to compute. Left in place they would train nothing, without error.
         """
         self._gradients = self._running.engine.reducer.take()
 
