@@ -13,12 +13,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import raised_by_all
@@ -35,7 +33,7 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan, check_layers
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.profiling.state import placed
+from lightning_diffpipe.profiling.state import placed, tree_to
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
@@ -115,7 +113,7 @@ def assemble(
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, options.check_finite, plan, list(trained.values()))
         if whole is not None:
-            compare(module, engine, _on_device(probed.batch, process.device), trained, whole)
+            compare(module, engine, tree_to(probed.batch, process.device), trained, whole)
         untrained = {name: p for name, p in named.items() if not p.requires_grad}
         idle = {n: p for n, p in named.items() if n in resident - graph.trained and p.requires_grad}
         for parameter in idle.values():
@@ -191,7 +189,7 @@ def _planned_graphs(
     graph = probed.graph
     if not graph.needs_values:
         return []
-    here = _on_device(probed.batch, device)
+    here = tree_to(probed.batch, device)
     exemplars = probed.forms.exemplars if probed.forms.widest else ()
     steps = [form.of_step(probed.step) for form in exemplars] or [probed.step]
     try:
@@ -212,7 +210,7 @@ def _run_whole(
     probed: ProbedStep, plan: PipelinePlan, mesh: Mesh, interception: Interception, seed: int
 ) -> WholeRun:
     """Runs one batch through all layers, where random numbers and types are those of training."""
-    batch = _on_device(probed.batch, mesh.device)
+    batch = tree_to(probed.batch, mesh.device)
     with placed(probed.module, mesh.device):
         return run_whole(probed, interception, batch, plan.num_microbatches, seed, mesh.pipeline)
 
@@ -230,10 +228,6 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
             )
             found.append(view.exemplar(call, exemplar.seed)[0])
     return found
-
-
-def _on_device(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), batch)
 
 
 def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:

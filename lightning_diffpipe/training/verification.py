@@ -127,13 +127,10 @@ def compare(
     """
     with untouched(module), hooks_off(module.parameters()):
         result = engine.run_step(batch, batch_index=0, reduce_gradients=engine.num_pipelines == 1)
-    worst, name = 0.0, ""
     scale = max((g.abs().max().item() for g in whole.gradients.values()), default=0.0) or 1.0
-    for key, parameter in trained.items():
-        if engine.num_pipelines == 1:
-            error = _difference(parameter.grad, whole.gradients.get(key), scale)
-            if error > worst:
-                worst, name = error, key
+    compared = trained.items() if engine.num_pipelines == 1 else ()
+    errors = [(_difference(p.grad, whole.gradients.get(n), scale), n) for n, p in compared]
+    worst, name = max(errors, default=(0.0, "no parameter"))
     for parameter in trained.values():
         parameter.grad = None
     device = result.loss.device
@@ -142,7 +139,7 @@ def compare(
     if not (worst <= tolerance and loss_error <= tolerance):  # a loss may be NaN
         raise GraphError(
             f"verify=True: as a pipeline the loss differs by {loss_error:.1e} and the gradient of "
-            f"{name or 'no parameter'} by {worst:.1e} from a run of the whole module (rounding would be "
+            f"{name} by {worst:.1e} from a run of the whole module (rounding would be "
             f"below {tolerance:.0e}). A layer reads or writes something the probe cannot see, such as a "
             "custom kernel's buffer or a tensor kept in a global; pass it through arguments and outputs"
         )
