@@ -413,11 +413,7 @@ class StageDrawer:
             return sampler.sample(request, None, setting)
 
     def _positions(self, model: nn.Module, layout: Layout) -> tuple[int, ...]:
-        """Returns where the stages of the training cut the blocks.
-
-        Raises:
-            PartitionError: They give the ranks no ranges of blocks, one for each, in order.
-        """
+        """Returns where the stages of the training cut the blocks."""
         homes = []  # of each block, the ranks that have most of its weights
         for block in layout.block_names:
             weights = model.get_submodule(block).parameters()

@@ -252,11 +252,7 @@ class PartitionedStepCache:
         return partitioned
 
     def _calls_of(self, graph: LayerGraph) -> PlacedCalls:
-        """Returns the planned calls if a form fits on their stages, else its own, on ranks that hold the layers.
-
-        Raises:
-            GraphError: It calls layers of which no rank holds the weights, or runs against another chain.
-        """
+        """Returns the planned calls if a form fits on their stages, else its own, on ranks that hold the layers."""
         if self._cut(graph, self._planned) is not None:
             return self._planned
         calls = self._planned.extended(graph.path_names)

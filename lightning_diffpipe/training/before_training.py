@@ -134,9 +134,6 @@ def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:
     Of samplers that give all samples in some order the first ones stand for any. What others give, and what goes
     together in a batch, is theirs to say: buckets of one size, pairs with a resolution, names. They are copied, as
     they may count epochs or hold a generator, but the data set is not.
-
-    Raises:
-        ConfigurationError: One cannot be copied, and asking it for a batch would use it up.
     """
     batches, sampler = loader.batch_sampler, loader.sampler
     if type(batches) is BatchSampler:

@@ -234,9 +234,6 @@ class _Numbered:
 
     Stands for the loader's sampler in a copy of the loader. The data set seeds the random numbers of its process,
     the main one or a worker, whenever it is asked.
-
-    Args:
-        loader: With a data set that is asked for samples by index.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -308,12 +305,7 @@ class _SeededSamples(Dataset[Any]):
 
 
 class _SharedOrder:
-    """A sampler that draws the same order in every pipeline; what else it does is the user's.
-
-    Args:
-        sampler: The user's.
-        seed: Tells the seed of the order that is drawn now.
-    """
+    """A sampler that draws the same order in every pipeline; what else it does is the user's."""
 
     def __init__(self, sampler: Any, seed: Callable[[], int]) -> None:
         self._sampler = sampler

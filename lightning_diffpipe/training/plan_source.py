@@ -192,11 +192,7 @@ def _with_forms(profile: ModelProfile, forms: Forms) -> ModelProfile:
 
 
 def _require_chains(chains: Chains, options: PipelineOptions) -> None:
-    """Refuses to run one backbone in opposite directions.
-
-    Raises:
-        ConfigurationError: There is one; says why, and what to do about it.
-    """
+    """Refuses to run one backbone in opposite directions."""
     spec = SCHEDULES.get(options.schedule)
     if options.plan is None and spec and spec.opposite and len(chains.starts) == 1:
         raise ConfigurationError(
@@ -255,11 +251,7 @@ def planned_pipelines(options: PipelineOptions, world_size: int) -> int:
 
 
 def _given_plan(plan: PipelinePlan | str | Path, world_size: int, batch_size: int) -> PipelinePlan:
-    """Returns the plan to follow, if it was made for these ranks and for batches at least as large.
-
-    Raises:
-        PlanError: It was not, or there is none.
-    """
+    """Returns the plan to follow, if it was made for these ranks and for batches at least as large."""
     plan = _read_plan(plan)
     if world_size % plan.schedule.num_ranks:
         raise PlanError(
@@ -311,11 +303,7 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
 
 
 def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> ModelProfile:
-    """Estimates, reads or measures a profile of the module.
-
-    Raises:
-        ConfigurationError: The one that is given is of other layers; names the first difference.
-    """
+    """Estimates, reads or measures a profile of the module."""
     if source == "flops":
         return estimate_profile(subject.module, subject.graph)
     profile = _given_profile(source)
@@ -336,12 +324,7 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
 
 
 def _given_profile(source: Any) -> ModelProfile | None:
-    """Returns the profile that is given; None if there shall be one of this module.
-
-    Raises:
-        ConfigurationError: There is none at the path.
-        ProfileError: The file is not one.
-    """
+    """Returns the profile that is given; None if there shall be one of this module."""
     if isinstance(source, ModelProfile):
         return source
     if source in (None, "measure", "flops"):
