@@ -172,7 +172,6 @@ class StepWatch:
         """Returns whether more steps in a row were not finite than are allowed; None allows all."""
         return allowed is not None and self.num_diverged >= allowed
 
-    @raised_by_all()
     def refuse_divergence(self, allowed: int | None, global_step: int, result: StepResult) -> None:
         """Ends the run on all ranks, in the step in which all know that one has diverged.
 
@@ -185,13 +184,14 @@ class StepWatch:
         if self.last_finite:
             number, loss = self.last_finite
             before = f"the last finite one was {loss:.4g}, of batch {number}"
-        raise DivergenceError(
-            f"training has diverged: in {allowed} optimizer steps in a row, up to step {global_step}, the loss or "
-            f"gradients were not finite (loss {result.loss:.4g}; {before}). Go on from the newest checkpoint "
-            "(ckpt_path='last') with a lower learning rate, gradient_clip_val, or more bits (bf16-mixed, 32-true); "
-            "strategy.check_finite=True names the layer that is the first. strategy.max_diverged_steps says how "
-            "many steps are borne"
-        )
+        with raised_by_all():
+            raise DivergenceError(
+                f"training has diverged: in {allowed} optimizer steps in a row, up to step {global_step}, the loss "
+                f"or gradients were not finite (loss {result.loss:.4g}; {before}). Go on from the newest "
+                "checkpoint (ckpt_path='last') with a lower learning rate, gradient_clip_val, or more bits "
+                "(bf16-mixed, 32-true); strategy.check_finite=True names the layer that is the first. "
+                "strategy.max_diverged_steps says how many steps are borne"
+            )
 
     def finish(self) -> None:
         """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them.

@@ -184,9 +184,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
         self._kept_results: KeptResults | None = None
-        self._gradients: tuple[Tensor | None, ...] | None = (
-            None  # between the schedule and the optimizer
-        )
+        self._gradients: tuple[Tensor | None, ...] | None = None  # before the optimizer reads them
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
         self._counted_pipelines: int | None = None
