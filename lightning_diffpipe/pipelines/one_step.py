@@ -40,16 +40,14 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
     Draw,
-    DroppingEncoder,
-    NoDecoder,
-    OneTimestep,
     PaddingTokenizer,
     Place,
-    SizedDenoiser,
-    TimeArgument,
-    TimedDenoiser,
-    TorchOfCall,
     checked_arguments,
+    dropping_encoder,
+    no_decoder,
+    one_timestep,
+    per_sample,
+    torch_of_call,
 )
 
 DENOISERS = ("transformer", "unet", "prior")
@@ -76,6 +74,8 @@ _NOT_EDITED = ("strength", "mask_image", "control_image", "controlnet", "adapter
 
 _SIZES = ("original_size", "crops_coords_top_left", "target_size")
 """Arguments that say of a picture, in two numbers, how it was scaled and cropped."""
+
+TIME = "timesteps"
 
 _NEUTRAL = {"prompt": "", "class_labels": 0, None: None}
 """By the argument with a row for each sample: a value that any model takes."""
@@ -140,8 +140,8 @@ class OneStep:
         neutral: A value of `condition` that any model takes.
         arguments: Of every call, guidance off.
         unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
-        clock: How a denoiser that wants one number is given the times of samples; None where it takes theirs.
-        places: Where the denoiser is given sizes.
+        time: What a pipeline that wants one number is told; None where it takes those of the samples.
+        places: Where the denoiser is given sizes, and the time if the pipeline is told one.
         refused_picture: Why training cannot follow what becomes of the picture, if it cannot.
         picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.
         needs_picture: Whether it draws nothing without one.
@@ -184,7 +184,7 @@ class OneStep:
         self.unguided: list[dict[str, Any]] = [{}]
         if "guidance_scale" in fixed and "guidance_scale" not in given:
             self.unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
-        self.clock: TimeArgument | None = None
+        self.time: float | None = None
         self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
         self._drawing = _methods_that_draw(type(pipeline))
@@ -238,18 +238,13 @@ class OneStep:
                 raise Captured
             return prediction
 
-        decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
-        arguments: dict[str, Any] = dict(pixels)
-        if self.picture is not None and self.picture in further:
-            if self.refused_picture is not None:
-                raise self.refused_picture
-            arguments[self.picture] = further[self.picture]
+        if self.picture in further and self.refused_picture is not None:
+            raise self.refused_picture
         parts = dict(parts)
-        if places := [place for place in self.places if place.argument in further]:
-            parts[self.denoiser] = SizedDenoiser(parts[self.denoiser], places, further)
         if shown is not None and self.decoder is not None:
-            parts[self.decoder] = DroppingEncoder(parts[self.decoder], shown)
-        self.run(draw, timesteps, conditions, arguments, parts, step, decode)
+            parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
+        decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
+        self.run(draw, timesteps, conditions, {**pixels, **further}, parts, step, decode)
         if not predicted or predicted[0].shape != noisy.shape:
             got = tuple(predicted[0].shape) if predicted else "none"
             raise ConfigurationError(
@@ -288,11 +283,14 @@ class OneStep:
         pipeline = copy.copy(self._pipeline)
         own = vars(pipeline)
         own.update(parts)
+        known = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
+        further = {n: v for n, v in further.items() if n not in known}
         times = timesteps
-        if self.clock is not None:
-            times = torch.tensor(self.clock.time, dtype=timesteps.dtype)
-            own[self.denoiser] = TimedDenoiser(parts[self.denoiser], self.clock, timesteps)
-        own["scheduler"] = OneTimestep(parts["scheduler"], times, on_step)
+        if self.time is not None:
+            times = torch.tensor(self.time, dtype=timesteps.dtype)
+            known[TIME] = timesteps[:, None]
+        own[self.denoiser] = per_sample(parts[self.denoiser], self.places, known)
+        own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
@@ -300,7 +298,7 @@ class OneStep:
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self.decoder is not None:
-            own[self.decoder] = NoDecoder(parts[self.decoder], on_decode)
+            own[self.decoder] = no_decoder(parts[self.decoder], on_decode)
         methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}
         call = methods.pop("__call__")
         for name, method in methods.items():
@@ -312,6 +310,7 @@ class OneStep:
     def _given(
         self, conditions: Sequence[Any], num_samples: int, further: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Returns the arguments of the call."""
         further = {**further, **dict.fromkeys(_FRAMES, further.get("num_frames"))}
         if {"height", "width"} <= further.keys():
             further["max_area"] = further["height"] * further["width"]
@@ -395,7 +394,7 @@ def _draws(code: types.CodeType) -> bool:
 
 def _drawing_from(method: types.FunctionType, draw: Draw) -> types.FunctionType:
     """Returns the same method, whose `torch` and `randn_tensor` are others; nobody else sees that."""
-    own = TorchOfCall(draw)
+    own = torch_of_call(draw)
     names = {**method.__globals__, "randn_tensor": own.randn_tensor}
     if names.get("torch") is torch:
         names["torch"] = own

@@ -8,31 +8,28 @@ Other runs show how the denoiser is given times and sizes, whether samples are a
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.pipelines.one_step import OneStep, Tail, patched
-from lightning_diffpipe.pipelines.stand_ins import (
-    Draw,
-    NoDenoiser,
-    NotedEncoder,
-    Place,
-    ReplayedEncoder,
-    TimeArgument,
-)
+from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
+from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn
 
 
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """Runs the call at its default size with stand-ins, to see what can be trained and how.
 
     Args:
-        step: The call; gets `arguments`, `clock`, `places` and `refused_picture`.
+        step: The call; gets `arguments`, `time`, `places` and `refused_picture`.
         parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
             and decoder are not called.
 
@@ -44,14 +41,14 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     refusals = []
     for one_time, arguments in itertools.product((False, True), step.unguided):
         step.arguments |= arguments
-        step.clock = None
+        step.time, step.places = None, ()
         try:
             with torch.no_grad():
                 trial = Trial(step, parts)
                 if one_time:
-                    step.clock = trial.clock()
+                    step.places = (trial.place_of_time(),)
                 trial.check_samples_apart()
-                step.places = trial.places()
+                step.places += trial.places_of_sizes()
                 step.refused_picture = trial.refused_picture()
                 if step.needs_picture and step.refused_picture is not None:
                     raise step.refused_picture
@@ -80,19 +77,70 @@ class Trial:
 
     def __init__(self, step: OneStep, parts: Mapping[str, Any]) -> None:
         self._step = step
-        self._denoiser = NoDenoiser(parts[step.denoiser])
-        modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
-        self._encoders = {
-            name: ReplayedEncoder(part)
-            for name, part in modules.items()
-            if name not in (step.denoiser, step.decoder)
-        }
-        self._parts = {**parts, **self._encoders, step.denoiser: self._denoiser}
+        # What parts were given in the last run, and what text encoders have answered to how many samples.
+        self._calls: dict[str, list[Any]] = defaultdict(list)
+        self._answers: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+        modules = {n: part for n, part in parts.items() if isinstance(part, nn.Module)}
+        self._encoders = [n for n in modules if n not in (step.denoiser, step.decoder)]
+        self._parts = dict(parts)
+        for name in self._encoders:
+            replay = functools.partial(self._replayed, name, parts[name])
+            self._parts[name] = StandIn(parts[name], call=replay)
+        predict = functools.partial(self._zeros, parts[step.denoiser])
+        self._parts[step.denoiser] = StandIn(parts[step.denoiser], call=predict)
         if step.decoder is not None:
-            self._parts[step.decoder] = NotedEncoder(parts[step.decoder])
-        parameter = next(modules[step.denoiser].parameters())
-        self._device = parameter.device
+            self._parts[step.decoder] = self._noting(step.decoder, parts[step.decoder])
+        self._device = next(modules[step.denoiser].parameters()).device
         self._drawn: list[tuple[int, ...]] = []
+
+    def _zeros(self, denoiser: nn.Module, *args: Any, **options: Any) -> Any:
+        """Answers for the denoiser."""
+        self._calls[self._step.denoiser].append((args, options))
+        tensors = [v for v in pytree.tree_leaves((args, options)) if isinstance(v, Tensor)]
+        latents = max(tensors, key=lambda tensor: tensor.ndim)
+        shape, config = list(latents.shape), denoiser.config
+        if config.get("out_channels") and shape[1] == config.get("in_channels"):
+            shape[1] = config["out_channels"]  # a variance after the mean, for one
+        zeros = latents.new_zeros(shape)
+        return (zeros,) if options.get("return_dict") is False else ModelOutput(sample=zeros)
+
+    def _replayed(self, name: str, encoder: nn.Module, *args: Any, **options: Any) -> Any:
+        """Answers for a text encoder, which computes in the first run only.
+
+        All prompts must be the same: a run with more samples gets as many copies.
+        """
+        calls, answers = self._calls[name], self._answers[name]
+        calls.append((args, options))
+        tensors = [v for v in pytree.tree_leaves((args, options)) if isinstance(v, Tensor)]
+        samples = len(tensors[0]) if tensors else 1
+        if len(calls) > len(answers):
+            answers.append((samples, encoder(*args, **options)))
+        computed, answer = answers[len(calls) - 1]
+        if computed == samples:
+            return answer
+
+        def repeat(x: Tensor) -> Tensor:
+            return x[:1].expand(samples, *x.shape[1:]) if x.ndim and len(x) == computed else x
+
+        return pytree.tree_map_only(Tensor, repeat, answer)
+
+    def _noting(self, name: str, decoder: nn.Module) -> StandIn:
+        """Returns an autoencoder that notes what it encodes, in double precision.
+
+        Kernels of lower precision sum in an order that depends on how many pictures there are.
+        """
+        wide = functools.cache(lambda: copy.deepcopy(decoder).double())
+
+        def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
+            self._calls[name].append(pixels)
+            return wide().encode(pixels.double(), *args, **options)
+
+        return StandIn(decoder, encode=encode)
+
+    @property
+    def _given(self) -> Any:
+        """What the denoiser was given in the last run."""
+        return self._calls[self._step.denoiser][0]
 
     def _decoded(
         self,
@@ -102,11 +150,7 @@ class Trial:
     ) -> Tensor:
         """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
         self._drawn.clear()
-        self._denoiser.calls.clear()
-        for encoder in self._encoders.values():
-            encoder.rewind()
-        if self._step.decoder is not None:
-            self._parts[self._step.decoder].pixels.clear()
+        self._calls.clear()
         found: list[Tensor] = []
 
         def noted(shape: Sequence[int]) -> Tensor:
@@ -129,7 +173,7 @@ class Trial:
             step,
             found.append,
         )
-        counts = len(self._drawn), len(self._denoiser.calls), len(found)
+        counts = len(self._drawn), len(self._calls[self._step.denoiser]), len(found)
         if counts != (1, 1, 1):
             raise ConfigurationError(
                 f"in one step {self._step.name} draws noise {counts[0]} times, calls its denoiser {counts[1]} "
@@ -147,32 +191,32 @@ class Trial:
         pattern = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
         return {self._step.picture: levels[:, None, None, None] * pattern}
 
-    def clock(self) -> TimeArgument:
-        """Finds how the denoiser is given the time, from runs with one time for all samples.
+    def place_of_time(self) -> Place:
+        """Finds where the denoiser is given the time, from runs with one time for all samples.
 
         Raises:
             ConfigurationError: In no argument of its own, or not by a factor and an offset.
         """
         times, calls = (200.0, 500.0, 800.0), []
         for time in times:
-            self._step.clock = TimeArgument(time)
+            self._step.time = time
             self._decoded(torch.zeros, (time,) * 3)
-            args, options = self._denoiser.calls[0]
-            calls.append({**dict(enumerate(args)), **options})
+            calls.append(pytree.tree_leaves(self._given))
         changed = [
-            name for name, value in calls[0].items() if not _is_row(value, calls[2][name], 0, 0)
+            (leaf, values)
+            for leaf, values in enumerate(zip(*calls, strict=True))
+            if not _is_row(values[0], values[2], 0, 0)
         ]
-        values = [calls[i][changed[0]] for i in range(3)] if len(changed) == 1 else []
-        if all(isinstance(v, Tensor) and v.shape in ((), (1,), (3,)) for v in values) and values:
-            low, middle, high = (value.float() for value in values)
+        if len(changed) == 1 and changed[0][1][0].shape in ((), (1,), (3,)):
+            low, middle, high = (value.float() for value in changed[0][1])
             factor = (high - low) / (times[2] - times[0])
             if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
-                offset = low - times[0] * factor
-                line = (x.flatten()[0].item() for x in (factor, offset))
-                return TimeArgument(times[1], changed[0], *line)
+                line = (x.flatten()[0].item() for x in (factor, low - times[0] * factor))
+                self._step.time = times[1]
+                return Place(changed[0][0], TIME, 0, None, *line)
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
-            f"of its arguments {', '.join(map(str, changed)) or 'none'} change with the time"
+            f"{len(changed)} of those it gives change with the time"
         )
 
     def check_samples_apart(self) -> None:
@@ -192,11 +236,11 @@ class Trial:
         self._decoded(torch.zeros)
         levels = torch.tensor([0.2, 0.5, 0.9])
         self._decoded(draw, times, self._picture(levels))
-        together = self._denoiser.calls[0]
+        together = self._given
         for i, time in enumerate(times):
             alone = slice(i, i + 1)
             self._decoded(lambda _, i=alone: latents[0][i], (time,), self._picture(levels[alone]))
-            if not _is_row(together, self._denoiser.calls[0], i, len(times)):
+            if not _is_row(together, self._given, i, len(times)):
                 raise ConfigurationError(
                     f"{self._step.name} gives its denoiser something else for a sample in a batch whose timesteps "
                     "differ than for that sample alone, so that it cannot be trained on batches"
@@ -216,9 +260,8 @@ class Trial:
             for level in (0.0, 0.5):
                 picture = {step.picture: torch.full((1, 3, 64, 64), level)}
                 self._decoded(torch.zeros, further=picture)
-                pixels = self._parts[step.decoder].pixels
-                encoded += [(each, 2 * level - 1) for each in pixels]
-                shown.append({n: list(encoder.calls) for n, encoder in self._encoders.items()})
+                encoded += [(each, 2 * level - 1) for each in self._calls[step.decoder]]
+                shown.append({name: self._calls[name].copy() for name in self._encoders})
         except Exception as error:
             return ConfigurationError(
                 f"{step.name} cannot be trained to edit pictures: given one as numbers in [0, 1] it ended in "
@@ -235,10 +278,11 @@ class Trial:
             )
         return None
 
-    def places(self) -> tuple[Place, ...]:
+    def places_of_sizes(self) -> tuple[Place, ...]:
         """Finds where the denoiser is given sizes, from two runs with other numbers.
 
-        Raises ConfigurationError if it is told them in another way than by the numbers themselves.
+        Raises:
+            ConfigurationError: It is told them in another way than by the numbers themselves.
         """
         if not self._step.sizes:
             return ()
@@ -247,7 +291,7 @@ class Trial:
             values = itertools.count(first, 2)
             sizes.append({name: (next(values), next(values)) for name in self._step.sizes})
             self._decoded(torch.zeros, further=sizes[-1])
-            calls.append(pytree.tree_leaves(self._denoiser.calls[0]))
+            calls.append(pytree.tree_leaves(self._given))
         entries = itertools.product(self._step.sizes, range(2))
         of = {(sizes[0][name][i], sizes[1][name][i]): (name, i) for name, i in entries}
         places = []
@@ -263,7 +307,7 @@ class Trial:
                         f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
                         "numbers themselves; give one value for all samples in `call` (model.call)"
                     )
-                places.append(Place(leaf, column, *of[numbers]))
+                places.append(Place(leaf, *of[numbers], column))
         return tuple(places)
 
     def tail(self) -> Tail:
