@@ -23,7 +23,7 @@ from torch import nn
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.modules.adapters import LORA_FILE, merged, refuse_adapted
+from lightning_diffpipe.modules.adapters import LORA_FILE, merged
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.latent_diffusion import (
     LORA_LOADER,
@@ -42,7 +42,7 @@ from lightning_diffpipe.modules.parts import (
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
 from lightning_diffpipe.sampling.digests import Identity
-from lightning_diffpipe.sampling.loras import adapted, add_to_others, read_loras
+from lightning_diffpipe.sampling.loras import adapted, add_to_others, read_loras, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
@@ -105,7 +105,7 @@ def open_source(
             cls,
             [name for name, entry in index.items() if isinstance(entry, list) and entry[0]],
             str(folder),
-            lambda n: outline_of_part(folder_of_part(str(folder), index, n), n, *index[n]),
+            lambda n: outline_of_part(folder_of_part(str(folder), index, n), n, index[n]),
             lambda name: SafetensorsFolder(folder / name),
             partial(cls.from_pretrained, folder),
             leads,

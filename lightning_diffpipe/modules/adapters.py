@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.sampling.loras import MERGE
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""
@@ -31,8 +32,6 @@ TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 
 _COMPARED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 """Settings of peft by which a layer's adapter is what it is, once it is there."""
-
-_REMEDY = "save the trained module with save_pretrained(folder), which merges adapters"
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def lora_weights(
             if not layer or kind.startswith("embedding"):
                 raise ConfigurationError(
                     f"{key} of the {name} is trained along, and {LORA_FILE} holds the adapters of linear and "
-                    f"convolutional layers only; {_REMEDY}"
+                    f"convolutional layers only; {MERGE}"
                 )
             factor = part.get_submodule(layer).scaling[adapter] if kind.startswith("B.") else 1
             own = key.removeprefix("base_model.model.")  # in what get_peft_model wraps
@@ -243,16 +242,6 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def names_of_adapted(names: Collection[str]) -> list[str]:
-    """Returns those names of weights that only a part with adapters has.
-
-    Example:
-        >>> names_of_adapted(["to_q.base_layer.weight", "to_q.lora_A.default.weight", "to_v.weight"])
-        ['to_q.base_layer.weight', 'to_q.lora_A.default.weight']
-    """
-    return [name for name in names if ".base_layer." in name or ".lora_" in name]
-
-
 def settings_of(part: Any) -> dict[str, Any]:
     """Returns what makes the adapters of a part again, as plain values; nothing if it has none."""
     configs = getattr(part, "peft_config", None)
@@ -291,7 +280,7 @@ def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
     except ImportError as error:
         raise CheckpointError(
             f"the {type(part).__name__} of this checkpoint has adapters ({', '.join(settings['configs'])}), which "
-            f"need the package peft; run: pip install 'lightning-diffpipe[lora]', or {_REMEDY}"
+            f"need the package peft; run: pip install 'lightning-diffpipe[lora]', or {MERGE}"
         ) from error
     for name, text in settings["configs"].items():
         _add(part, PeftConfig.from_peft_type(**json.loads(text)), name)
@@ -372,17 +361,3 @@ def merged(part: nn.Module) -> nn.Module:
     del part.peft_config
     part._hf_peft_config_loaded = False
     return part
-
-
-def refuse_adapted(names: Collection[str], origin: str) -> None:
-    """Refuses weights of a part with adapters where nothing says how to make these.
-
-    Raises:
-        CheckpointError: There are such weights.
-    """
-    if adapted := names_of_adapted(names):
-        raise CheckpointError(
-            f"{origin} has weights of adapters ({adapted[0]}, and {len(adapted) - 1} more), but not their "
-            "settings, so they would be lost; load it into a module with the same adapters "
-            f"(module.load_state_dict), and then {_REMEDY}"
-        )

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.latent_diffusion import WITHOUT_CONTROLNET, LatentDiffusion
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import load_part
+from lightning_diffpipe.sampling.source import load_part
 
 _WITH_CONTROLNET = {plain: name for name, plain in WITHOUT_CONTROLNET.items()}
 _COPIED = ("block_out_channels", "down_block_types", "layers_per_block", "cross_attention_dim")
@@ -120,7 +120,7 @@ class ControlNetDiffusion(LatentDiffusion):
         """
         if isinstance(controlnet, (str, Path)):
             try:
-                controlnet = load_part(str(controlnet), "", "diffusers", "ControlNetModel")
+                controlnet = load_part(str(controlnet), "", ("diffusers", "ControlNetModel"))
             except OSError as error:
                 raise ConfigurationError(
                     f"{str(controlnet)!r} is neither a folder of a ControlNet (config.json beside its weights) nor "

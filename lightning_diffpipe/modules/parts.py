@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import inspect
 import json
 import pickle
@@ -49,7 +48,6 @@ from lightning_diffpipe.modules.adapters import (
     add_adapters,
     lora_weights,
     merged,
-    refuse_adapted,
     refuse_others,
     settings_of,
     write_lora,
@@ -57,7 +55,8 @@ from lightning_diffpipe.modules.adapters import (
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.skeleton import refuse_names
+from lightning_diffpipe.sampling.loras import refuse_adapted
+from lightning_diffpipe.sampling.source import class_of, load_part
 
 _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
@@ -66,46 +65,6 @@ _ROOM_BYTES = 2**25  # for configs and vocabularies
 _BASE_REMEDY = (
     "from_checkpoint(path, base=FOLDER), and base=FOLDER for the Predictor and diffpipe sample"
 )
-
-
-def _class_of(library: str, name: str) -> Any:
-    if library not in ("diffusers", "transformers"):
-        raise ConfigurationError(
-            f"model_index.json asks for {library}.{name}; only parts from diffusers and "
-            "transformers can be read"
-        )
-    cls = getattr(importlib.import_module(library), name, None)
-    if cls is None:
-        raise ConfigurationError(
-            f"model_index.json asks for {library}.{name}, which this version of {library} does not have"
-        )
-    return cls
-
-
-def load_part(path: str, name: str, library: str, class_name: str) -> Any:
-    """Loads one part of a diffusers folder or hub id, its weights in fp32.
-
-    Args:
-        path: Folder or hub id.
-        name: Sub-folder of the part, such as `"unet"`; empty if it has none.
-        library: `"diffusers"` or `"transformers"`.
-        class_name: Class of the part in that library: a module, tokenizer or scheduler.
-
-    Raises:
-        CheckpointError: The weights are those of a part with adapters, or some are missing.
-    """
-    cls = _class_of(library, class_name)
-    if not issubclass(cls, nn.Module):
-        return cls.from_pretrained(path, subfolder=name)
-    dtype_key = "dtype" if library == "transformers" else "torch_dtype"
-    part, found = cls.from_pretrained(
-        path, subfolder=name, output_loading_info=True, **{dtype_key: torch.float32}
-    )
-    # Both libraries would only warn, and go on with random weights.
-    origin = f"{path}/{name}".rstrip("/")
-    refuse_adapted(found["unexpected_keys"], origin)
-    refuse_names(class_name, origin, found["missing_keys"], len(part.state_dict()))
-    return part
 
 
 @dataclass(frozen=True)
@@ -121,9 +80,9 @@ class PartOutline:
     config: Mapping[str, Any]
 
 
-def outline_of_part(path: str, name: str, library: str, class_name: str) -> PartOutline:
+def outline_of_part(path: str, name: str, entry: Sequence[str]) -> PartOutline:
     """Reads what there is to know about a part before `load_part` reads its weights, with the same arguments."""
-    cls = _class_of(library, class_name)
+    cls = class_of(*entry)
     has_config = issubclass(cls, diffusers.ModelMixin)
     return PartOutline(cls, cls.load_config(path, subfolder=name) if has_config else {})
 
@@ -202,7 +161,7 @@ def _from_stored(stored: Mapping[str, Any]) -> Any:
 
 
 def _without_weights(stored: Mapping[str, Any]) -> Any:
-    cls = _class_of(*stored["class"])
+    cls = class_of(*stored["class"])
     with tempfile.TemporaryDirectory() as folder:
         for name, text in stored["files"].items():
             (Path(folder) / name).write_text(text)
@@ -336,7 +295,7 @@ class PartsModule(L.LightningModule):
         """
         index = read_index(str(path))
         stored = {
-            name: (folder_of_part(str(path), index, name), name, *index[name])
+            name: (folder_of_part(str(path), index, name), name, index[name])
             for name in cls.part_names
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }
@@ -593,7 +552,7 @@ def checkpoint_part(checkpoint: Mapping[str, Any], name: str) -> PartOutline:
     """Returns class and config of one part of a checkpoint, such as `"unet"`."""
     stored = checkpoint[_FILES_KEY][name]
     config = json.loads(stored["files"]["config.json"])
-    return PartOutline(_class_of(*stored["class"]), config)
+    return PartOutline(class_of(*stored["class"]), config)
 
 
 def checkpoint_part_weights(

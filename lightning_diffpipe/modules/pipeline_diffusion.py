@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import diffusers
 import torch
-import transformers
 from diffusers import DiffusionPipeline
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -26,13 +25,11 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule, load_part, read_index
+from lightning_diffpipe.modules.parts import PartsModule, read_index
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.source import call_of
-
-_LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
+from lightning_diffpipe.sampling.source import call_of, load_networks
 
 
 class PipelineDiffusion(PartsModule):
@@ -140,15 +137,8 @@ class PipelineDiffusion(PartsModule):
         """
         index = read_index(str(path))
         condition_of(_pipeline_class(index, str(path)))
-        entries = {
-            n: v for n, v in index.items() if isinstance(v, list | tuple) and v[0] in _LIBRARIES
-        }
         try:
-            networks = {
-                name: load_part(str(path), name, *entry)
-                for name, entry in entries.items()
-                if issubclass(getattr(_LIBRARIES[entry[0]], entry[1]), nn.Module)
-            }
+            networks = load_networks(str(path), index)
             pipeline = DiffusionPipeline.from_pretrained(str(path), **networks)
         except DiffPipeError:
             raise

@@ -36,7 +36,22 @@ _LEFT_OUT = re.compile(
 """In what diffusers says of tensors that it leaves out, such as those of T5; not of those that are zero."""
 _TEXT_ENCODER = re.compile(r"lora_te([23])_")
 """How names of Kohya's scripts begin for the second and third; of Flux, diffusers drops them in silence."""
+MERGE = "save the trained module with save_pretrained(folder), which merges adapters"
 _listening = threading.Lock()
+
+
+def refuse_adapted(names: Collection[str], origin: str) -> None:
+    """Refuses weights of a part with adapters where nothing says how to make these.
+
+    Raises:
+        CheckpointError: There are such weights.
+    """
+    if found := [name for name in names if ".base_layer." in name or ".lora_" in name]:
+        raise CheckpointError(
+            f"{origin} has weights of adapters ({found[0]}, and {len(found) - 1} more), but not their "
+            "settings, so they would be lost; load it into a module with the same adapters "
+            f"(module.load_state_dict), and then {MERGE}"
+        )
 
 
 class StoredLora:

@@ -6,9 +6,7 @@ others only the denoiser, without weights until it is known which ones they need
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import importlib
 import inspect
 import itertools
 import re
@@ -21,6 +19,7 @@ from typing import Any, Protocol
 import diffusers
 import torch
 import torch.utils._pytree as pytree
+import transformers
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
@@ -54,6 +53,7 @@ from lightning_diffpipe.sampling.loras import (
     add_to_others,
     add_to_part,
     read_loras,
+    refuse_adapted,
     refuse_scales,
 )
 from lightning_diffpipe.sampling.record import Controlled
@@ -62,12 +62,12 @@ from lightning_diffpipe.sampling.skeleton import (
     Weights,
     check_weights,
     refuse_names,
-    replaced_in_this_thread,
     skeleton,
 )
 
 Sample = Callable[[Call], Tensor]
 
+_LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 _PROMPTS = ("prompt", "class_labels")
 _LONGEST_SIDE = 65535  # of a JPEG
 _LARGEST = 3.4e38  # of numbers in float32
@@ -331,14 +331,9 @@ class DiffusersFolder:
         if name in self._given:
             return self._given[name].to(self._device).eval()
         if name not in self._parts:
-            library, class_name = self._index[name]
-            cls = getattr(importlib.import_module(library), class_name)
-            if not issubclass(cls, nn.Module):  # such as guidance
-                return cls.from_pretrained(str(self._path / name))
-            with contextlib.ExitStack() as checks:
-                _check_as_they_load(checks, library, class_name)
-                options = {k: v for k, v in self._options.items() if v is not None}
-                part = cls.from_pretrained(str(self._path / name), **options)
+            part = _read_part(str(self._path), name, self._index[name], **self._options)
+            if not isinstance(part, nn.Module):  # such as guidance
+                return part
             add_to_part(part, name, self._loras)
             self._parts[name] = part.to(self._device).eval()
         return self._parts[name]
@@ -414,14 +409,9 @@ def _load_others(
 ) -> Any:
     cls = getattr(diffusers, index["_class_name"])
     absent = {name: None for name, part in index.items() if _is_absent(part)}
+    parts = {**parts, **load_networks(str(path), index, parts, _read_part, **options)}
     try:
-        with contextlib.ExitStack() as checks:
-            others = [entry for name, entry in index.items() if name not in parts]
-            for kind in {tuple(each): None for each in others if _is_component(each)}:
-                _check_as_they_load(checks, *kind)
-            pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
-    except DiffPipeError:
-        raise
+        pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
     except Exception as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
     for part in pipeline.components.values():
@@ -453,30 +443,87 @@ def _folders_of(path: Path, name: str) -> list[Path]:
     return [path / name, *itertools.takewhile(Path.is_dir, more)]
 
 
-def _check_as_they_load(checks: contextlib.ExitStack, library: str, class_name: str) -> None:
-    """Lets parts of a class be refused whose files do not hold them, of which their libraries warn at most."""
-    if library not in ("diffusers", "transformers"):
-        return
-    cls = _class_of_each(class_name) if library == "diffusers" else None
-    cls = cls or getattr(importlib.import_module(library), class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        return
-    load = cls.from_pretrained
+def class_of(library: str, name: str) -> Any:
+    """Returns the class of a part.
 
-    def load_whole(folder: Any, **options: Any) -> Any:
-        try:
-            part, found = load(folder, **options, output_loading_info=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"cannot read the {cls.__name__} in {folder}: {error}; a download that broke off? Copy it again"
-            ) from error
-        missing, more = found["missing_keys"], found["unexpected_keys"]
-        refuse_names(cls.__name__, str(folder), missing, len(part.state_dict()))
-        if library == "diffusers":  # text encoders are often stored in a larger model
-            refuse_names(cls.__name__, str(folder), more, None)
-        return part
+    Raises:
+        ConfigurationError: It is of another library than diffusers and transformers, or of another version.
+    """
+    if library not in _LIBRARIES:
+        raise ConfigurationError(
+            f"model_index.json asks for {library}.{name}; only parts from diffusers and "
+            "transformers can be read"
+        )
+    cls = getattr(_LIBRARIES[library], name, None)
+    if cls is None:
+        raise ConfigurationError(
+            f"model_index.json asks for {library}.{name}, which this version of {library} does not have"
+        )
+    return cls
 
-    checks.enter_context(replaced_in_this_thread(cls, "from_pretrained", load_whole))
+
+def load_part(
+    path: str,
+    name: str,
+    entry: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    variant: str | None = None,
+) -> Any:
+    """Loads one part of a diffusers folder or hub id, whole: its libraries would fill in random weights.
+
+    Args:
+        path: Folder or hub id.
+        name: Sub-folder of the part, such as `"unet"`; empty if it has none.
+        entry: Library and class of the part, a module, tokenizer or scheduler; as in `model_index.json`.
+        dtype: Of its weights.
+        variant: Of its files, where there are such files, as in diffusers.
+
+    Raises:
+        CheckpointError: The weights are those of a part with adapters, or some are missing or not known.
+    """
+    cls, origin = class_of(*entry), f"{path}/{name}".rstrip("/")
+    if not issubclass(cls, nn.Module):
+        return cls.from_pretrained(path, subfolder=name)
+    if (one := _class_of_each(entry[1])) is not None:
+        of_one, folders = (entry[0], one.__name__), _folders_of(Path(path), name)
+        return cls([load_part(path, each.name, of_one, dtype, variant) for each in folders])
+    options = {"dtype" if entry[0] == "transformers" else "torch_dtype": dtype}
+    if variant is not None and any(Path(path, name).glob(f"*.{variant}*")):
+        options["variant"] = variant
+    part, found = cls.from_pretrained(path, subfolder=name, output_loading_info=True, **options)
+    refuse_adapted(found["unexpected_keys"], origin)
+    refuse_names(entry[1], origin, found["missing_keys"], len(part.state_dict()))
+    if entry[0] == "diffusers":  # text encoders are often stored in a larger model
+        refuse_names(entry[1], origin, found["unexpected_keys"], None)
+    return part
+
+
+def load_networks(
+    path: str,
+    index: Mapping[str, Any],
+    but: Collection[str] = (),
+    load: Callable[..., Any] = load_part,
+    **options: Any,
+) -> dict[str, nn.Module]:
+    """Loads the parts of diffusers and transformers in a folder or hub id that have weights, but for some."""
+    entries = {n: e for n, e in index.items() if n not in but and _is_component(e)}
+    return {
+        name: load(path, name, entry, **options)
+        for name, entry in entries.items()
+        if entry[0] in _LIBRARIES and issubclass(class_of(*entry), nn.Module)
+    }
+
+
+def _read_part(path: str, name: str, entry: Sequence[str], **options: Any) -> Any:
+    """Loads a part, and names it if it cannot be read."""
+    try:
+        return load_part(path, name, entry, **options)
+    except DiffPipeError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot read the {entry[1]} in {path}/{name}: {error}; a download that broke off? Copy it again"
+        ) from error
 
 
 def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: Sample) -> Any:
