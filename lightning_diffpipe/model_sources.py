@@ -116,18 +116,14 @@ def open_source(
 
 
 def _refuse_variant(opening: Opening, path: str | Path) -> None:
-    parts, variant = opening.parts, opening.variant
-    given = [name for name in ("pipeline_class", "ip_adapters") if getattr(opening, name)]
-    for name in [*parts, *(f"vae_{each}" for each in opening.vae), *given]:
-        value = "None" if parts.get(name, name) is None else "..."
+    """Raises ConfigurationError for options of diffusers folders."""
+    others = [n for n in ("variant", "pipeline_class", "ip_adapters") if getattr(opening, n)]
+    if given := [*opening.parts, *(f"vae_{each}" for each in opening.vae), *others]:
+        known = {name: "None" for name, part in opening.parts.items() if part is None}
+        value = (known | {"variant": repr(opening.variant)}).get(given[0], "...")
         raise ConfigurationError(
-            f"{name}={value} is of diffusers folders; {path} was written by this project, and all its parts are "
-            "needed"
-        )
-    if variant is not None:
-        raise ConfigurationError(
-            f"variant={variant!r} is of diffusers folders; {path} was written by this project and has one only, "
-            "leave it out"
+            f"{given[0]}={value} is of diffusers folders; {path} was written by this project, with all its "
+            "parts and in one variant: leave it out"
         )
 
 
@@ -265,23 +261,13 @@ def refuse_method(source: Source, method: str) -> None:
 
 
 def refuse_ignored_size(source: Source, settings: Settings) -> None:
-    """Refuses a height without a width, or the reverse, where a pipeline takes its own size unless it gets both.
-
-    Raises:
-        ConfigurationError: What was given would be ignored.
-    """
+    """Raises ConfigurationError for a height or width alone, if the pipeline then takes its own size."""
     given = settings.given()
     sides = [name for name in ("height", "width") if name in given]
     if len(sides) != 1 or not isinstance(source, DiffusersFolder):
         return
-    try:
-        pipeline = source.outline()
-    except Exception:  # some cannot be made without their text encoders
-        return
     [side] = sides
-    arguments = call_arguments(pipeline, settings)
-    without = {name: value for name, value in arguments.items() if name != side}
-    asked, own = (checked_arguments(pipeline, each) for each in (arguments, without))
+    (pipeline, asked), (_, own) = (_checked(source, settings, n) for n in ((), sides))
     if asked and own and asked.get(side) == own.get(side) != given[side]:
         other = "width" if side == "height" else "height"
         raise ConfigurationError(
@@ -290,21 +276,29 @@ def refuse_ignored_size(source: Source, settings: Settings) -> None:
         )
 
 
-def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
-    """Rows of tokens in a picture, where configs have them."""
+def _checked(
+    source: DiffusersFolder, settings: Settings, without: Collection[str] = ()
+) -> tuple[Any, dict[str, Any]]:
+    """Returns an outline of a pipeline, and what it checks of a request: nothing if it needs its text encoders."""
     try:
         pipeline = source.outline()
     except ConfigurationError:
         raise
-    except Exception:  # a pipeline that cannot be made without its text encoders will check later
-        return None
-    checked = checked_arguments(pipeline, call_arguments(pipeline, settings))
-    denoiser, vae = source.denoiser.config, getattr(pipeline, "vae", None)
-    channels = denoiser.get("in_channels"), getattr(vae, "config", {}).get("latent_channels")
+    except Exception:  # some cannot be made without
+        return None, {}
+    arguments = call_arguments(pipeline, settings)
+    given = {name: value for name, value in arguments.items() if name not in without}
+    return pipeline, checked_arguments(pipeline, given) or {}
+
+
+def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
+    """Returns the rows of tokens in a picture, where configs have them."""
+    (pipeline, checked), denoiser = _checked(source, settings), source.denoiser.config
+    channels = getattr(getattr(pipeline, "vae", None), "config", {}).get("latent_channels")
     names = ("vae_scale_factor", "vae_scale_factor_spatial")
     scale = next((getattr(pipeline, name) for name in names if hasattr(pipeline, name)), None)
-    is_packed = hasattr(pipeline, "_pack_latents") or channels[0] != channels[1]
-    height, patch = (checked or {}).get("height"), denoiser.get("patch_size") or 1
+    is_packed = hasattr(pipeline, "_pack_latents") or denoiser.get("in_channels") != channels
+    height, patch = checked.get("height"), denoiser.get("patch_size") or 1
     if is_packed or not (isinstance(scale, int) and isinstance(height, int)):
         return None
     return height // scale // (patch if isinstance(patch, int) else patch[-2])
@@ -361,7 +355,7 @@ class ModuleSource:
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
         call = module.drawing(settings.prompts or (), **arguments)
         with module.evaluating():
-            return pictures(drawn_by(call, sample, type(module).__name__))
+            return pictures(drawn_by(call, sample))
 
     def part(self, name: str) -> nn.Module:
         """Returns the second denoiser of a cascade, with its weights."""

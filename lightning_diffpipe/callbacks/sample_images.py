@@ -339,7 +339,7 @@ def draw_on_stages(pipeline: Pipeline, call: PipelineCall, num_patches: int) -> 
     drawer = StageDrawer(pipeline, num_patches)
     try:
         with isolated_random_numbers(derived_seed(pipeline.seed, "drawing")):
-            return drawn_by(call, drawer.sample, type(call.pipeline).__name__)
+            return drawn_by(call, drawer.sample)
     except _RefusedError as error:
         if pipeline.mesh.rank == 0:
             _log.info("samples are drawn layer by layer, not by PipeFusion: %s", error)

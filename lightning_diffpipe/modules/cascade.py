@@ -24,7 +24,6 @@ from diffusers import SchedulerMixin, UNet2DConditionModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.encoders import (
     Tokens,
@@ -96,34 +95,6 @@ class CascadedDiffusion(PartsModule):
 
     # ------------------------------------------------------------------ training
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the sum of both losses.
-
-        Args:
-            batch: `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size; and `caption`, B strings.
-            batch_idx: Not used.
-        """
-        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
-        tokens = drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
-        base, upscaled = self._losses(batch["image"], tokens)
-        size = len(batch["image"])
-        self.log("train/base_loss", base, batch_size=size)
-        self.log("train/upscaler_loss", upscaled, batch_size=size)
-        self.log("train/loss", base + upscaled, prog_bar=True, batch_size=size)
-        return base + upscaled
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Logs both losses with the same noise in every validation, so that losses compare."""
-        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
-        generator = torch.Generator(self.device).manual_seed(batch_idx)
-        base, upscaled = self._losses(batch["image"], tokens, generator)
-        for name, loss in (
-            ("base_loss", base),
-            ("upscaler_loss", upscaled),
-            ("loss", base + upscaled),
-        ):
-            self.log(f"val/{name}", loss, batch_size=len(batch["image"]), sync_dist=True)
-
     def require_size(self, height: int, width: int) -> None:
         """Raises ConfigurationError unless pictures of a size, in pixels, are what the upscaler draws."""
         if {height, width} != {self._pixels(self.upscaler)}:
@@ -132,10 +103,19 @@ class CascadedDiffusion(PartsModule):
                 "set data.resolution, or the upscaler's sample_size"
             )
 
-    def _losses(
-        self, images: Tensor, tokens: Tokens, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the losses of the base and of the upscaler."""
+    def losses(
+        self, batch: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the losses of the base and of the upscaler, and their sum.
+
+        Args:
+            batch: `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size; and `caption`, B strings.
+            generator: Of the noise in validation; None in training.
+        """
+        images = batch["image"]
+        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
+        if generator is None:
+            tokens = drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
         states, pixels = text_states(self.text_encoder, tokens), self._pixels(self.unet)
         self.require_size(*images.shape[-2:])
         if _colors(self.unet.config) == 1:
@@ -146,17 +126,15 @@ class CascadedDiffusion(PartsModule):
         base = F.mse_loss(prediction, corrupted.target)
 
         corrupted = self.noise_schedule.corrupt(self._folded(images, self.upscaler), generator)
-        level = self.hparams.most_noise * torch.rand(
-            len(images), device=images.device, generator=generator
-        )
-        noise = torch.randn(
-            small.shape, generator=generator, device=images.device, dtype=small.dtype
-        )
+        drawn = {"generator": generator, "device": images.device}
+        level = self.hparams.most_noise * torch.rand(len(images), **drawn)
+        noise = torch.randn(small.shape, dtype=small.dtype, **drawn)
         conditions = self._upscaler_inputs(small, level, noise)
         prediction = self._predict(
             self.upscaler, corrupted.noisy, corrupted.timesteps, states, tokens, *conditions
         )
-        return base, F.mse_loss(prediction, corrupted.target)
+        upscaled = F.mse_loss(prediction, corrupted.target)
+        return {"base_loss": base, "upscaler_loss": upscaled, "loss": base + upscaled}
 
     def _upscaler_inputs(
         self, small: Tensor, level: Tensor, noise: Tensor

@@ -39,7 +39,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_diffpipe.data.captioned import Batch
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.encoders import (
@@ -310,45 +309,22 @@ class LatentDiffusion(PartsModule):
 
     # ------------------------------------------------------------------ training
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the loss of one batch.
-
-        Args:
-            batch: `image`, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings.
-            batch_idx: Not used.
-        """
-        latents = self.encode_images(batch["image"])
+    def losses(
+        self, batch: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the loss of pictures, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings."""
+        is_training = generator is None
+        latents = self.encode_images(batch["image"], sample=is_training)
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
-        tokens = drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
-        loss = self._loss(latents, tokens, **self._conditions(batch))
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(latents))
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Logs the loss with the same noise in every validation, so that losses compare."""
-        latents = self.encode_images(batch["image"], sample=False)
-        tokens = tokenize(self.tokenizer, batch["caption"], self.device)
-        generator = torch.Generator(self.device).manual_seed(batch_idx)
-        loss = self._loss(latents, tokens, generator, **self._conditions(batch))
-        self.log("val/loss", loss, prog_bar=True, batch_size=len(latents), sync_dist=True)
-
-    def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns what the denoiser is given of a batch besides captions, a row for each sample; for subclasses."""
-        return {}
-
-    def _loss(
-        self,
-        latents: Tensor,
-        tokens: Tokens,
-        generator: torch.Generator | None = None,
-        **conditions: Tensor,
-    ) -> Tensor:
+        if is_training:
+            tokens = drop_captions(self.tokenizer, tokens, self.hparams.caption_dropout)
+        conditions = self._conditions(batch)
         corrupted = self.noise_schedule.corrupt(latents, generator)
         states = self.encode_text(tokens)
         inputs = corrupted.noisy, corrupted.timesteps, states, tokens.attention_mask
         share = self.self_conditioning
         # Validation estimates whenever training does. The coin is Python's: nobody waits for a GPU to throw it.
-        if share and (generator is not None or random.random() < share):
+        if share and (not is_training or random.random() < share):
             # Weights that autocast keeps from a pass without gradients would carry none in the next.
             kind = corrupted.noisy.device.type
             cast = torch.autocast(
@@ -358,7 +334,11 @@ class LatentDiffusion(PartsModule):
                 first = self.denoise(*inputs, **conditions)
                 estimate = self.noise_schedule.clean(corrupted.noisy, first, corrupted.timesteps)
             conditions["estimate"] = estimate
-        return corrupted.loss(self.denoise(*inputs, **conditions))
+        return {"loss": corrupted.loss(self.denoise(*inputs, **conditions))}
+
+    def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns what the denoiser is given of a batch besides captions, a row for each sample; for subclasses."""
+        return {}
 
     @torch.no_grad()
     def sample(

@@ -256,6 +256,35 @@ class PartsModule(L.LightningModule):
         if self._lora is not None and not self._lora.store_all:
             self._base = BaseModel.of(path, {n: p for n, p in self.parts.items() if n in names})
 
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        """Returns the loss of one batch; see `losses`."""
+        return self._logged("train", batch, self.losses(batch))
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """Logs the loss with the same noise in every validation, so that losses compare."""
+        generator = torch.Generator(self.device).manual_seed(batch_idx)
+        self._logged("val", batch, self.losses(batch, generator), sync_dist=True)
+
+    def losses(
+        self, batch: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Computes what is logged of a batch, with `loss`, which is trained; for subclasses.
+
+        Args:
+            batch: `image`, `(B, 3, H, W)` in [-1, 1], and what else the module learns from.
+            generator: Of the noise in validation, which drops no captions; None in training.
+        """
+        raise NotImplementedError
+
+    def _logged(
+        self, stage: str, batch: Mapping[str, Any], losses: Mapping[str, Tensor], **options: Any
+    ) -> Tensor:
+        size = len(batch["video"] if "video" in batch else batch["image"])
+        for name, loss in losses.items():
+            is_shown = name == "loss"
+            self.log(f"{stage}/{name}", loss, prog_bar=is_shown, batch_size=size, **options)
+        return losses["loss"]
+
     def configure_optimizers(self) -> dict[str, Any]:
         """Returns AdamW with the schedule of `optimization`."""
         return self.optimization.configure(self)

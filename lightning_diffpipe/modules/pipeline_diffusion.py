@@ -214,69 +214,43 @@ class PipelineDiffusion(PartsModule):
         """Notes what is drawn while training: a pipeline's own size may be many times that of the pictures."""
         self._trained_size = _size_of(_pixels_of(batch))
 
-    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        """Returns the loss of one batch."""
-        pixels, conditions = self._read(batch)
-        shown = None
-        if self.step.condition == "prompt":
+    def losses(
+        self, batch: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the loss of one batch.
+
+        Raises:
+            ConfigurationError: The batch lacks what the pipeline draws from.
+        """
+        step, pixels = self.step, _pixels_of(batch)
+        is_training, conditions, shown = generator is None, [], None
+        further = {name: batch[name] for name in step.sizes if name in batch}
+        if step.condition is not None:
+            wanted = "caption" if step.condition == "prompt" else step.condition
+            conditions = self._read(batch, wanted)
+        if step.picture is not None and (step.needs_picture or "condition" in batch):
+            note = ", the pictures before, which a folder names in metadata.jsonl (data.condition)"
+            further[step.picture] = self._read(batch, "condition", note)
+        if is_training and step.condition == "prompt":
             coins = [random.random() for _ in conditions]
             dropped = self.hparams.caption_dropout
             conditions = [
                 "" if coin < dropped else c for c, coin in zip(conditions, coins, strict=True)
             ]
-            shown = self._shown(coins) if self.step.guides_by_picture else None
-        loss = self._loss(batch, self.encode(pixels), conditions, shown=shown)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(pixels))
-        return loss
+            shown = self._shown(coins) if step.guides_by_picture else None
+        corrupted = self.noise_schedule.corrupt(self.encode(pixels, is_training), generator)
+        inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
+        return {
+            "loss": corrupted.loss(step.predict(*inputs, self.tail, self.parts, further, shown))
+        }
 
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Logs the loss with the same noise in every validation, so that losses compare."""
-        pixels, conditions = self._read(batch)
-        generator = torch.Generator(self.device).manual_seed(batch_idx)
-        loss = self._loss(batch, self.encode(pixels, sample=False), conditions, generator)
-        self.log("val/loss", loss, prog_bar=True, batch_size=len(pixels), sync_dist=True)
-
-    def _read(self, batch: Mapping[str, Any]) -> tuple[Tensor, Sequence[Any]]:
-        pixels = _pixels_of(batch)
-        if self.step.condition is None:
-            return pixels, []
-        wanted = "caption" if self.step.condition == "prompt" else self.step.condition
-        if wanted not in batch:
+    def _read(self, batch: Mapping[str, Any], name: str, note: str = "") -> Any:
+        if name not in batch:
             raise ConfigurationError(
-                f"{self.step.name} learns from batches with {wanted!r}; this one has {', '.join(map(str, batch))}"
+                f"{self.step.name} learns from batches with {name!r}{note}; this one has "
+                + ", ".join(map(str, batch))
             )
-        return pixels, batch[wanted]
-
-    def _loss(
-        self,
-        batch: Mapping[str, Any],
-        latents: Tensor,
-        conditions: Sequence[Any],
-        generator: torch.Generator | None = None,
-        shown: Tensor | None = None,
-    ) -> Tensor:
-        # What each sample has of its own besides: sizes, and the picture that is edited.
-        further = {name: batch[name] for name in self.step.sizes if name in batch}
-        if self.step.picture is not None and "condition" in batch:
-            further[self.step.picture] = batch["condition"]
-        elif self.step.needs_picture:
-            raise ConfigurationError(
-                f"{self.step.name} edits pictures, and learns from batches with 'condition', the pictures before; "
-                f"this one has {', '.join(map(str, batch))}. A folder names them in metadata.jsonl, by a key of "
-                "which data.condition is the name"
-            )
-        corrupted = self.noise_schedule.corrupt(latents, generator)
-        prediction = self.step.predict(
-            corrupted.noisy,
-            corrupted.timesteps,
-            conditions,
-            _size_of(_pixels_of(batch)),
-            self.tail,
-            self.parts,
-            further,
-            shown,
-        )
-        return corrupted.loss(prediction)
+        return batch[name]
 
     def _shown(self, coins: Sequence[float]) -> Tensor:
         """Returns 1 for samples that keep the picture before, 0 for others, `(B,)`, by the coins of their captions.

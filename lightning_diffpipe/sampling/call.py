@@ -165,7 +165,7 @@ class Call:
 
     def refuse_steps(self, method: str) -> None:
         """Raises ConfigurationError unless every step calls the denoiser alike, which most methods need."""
-        name = type(self.pipeline.pipeline).__name__
+        name = self.pipeline.name
         shapes = [tuple(phase.shape[1:]) for phase in self.phases]
         # Method single shares no more than branches of guidance.
         if len(set(shapes)) > 1 and method != "single":
@@ -191,7 +191,7 @@ class Call:
 
     def refuse_rows(self, warmup_steps: int | str) -> None:
         """Raises ConfigurationError if the loop's own code would need rows that no rank has under PipeFusion."""
-        name = type(self.pipeline.pipeline).__name__
+        name = self.pipeline.name
         if "latents" in self.mixes:
             raise ConfigurationError(
                 f"between its calls of the denoiser {name} brings rows of the latents together, and with "
@@ -241,22 +241,13 @@ class Call:
         """Begins a loop, or goes on with the next of those that have begun with another denoiser."""
         compute = partial(self._compute, model)
         if begun:
-            begun[0].change(self.denoiser, compute, self.latents, self.channels)
+            begun[0].change(self, compute)
             return begun.pop(0)
-        loop = PipelineLoop(
-            self.pipeline,
-            compute,
-            self.denoiser,
-            self.rows,
-            branch=None if self.divided is None else self.index,
-            by_calls=self.divided == "calls",
-            exchange=exchange,
-            channels=self.channels,
-            # All loops of a request begin with the same numbers, as if there were one.
-            head=drawing_from(self.random_states, self.whole.device, goes_back=bool(self.loop)),
-            draws=not self.loop,  # the first is the one that ends the call
-            mixes="predictions" in self.mixes,
-        )
+        # All loops of a request begin with the same numbers, as if there were one; the first is the one that ends
+        # the call.
+        is_first = not self.loop
+        head = drawing_from(self.random_states, self.whole.device, goes_back=not is_first)
+        loop = PipelineLoop(self, compute, exchange, head, draws=is_first)
         self.loop.append(loop)
         return loop
 
@@ -347,7 +338,7 @@ class Call:
             return replace(self, index=index, divided="calls")
         if self.by_place:
             raise ConfigurationError(
-                f"guidance=2 divides the batch, whose rows {type(self.pipeline.pipeline).__name__} treats by their "
+                f"guidance=2 divides the batch, whose rows {self.pipeline.name} treats by their "
                 "place in it (it has attention processors of its own); leave guidance at 1"
             )
         if len(self.steps[0]) > 2 or self.expansion != 2:
@@ -559,7 +550,7 @@ def dry_run_of(call: PipelineCall) -> Call:
     found, timesteps = _one_run(quiet, None)
     if not found.phases:
         raise ConfigurationError(
-            f"{type(call.pipeline).__name__} ran {len(timesteps)} scheduler steps with no call of its "
+            f"{call.name} ran {len(timesteps)} scheduler steps with no call of its "
             f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
         )
     here, record = found.pipeline, found.pipeline.record

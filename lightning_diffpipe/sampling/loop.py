@@ -25,7 +25,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from lightning_diffpipe.sampling.record import (
     moved,
 )
 from lightning_diffpipe.sampling.request import Complete, Loop, LoopInterruptedError, Rows
+
+if TYPE_CHECKING:
+    from lightning_diffpipe.sampling.call import Call
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -79,6 +82,11 @@ class PipelineCall:
     device: torch.device
     absent: frozenset[str] = frozenset()
     record: Record | None = None
+
+    @property
+    def name(self) -> str:
+        """Class of the pipeline, for messages."""
+        return type(self.pipeline).__name__
 
     @property
     def denoisers(self) -> list[str]:
@@ -464,38 +472,29 @@ Compute = Callable[[dict[str, Any]], Any]
 ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(eq=False)
 class PipelineLoop(Loop):
     """A pipeline's call in the middle of its loop. One thread owns it.
 
-    Attributes:
-        call: What is run.
+    Args:
+        call: What is run. What goes in and comes out has the rows of this rank only.
         compute: Answers a call of the denoiser that ranks share, given its arguments.
-        denoiser: The name of that.
-        rows: Of the latents, that this rank draws; None means all. What goes in and comes out has these only.
-        branch: Which branch of guidance `compute` computes, another rank computing the other; None if both.
-        by_calls: Branches are two calls of the denoiser, and not two halves of its batch.
-        exchange: Sends this branch's prediction, and returns those of both.
-        channels: Channels of a prediction that the loop looks at; None means all.
+        exchange: Sends the prediction of this rank's branch of guidance, and returns those of both.
         head: A context for what comes before the first call of the denoiser.
         draws: Draw the noise of steps that are taken elsewhere, so that generators among the call's arguments go on
             as in one process; the default ones, too, if no patch is stepped on this rank.
     """
 
-    call: PipelineCall
-    compute: Compute
-    denoiser: str
-    rows: list[int] | None
-    branch: int | None
-    by_calls: bool
-    exchange: ExchangeBranches | None
-    channels: int | None
-    head: contextlib.AbstractContextManager[None]
-    draws: bool
-    mixes: bool
-
-    def __post_init__(self) -> None:
-        self.is_divided = self.branch is not None
+    def __init__(
+        self,
+        call: Call,
+        compute: Compute,
+        exchange: ExchangeBranches | None,
+        head: contextlib.AbstractContextManager[None],
+        draws: bool,
+    ) -> None:
+        self.call, self.compute, self.exchange = call, compute, exchange
+        self.head, self.draws, self._pipeline = head, draws, call.pipeline
+        self.is_divided, self.mixes = call.divided is not None, "predictions" in call.mixes
         self._complete: Complete | None = None
         self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
         self._event: _Denoise | Step | None = None
@@ -506,8 +505,18 @@ class PipelineLoop(Loop):
 
     # --- inside -----------------------------------------------------------------------------------
 
+    @property
+    def _branch(self) -> int | None:
+        """The branch of guidance that this rank computes, another computing the other; None if both."""
+        return self.call.index if self.is_divided else None
+
+    @property
+    def _by_calls(self) -> bool:
+        """Whether branches are two calls of the denoiser, and not two halves of its batch."""
+        return self.call.divided == "calls"
+
     def _run(self) -> None:
-        self._result = self.call.run(
+        self._result = self._pipeline.run(
             lambda name, arguments: self._wait(_Denoise(name, arguments)),
             lambda _, plain, arguments: self._wait(Step(plain, arguments)),
         )
@@ -528,7 +537,7 @@ class PipelineLoop(Loop):
         self._complete = complete
         if again:
             for number, event in enumerate(self._asked):
-                if event is not self._event and self.branch in (None, number):
+                if event is not self._event and self._branch in (None, number):
                     anew = self._computed(event)
                     for old, new in zip(event.answer, anew, strict=True):
                         old.copy_(new)
@@ -537,19 +546,19 @@ class PipelineLoop(Loop):
         while isinstance(self._event, _Denoise):
             own = self._answered(self._event)
             if own is not None:
-                return self._cut(own[0] if self.channels is None else own[0][:, : self.channels])
+                return self._cut(
+                    own[0] if self.call.channels is None else own[0][:, : self.call.channels]
+                )
         return self._cut(self._at_step()[1])
 
-    def change(
-        self, denoiser: str, compute: Compute, latents: Tensor, channels: int | None
-    ) -> None:
+    def change(self, call: Call, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
-        self.denoiser, self.compute, self.channels = denoiser, compute, channels
+        self.call, self.compute = call, compute
         if self._stepped is None:  # others have stepped
             event = self._at_step()
             self._count(event)
-            self._stepped = event.answer(self._embedded(latents))
+            self._stepped = event.answer(self._embedded(call.latents))
 
     def skip(self, latents: Tensor | None) -> None:
         """See `Loop`."""
@@ -557,27 +566,27 @@ class PipelineLoop(Loop):
 
     def _answered(self, event: _Denoise) -> Any:
         """Answers a call of a denoiser, or returns what this rank knows of it if another knows the rest."""
-        if event.name != self.denoiser:
-            part = self.call.parts[event.name]
+        if event.name != self.call.denoiser:
+            part = self._pipeline.parts[event.name]
             if event.arguments.keys() & {"controls", "listed"}:
-                part = Controlled(part, self.call.controls)
+                part = Controlled(part, self._pipeline.controls)
             self._go_on(part(**event.arguments))
             return None
         if event not in self._asked:
             self._asked.append(event)
-        if self.branch is None:
+        if self._branch is None:
             event.answer = self._computed(event)
             self._go_on(event.answer)
             return None
-        if not self.by_calls:
+        if not self._by_calls:
             return self._computed(event)
         number = len(self._asked) - 1
-        if number == self.branch:
+        if number == self._branch:
             event.answer = tuple(self._computed(event))
         else:
-            event.answer = _filled(self.call.parts[event.name], event.arguments)
+            event.answer = self._unknown(event)
         if number == 1:
-            return self._asked[self.branch].answer
+            return self._asked[self._branch].answer
         self._go_on(Prediction(event.answer))
         return None
 
@@ -591,7 +600,7 @@ class PipelineLoop(Loop):
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
     ) -> Tensor:
         """See `Loop`."""
-        if self.branch is None:
+        if self._branch is None:
             return prediction
         assert isinstance(self._event, _Denoise)
         assert self.exchange is not None
@@ -601,12 +610,12 @@ class PipelineLoop(Loop):
             whole = torch.full_like(prediction, _NAN)
             put(whole, values)
             both.append(self._embedded(whole))
-        if self.by_calls:
-            other = self._asked[1 - self.branch].answer[0]
-            other[:, : both[0].shape[1]].copy_(both[1 - self.branch])
+        if self._by_calls:
+            other = self._asked[1 - self._branch].answer[0]
+            other[:, : both[0].shape[1]].copy_(both[1 - self._branch])
             self._go_on(Prediction(event.answer))
         else:
-            answer = _filled(self.call.parts[event.name], event.arguments)[0]
+            answer = self._unknown(event)[0]
             answer[:, : both[0].shape[1]].copy_(torch.cat(both))
             self._go_on(Prediction((answer,)))
         return self._cut(self._at_step()[1])
@@ -634,11 +643,11 @@ class PipelineLoop(Loop):
         if self._stepped is None:
             with torch.inference_mode():  # as in the steps before
                 self._count(step)
-        alone = self._stepped is not None and self.rows is None
+        alone = self._stepped is not None and self.call.rows is None
         self._go_on(self._stepped if alone else step.answer(latents))
         if self._event is not None:
             raise SamplingError(
-                f"{type(self.call.pipeline).__name__} goes on denoising after the last step that its first run, "
+                f"{self._pipeline.name} goes on denoising after the last step that its first run, "
                 "with a denoiser that predicts zeros, had shown"
             )
         return self._result
@@ -671,10 +680,15 @@ class PipelineLoop(Loop):
         else:
             step.count()
 
+    def _unknown(self, event: _Denoise) -> Prediction:
+        """Returns a prediction that is not known."""
+        zeros = predicted_zeros(self._pipeline.parts[event.name], event.arguments)
+        return Prediction(torch.full_like(x, _NAN) for x in zeros)
+
     def _run_to_step(self) -> None:
         """Leaves predictions that this rank has no need of."""
         while isinstance(self._event, _Denoise):
-            self._go_on(_filled(self.call.parts[self._event.name], self._event.arguments))
+            self._go_on(self._unknown(self._event))
 
     def _go_on(self, answer: Any) -> None:
         self._answer = answer
@@ -682,30 +696,25 @@ class PipelineLoop(Loop):
 
     def _at_step(self) -> Step:
         if not isinstance(self._event, Step):
-            is_alone = self.rows is None and self.branch is None
+            is_alone = self.call.rows is None and self._branch is None
             raise (LoopInterruptedError if is_alone else SamplingError)(
-                f"{type(self.call.pipeline).__name__} ended its loop earlier than its first run had shown; a "
+                f"{self._pipeline.name} ended its loop earlier than its first run had shown; a "
                 "callback may interrupt it only where one rank draws all prompts by itself, with method=single"
             )
         return self._event
 
     def _cut(self, x: Tensor) -> Tensor:
-        return x if self.rows is None else x[self.rows]
+        return x if self.call.rows is None else x[self.call.rows]
 
     def _embedded(self, x: Tensor) -> Tensor:
-        if self.rows is None:
+        if self.call.rows is None:
             return x
         if isinstance(self._event, Step):
             num_rows = len(self._event[3])
         else:
             assert isinstance(self._event, _Denoise)
             num_rows = len(self._event.arguments[latents_name(self._event.arguments)])
-            num_rows //= 1 if self.by_calls else 2
+            num_rows //= 1 if self._by_calls else 2
         whole = x.new_full((num_rows, *x.shape[1:]), _NAN)
-        whole[self.rows] = x
+        whole[self.call.rows] = x
         return whole
-
-
-def _filled(denoiser: nn.Module, arguments: Mapping[str, Any]) -> Prediction:
-    """Returns a prediction that is not known."""
-    return Prediction(torch.full_like(x, _NAN) for x in predicted_zeros(denoiser, arguments))

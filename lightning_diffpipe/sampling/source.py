@@ -533,7 +533,7 @@ def draw_with(pipeline: Any, device: torch.device, settings: Settings, sample: S
         ConfigurationError: An option is unknown, or cannot be used here.
     """
     call = call_of(pipeline, call_arguments(pipeline, settings), device)
-    return drawn_by(call, sample, type(pipeline).__name__)
+    return drawn_by(call, sample)
 
 
 def call_of(pipeline: Any, arguments: Mapping[str, Any], device: torch.device) -> PipelineCall:
@@ -583,7 +583,7 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     return arguments
 
 
-def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
+def drawn_by(call: PipelineCall, sample: Sample) -> Any:
     """Runs a pipeline's call with its denoising loop done by `sample`, and returns what it draws.
 
     Raises:
@@ -595,11 +595,11 @@ def drawn_by(call: PipelineCall, sample: Sample, name: str) -> Any:
     except (DiffPipeError, torch.OutOfMemoryError):
         raise
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
-        raise ConfigurationError(f"{name}: {error}") from error
+        raise ConfigurationError(f"{call.name}: {error}") from error
     except Exception as error:
         raise ConfigurationError(
-            f"{name} ends in {type(error).__name__} before anything is denoised, with a denoiser that predicts "
-            f"zeros: {error}; "
+            f"{call.name} ends in {type(error).__name__} before anything is denoised, with a denoiser that "
+            f"predicts zeros: {error}; "
             + (
                 _no_step_left(call)
                 or "if it does so in diffusers alone, take another scheduler or other arguments"
@@ -662,7 +662,7 @@ def _refuse_shapes(request: Call) -> None:
         forget_fakes(mode)
     if reason is not None:
         raise ConfigurationError(
-            f"{type(call.pipeline).__name__} cannot be given {', '.join(given)}: its {request.denoiser} fails on "
+            f"{call.name} cannot be given {', '.join(given)}: its {request.denoiser} fails on "
             f"what becomes of that ({reason})"
         )
 
