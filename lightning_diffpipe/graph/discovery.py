@@ -39,7 +39,7 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
-from lightning_diffpipe.graph.placement import TrackedFakeMode, fake_batch
+from lightning_diffpipe.graph.placement import TrackedFakeMode, fake_batch, fake_copy
 from lightning_diffpipe.graph.provenance import (
     Buffer,
     LayerRecord,
@@ -96,39 +96,41 @@ class LayerLeakError(GraphError):
         self.layer_name = layer_name
 
 
+@dataclasses.dataclass
 class StepProbe:
     """One step on one batch, run again and again until the choice of layers holds.
 
-    Args:
+    Attributes:
         module: What the step is run on: the real module, or a fake copy of it.
         step: Runs the step.
         batch: A microbatch, fake if the module is.
-        seed: Seeds real runs.
-        fake_mode: The mode of fake tensors, None for real ones.
-        mode: What the graph says about it.
-        original: The module that `module` is a copy of, if it is one.
+        seed: Seeds all runs.
         form: That of a larger batch, if it is known.
+        mode: What the graph says about it.
+        fake_mode: The mode of fake tensors, None for real ones.
+        original: The module that `module` is a copy of, if it is one.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        step: Step,
-        batch: Any,
-        seed: int,
-        fake_mode: TrackedFakeMode | None,
-        mode: str,
-        original: nn.Module | None = None,
-        form: BatchForm | ModuleSplit | None = None,
-    ) -> None:
-        self._module, self._step, self._batch = module, step, batch
-        self._seed, self._fake_mode, self._mode, self._original = seed, fake_mode, mode, original
-        self._form = form
-        self._hooked = _hooks_and_notes(module)
+    module: nn.Module
+    step: Step
+    batch: Any
+    seed: int = 0
+    form: BatchForm | ModuleSplit | None = None
+    mode: str = "real"
+    fake_mode: TrackedFakeMode | None = None
+    original: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        self._hooked = _hooks_and_notes(self.module)
         self._counted = [
             (held, {name: value for name, value in held.items() if type(value) is int})
-            for held in map(vars, module.modules())
+            for held in map(vars, self.module.modules())
         ]
+
+    def on_fakes(self, mode: TrackedFakeMode) -> StepProbe:
+        """Returns the same on a copy of the module without values."""
+        copy, batch = fake_copy(self.module, mode), fake_batch(self.batch, mode)
+        return StepProbe(copy, self.step, batch, 0, self.form, "fake", mode, self.module)
 
     def discover(self, max_share: float, layer_names: Sequence[str] | None) -> LayerGraph:
         """Chooses layers by cost, expands those that leak, and traces them."""
@@ -138,7 +140,7 @@ class StepProbe:
         tree = self._call_tree()
         leaky: set[str] = set()
         for _ in range(_MAX_EXPANSIONS):
-            layers, containers = choose_layers(self._module, tree.top, max_share, leaky)
+            layers, containers = choose_layers(self.module, tree.top, max_share, leaky)
             try:
                 return self.trace(layers, containers, layers, None, leaky)
             except LayerLeakError as error:
@@ -153,7 +155,7 @@ class StepProbe:
         """
         around = {name[:end] for name in names for end, sign in enumerate(name) if sign == "."}
         tree = self._call_tree()
-        layers, containers = choose_layers(self._module, tree.top, math.inf, around)
+        layers, containers = choose_layers(self.module, tree.top, math.inf, around)
         layers |= set(names) - containers  # also those without parameters
         return self.trace(layers, containers, layers, None, ())
 
@@ -179,8 +181,8 @@ class StepProbe:
         Raises:
             LayerLeakError: One of them must be expanded.
         """
-        fake, layers = self._fake_mode is not None, set(layers)
-        tracer = Tracer(self._module, self._original, layers, containers, fine, seeded, fake)
+        fake, layers = self.fake_mode is not None, set(layers)
+        tracer = Tracer(self.module, self.original, layers, containers, fine, seeded, fake)
         out, returned, tail = self._followed(tracer)
         self._refuse_new_hooks()
         reached = nodes_below(loss_of(out))
@@ -197,12 +199,12 @@ class StepProbe:
             fine_names=tuple(tracer.fine_names),
             seeded=frozenset(seeded),
             leaky=frozenset(leaky),
-            watched=frozenset(uncalled_owners(self._module, tracer.called, layers)),
-            signature=batch_signature(self._batch),
-            num_samples=count_samples(self._batch, self._form),
-            mode=self._mode,
+            watched=frozenset(uncalled_owners(self.module, tracer.called, layers)),
+            signature=batch_signature(self.batch),
+            num_samples=count_samples(self.batch, self.form),
+            mode=self.mode,
             of_more_samples=of_more_samples,
-            form=self._form,
+            form=self.form,
             hooks=_readers_of_hooked(tracer, found, returned),
             weighted=weight_of(out) is not None,  # what follows is of the code between layers
             streams=tuple(values(tags) for tags in (*(r.reads for r in tracer.records), tail)),
@@ -216,7 +218,7 @@ class StepProbe:
             left=tracer.attributes.left(),
             counters=tracer.attributes.counters() if fake else {},
             changes_gradients=tracer.provenance.changes_gradients
-            or any(map(has_backward_hooks, self._module.modules())),
+            or any(map(has_backward_hooks, self.module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
         )
 
@@ -228,7 +230,7 @@ class StepProbe:
         Raises:
             GraphError: It does.
         """
-        hooks, notes = _hooks_and_notes(self._module)
+        hooks, notes = _hooks_and_notes(self.module)
         more = sorted(hooks - self._hooked[0])
         if more and notes == self._hooked[1]:
             raise GraphError(
@@ -247,7 +249,7 @@ class StepProbe:
             LayerLeakError: A layer must be expanded.
         """
         try:
-            batch = self._new(self._batch)
+            batch = self._new(self.batch)
             tracer.provenance.watch_batch(batch)
             out = self._run(tracer.run, batch)
             returned = tracer.provenance.of(out)
@@ -259,44 +261,44 @@ class StepProbe:
 
     def _new(self, batch: Any) -> Any:
         """Returns a copy of a batch for one run, which may change it."""
-        if self._fake_mode is not None:
-            return fresh(fake_batch(batch, self._fake_mode))
+        if self.fake_mode is not None:
+            return fresh(fake_batch(batch, self.fake_mode))
         return fresh(pytree.tree_map_only(Tensor, torch.clone, batch))
 
     def _run(self, around: Callable[[Callable[[], Any]], Any], batch: Any) -> Any:
         """Runs the step inside `around`, whose modes must see operators before the fake mode does."""
-        rng.seed_all(self._seed, host=True)  # also of fake runs: coins fall the same on all ranks
+        rng.seed_all(self.seed, host=True)  # also of fake runs: coins fall the same on all ranks
         for held, numbers in self._counted:
             held.update(numbers)
-        with torch.enable_grad(), self._fake_mode or contextlib.nullcontext():
-            return around(lambda: self._step(self._module, batch))
+        with torch.enable_grad(), self.fake_mode or contextlib.nullcontext():
+            return around(lambda: self.step(self.module, batch))
 
     def _call_tree(self) -> CallTree:
-        tree, names = CallTree(self._module), self._callable()
+        tree, names = CallTree(self.module), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
             with self._recording(names, tree.wrap), tree.functions.counted(), noticed, tree:
                 return call()
 
-        self._run(record, self._new(self._batch))
+        self._run(record, self._new(self.batch))
         return tree
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.
-        return callable_modules(self._original or self._module)
+        return callable_modules(self.original or self.module)
 
     @contextlib.contextmanager
     def _recording(self, names: Collection[str], wrap: Callable[..., Any]) -> Iterator[None]:
         with (
-            forward_replaced(self._module, names, wrap),
-            logging_replaced(self._module, lambda args, kwargs: None),
+            forward_replaced(self.module, names, wrap),
+            logging_replaced(self.module, lambda args, kwargs: None),
             checkpointing_off(),
         ):
             yield
 
     def _trained(self, reached: Collection[Any]) -> frozenset[str]:
-        names = {id(p): name for name, p in self._module.named_parameters()}
+        names = {id(p): name for name, p in self.module.named_parameters()}
         variables = (getattr(node, "variable", None) for node in reached)
         trained = frozenset(names[id(v)] for v in variables if v is not None and id(v) in names)
         if not trained:
@@ -346,7 +348,7 @@ class StepProbe:
         known: LayerGraph | None,
     ) -> tuple[_MoreSamples | None, list[_Rows]]:
         """Returns `LayerGraph.of_more_samples` and rows per sample of arguments and outputs of all layers."""
-        records, num_samples = tracer.records, count_samples(self._batch, self._form)
+        records, num_samples = tracer.records, count_samples(self.batch, self.form)
         # Another form of the step may give the same calls other samples.
         same_form = known and known.fine_names == tuple(tracer.fine_names)
         found = known.of_more_samples if known and same_form else None
@@ -355,7 +357,7 @@ class StepProbe:
         # Of calls without layers inside, several may have the same key.
         if found and all(call in found and call[1] < call[2] for call in calls):
             more = [found[call] for call in calls]
-        signature = batch_signature(self._batch)
+        signature = batch_signature(self.batch)
         if known and more and known.signature != signature:
             same_structure = _structure(known.signature) == _structure(signature)
             rows = _known_rows(records, known, more, num_samples) if same_structure else None
@@ -380,15 +382,15 @@ class StepProbe:
         Returns:
             Those of all calls, as `LayerGraph.of_more_samples`, and those of all layers in call order.
         """
-        num_samples = count_samples(self._batch, self._form)
+        num_samples = count_samples(self.batch, self.form)
         unknown: list[_Dims] = [(None, None)] * len(tracer.records)
-        if isinstance(self._form, ModuleSplit):  # a sample may have rows anywhere
+        if isinstance(self.form, ModuleSplit):  # a sample may have rows anywhere
             return None, unknown
         try:
-            with self._fake_mode or contextlib.nullcontext():
-                larger = self._batch
+            with self.fake_mode or contextlib.nullcontext():
+                larger = self.batch
                 if num_samples:
-                    larger = add_sample(self._batch, num_samples, self._form)
+                    larger = add_sample(self.batch, num_samples, self.form)
             look = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
             seen = self._observe(layers, containers, larger, look)
         except Exception as error:  # a step may insist on its batch size
@@ -408,7 +410,7 @@ class StepProbe:
         """Returns the graph with strides as they really are, where the step calls the same layers."""
         stride = lambda leaf: dense_stride(leaf) if isinstance(leaf, Tensor) else None
         look = lambda arguments, out: list(map(stride, pytree.tree_leaves(out)))
-        seen = self._observe(graph.layer_names, (), self._batch, look)
+        seen = self._observe(graph.layer_names, (), self.batch, look)
         if tuple(call.name for call in seen) != graph.layer_names:
             return graph
         layers = [

@@ -34,7 +34,7 @@ from lightning_diffpipe.graph.side_effects import (
     is_users,
 )
 from lightning_diffpipe.graph.step import StepCall, untouched
-from lightning_diffpipe.graph.view import DummyMemory, RunPlan, Stop, StubbedRun
+from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View
 
 StepForm = tuple[tuple[str, bool], ...]
 """The layers that a step calls, in order, each with whether gradients were on."""
@@ -87,7 +87,7 @@ class Exemplar:
         return repeated
 
 
-class FormView:
+class FormView(View):
     """Recognises the forms of a step, for microbatches of one signature.
 
     Args:
@@ -112,12 +112,11 @@ class FormView:
         lenient: bool = False,
         bears_nan: bool = False,
     ) -> None:
-        self._root, self._graph = root, graph
-        self._interception, self._lenient = interception, lenient
+        super().__init__(
+            root, graph, replace(tail(graph), needed=frozenset()), interception, memory
+        )
+        self._lenient = lenient
         self._goes_on = bears_nan and not graph.needs_values
-        interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, replace(tail(graph), needed=frozenset()), memory)
-        self._attributes = Attributes(root, graph.toggled | graph.left)
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
@@ -142,19 +141,19 @@ class FormView:
         Raises:
             GraphError: The step calls a layer that it did not call when it was probed.
         """
-        if self._graph.needs_values and len(known) < 2:
-            return next(iter(known), tuple((name, True) for name in self._graph.layer_names))
+        if self.graph.needs_values and len(known) < 2:
+            return next(iter(known), tuple((name, True) for name in self.graph.layer_names))
         patterns: Collection[_Pattern] | None = None
         if not self._goes_on:
-            patterns = known or [tuple((n, None) for n in self._graph.layer_names)]
+            patterns = known or [tuple((n, None) for n in self.graph.layer_names)]
         generators: Callable[[], Any] = contextlib.nullcontext
-        if self._graph.generators:  # on one rank
-            generators = partial(generators_preserved, self._root)
-        with untouched(self._root, self._owners):
-            with self._attributes.preserved(), generators():
+        if self.graph.generators:  # on one rank
+            generators = partial(generators_preserved, self.root)
+        with untouched(self.root, self._owners):
+            with self.restored.preserved(), generators():
                 form = self._walked(self._run(patterns), call, seed)
             if form is None:
-                with untouched(self._root), self._attributes.preserved(), generators():
+                with untouched(self.root), self.restored.preserved(), generators():
                     form = self._walked(self._run(None), call, seed)
         assert form is not None
         return form
@@ -165,13 +164,13 @@ class FormView:
             self._counters.restore((self.counted, []))
 
     def _run(self, known: Collection[_Pattern] | None) -> _FormRun:
-        return _FormRun(self._plan, known, self._lenient, self._counters)
+        return _FormRun(self, known, self._lenient, self._counters)
 
     def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int) -> StepForm | None:
-        with self._interception.running(run):
+        with self.interception.running(run):
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
-        later = self._graph.counters.values()
+        later = self.graph.counters.values()
         self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]
         return form
 
@@ -180,7 +179,7 @@ class FormView:
     ) -> tuple[StepForm, Exemplar]:
         """Finds the form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
         run, counted = self._run(None), self._counters.capture()[0]
-        with rng.preserved(host=True), self._attributes.preserved():
+        with rng.preserved(host=True), self.restored.preserved():
             rng.seed_all(seed, host=True)
             before = rng.host_state()
             with _Noted(lambda: run.num_calls) as noted:
@@ -190,7 +189,7 @@ class FormView:
             # Not of a step that is made to take a form again, which puts its counters back.
             if self._lenient:
                 shown = zip(
-                    self._graph.counters, self._counters.capture()[0], self.counted, strict=True
+                    self.graph.counters, self._counters.capture()[0], self.counted, strict=True
                 )
                 for (owner, name), value, expected in shown:
                     if value != expected:
@@ -201,7 +200,7 @@ class FormView:
                             "on_train_batch_end, on all ranks"
                         )
         reads = tuple(read for position, read in noted.reads if position < len(form))
-        known = tuple(zip(self._graph.counters, counted, strict=True))
+        known = tuple(zip(self.graph.counters, counted, strict=True))
         return form, Exemplar(seed, arguments, reads, host, known)
 
 
@@ -305,18 +304,18 @@ class _FormRun(StubbedRun):
 
     def __init__(
         self,
-        plan: RunPlan,
+        view: View,
         known: Collection[_Pattern] | None,
         lenient: bool,
         counters: Attributes,
     ) -> None:
-        super().__init__(plan)
+        super().__init__(view)
         self._counters, self.counted = counters, counters.capture()[0]
         self._lenient, self._stops = lenient, known is not None
         self._calls: list[tuple[str, bool]] = []
         self._possible = list(known or ())
         self._layers: dict[str, list[Layer]] = defaultdict(list)
-        for layer in plan.graph.layers:
+        for layer in view.graph.layers:
             self._layers[layer.name].append(layer)
         self._counts: dict[str, int] = defaultdict(int)
 
@@ -327,16 +326,16 @@ class _FormRun(StubbedRun):
 
     def form_of(self, call: Callable[[], Any]) -> StepForm | None:
         """Returns the form; None if it is none of those that are known."""
-        hooks = NoHooksWithoutGradients() if self._plan.graph.hooks else contextlib.nullcontext()
+        hooks = NoHooksWithoutGradients() if self._view.graph.hooks else contextlib.nullcontext()
         with contextlib.suppress(Stop), torch.enable_grad(), hooks:
             call()
-        self._plan.dummy_memory.require_unwritten()
+        self._view.dummy_memory.require_unwritten()
         return None if self._stops and not self._possible else tuple(self._calls)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes the call of a layer, and hands out dummies."""
         name = site.name
-        if name not in self._plan.sites:
+        if name not in self._view.sites:
             return site.diffpipe_original(*args, **kwargs)
         self.counted = self._counters.capture()[0]
         if name not in self._layers and self._lenient:

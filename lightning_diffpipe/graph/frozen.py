@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,11 +36,10 @@ from torch import Tensor
 from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.interception import Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey, TensorSpec
-from lightning_diffpipe.graph.side_effects import Attributes
 from lightning_diffpipe.graph.versions import rounding_of
-from lightning_diffpipe.graph.view import RunPlan, StubbedRun, View
+from lightning_diffpipe.graph.view import StubbedRun, View
 
 Samples = tuple[int, int]
 """A half-open range of samples."""
@@ -153,10 +151,6 @@ class FrozenView(View):
 
     _samples_compared = False
 
-    @cached_property
-    def _attributes(self) -> Attributes:
-        return Attributes(self.root, self.graph.toggled | self.graph.left)
-
     @property
     def why_not_splittable(self) -> str:
         """What keeps frozen layers from running on some of the samples only; empty if nothing does."""
@@ -204,10 +198,7 @@ class FrozenView(View):
         group_size: int | None = None,
     ) -> PausedRun:
         """Prepares a run that goes on only inside `advance_while`; see `whole`."""
-        run = FrozenRun(self._plan, self._groups(call, seed, samples, group_size))
-        return PausedRun(
-            run, self.interception, call, seed, self.graph.host_random, self._attributes
-        )
+        return PausedRun(self, call, seed, self._groups(call, seed, samples, group_size))
 
     def mixing(self, call: Callable[[], Any], seed: int) -> frozenset[str]:
         """Returns layers whose results for a single sample are not its rows of the results for all samples.
@@ -258,16 +249,9 @@ class FrozenView(View):
         return groups
 
     def _whole(self, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]) -> Results:
-        run = FrozenRun(self._plan, groups)
-        host = self.graph.host_random
-        with (
-            rng.preserved(host),
-            self._attributes.preserved(),
-            self.interception.running(run),
-            torch.no_grad(),
-        ):
-            rng.seed_all(seed, host)
-            run.walk(call)
+        run = FrozenRun(self, groups)
+        with torch.no_grad():
+            self.walked(run, call, seed)
         return run.results()
 
     def _differences(
@@ -289,8 +273,8 @@ class FrozenView(View):
 class FrozenRun(StubbedRun):
     """One walk through the frozen layers of a step."""
 
-    def __init__(self, plan: RunPlan, groups: tuple[Samples, ...]) -> None:
-        super().__init__(plan)
+    def __init__(self, view: FrozenView, groups: tuple[Samples, ...]) -> None:
+        super().__init__(view)
         self.at = ""  # the layer of the fine graph that was started last
         self.pause: Callable[[], None] | None = None
         self._groups = groups
@@ -325,7 +309,7 @@ class FrozenRun(StubbedRun):
         start, stop = self._groups[0][0], self._groups[-1][1]
         results = {}
         for key, value in self.outputs.items():
-            rows = self._plan.graph.spec(key).rows or 0
+            rows = self._view.graph.spec(key).rows or 0
             results[key] = value[start * rows : stop * rows] if rows else value
         return results
 
@@ -334,22 +318,16 @@ class PausedRun:
     """A frozen run that goes on in pieces. Its methods belong to one thread, the owner's."""
 
     def __init__(
-        self,
-        run: FrozenRun,
-        interception: Interception,
-        call: Callable[[], Any],
-        seed: int,
-        host_random: bool,
-        attributes: Attributes,
+        self, view: FrozenView, call: Callable[[], Any], seed: int, groups: tuple[Samples, ...]
     ) -> None:
-        self._run, self._interception, self._call = run, interception, call
+        self._run, self._interception, self._call = FrozenRun(view, groups), view.interception, call
         self._run.pause = self._pause
-        self._host = host_random
+        self._host = view.graph.host_random
         with rng.preserved(self._host):
             rng.seed_all(seed, self._host)
             self._state = rng.capture(self._host)
         self._dtype = torch.get_default_dtype()
-        self._attributes = attributes
+        self._attributes = view.restored
         self._set: Any = None  # what they are inside; before the run begins, whatever they are
         self._goes_on: Callable[[str], bool] = lambda name: False
         self._coroutine = Coroutine(self._work)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -36,8 +36,6 @@ from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
 from lightning_diffpipe.graph.placement import (
     TrackedFakeMode,
-    fake_batch,
-    fake_copy,
     fakes_failing_quietly,
     forget_fakes,
     is_placeholder,
@@ -82,9 +80,8 @@ def probe(
         GraphError: The step cannot be cut: it takes gradients itself, has no trained parameter, reads parameters
             nobody registered, or differs from `layer_names`.
     """
-    graph = _in_some_mode(
-        root, step, batch, seed, mode, form, lambda run: run.discover(max_share, layer_names)
-    )
+    subject = StepProbe(root, step, batch, seed, form=form)
+    graph = _in_some_mode(mode, subject, lambda run: run.discover(max_share, layer_names))
     if layer_names is not None and graph.layer_names != tuple(layer_names):
         raise _other_sequence(layer_names, graph.layer_names)
     return graph
@@ -96,7 +93,6 @@ def reprobe(
     batch: Any,
     graph: LayerGraph,
     *,
-    seed: int = 0,
     any_form: bool = False,
 ) -> LayerGraph:
     """Probes a batch of another signature, or of another form, with the layers, folded or not, of a known graph.
@@ -106,7 +102,6 @@ def reprobe(
         step: The probed step.
         batch: A microbatch.
         graph: What is known.
-        seed: Seeds the step where it must be run on values.
         any_form: It may call the layers in another order, more or less often, and train fewer parameters then.
 
     Raises:
@@ -115,7 +110,7 @@ def reprobe(
     containers = {call.name for call in graph.calls}
     try:
         with generators_preserved(root):
-            new = trace_layers(root, step, batch, graph, graph.layer_names, containers, seed=seed)
+            new = _traced(root, step, batch, graph, graph.layer_names, containers)
     except LayerLeakError as error:
         raise GraphError(f"this batch takes another way through the step: {error}") from error
     same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
@@ -158,10 +153,9 @@ def probe_named(
     Raises:
         GraphError: They are not, or values leave them by another way than being returned.
     """
-    mode: Mode = "real" if graph.needs_values else "auto"
     layers = {*names, *(graph.layers[i].name for i in graph.frozen)}
-    discover = lambda run: run.discover_named(layers)
-    new = _in_some_mode(root, step, batch, seed, mode, graph.form, discover)
+    subject = StepProbe(root, step, batch, seed, form=graph.form)
+    new = _in_some_mode(_how_known(graph), subject, lambda run: run.discover_named(layers))
     if new.path_names != tuple(names):
         raise GraphError(f"the trained layers are others: {other_calls(names, new.path_names)}")
     return new
@@ -206,42 +200,30 @@ def _require_same(what: str, before: Collection[str], now: Collection[str]) -> N
         raise GraphError(f"{what} are others than when the step was probed, e.g. {odd[0]}")
 
 
-def trace_layers(
+def _traced(
     root: nn.Module,
     step: Step,
     batch: Any,
     graph: LayerGraph,
     layers: Collection[str],
     containers: Collection[str],
-    *,
-    seed: int = 0,
 ) -> LayerGraph:
-    """Traces the step of a known graph with other layers, seeding random streams as that graph does.
-
-    Args:
-        root: The probed module.
-        step: The probed step.
-        batch: A microbatch.
-        graph: Gives the granularity of random streams, and whether values are needed.
-        layers: Modules whose outermost calls are layers.
-        containers: Modules that stay expanded.
-        seed: Seeds the step where it must be run on values.
+    """Traces the step of a known graph with other layers; random streams are seeded as in that graph.
 
     Raises:
         LayerLeakError: One of the layers must be expanded.
     """
-    mode: Mode = "real" if graph.needs_values else "auto"
     return _in_some_mode(
-        root,
-        step,
-        batch,
-        seed,
-        mode,
-        graph.form,
+        _how_known(graph),
+        StepProbe(root, step, batch, form=graph.form),
         lambda run: run.trace(
             layers, containers, graph.fine_names, graph.seeded, graph.leaky, graph
         ),
     )
+
+
+def _how_known(graph: LayerGraph) -> Mode:
+    return "real" if graph.needs_values else "auto"
 
 
 def _other_sequence(expected: Sequence[str], got: Sequence[str]) -> GraphError:
@@ -249,46 +231,38 @@ def _other_sequence(expected: Sequence[str], got: Sequence[str]) -> GraphError:
 
 
 def _in_some_mode(
-    root: nn.Module,
-    step: Step,
-    batch: Any,
-    seed: int,
-    mode: Mode,
-    form: BatchForm | ModuleSplit | None,
-    work: Callable[[StepProbe], LayerGraph],
+    mode: Mode, subject: StepProbe, work: Callable[[StepProbe], LayerGraph]
 ) -> LayerGraph:
+    """Works on a fake copy of the module, or on the module itself."""
     reason = "asked for"
     if mode in ("auto", "fake"):
         with kept_young():
-            on_fakes = partial(_on_fakes, root, step, batch, form, work)
-            found = _without_values(on_fakes, allow_failure=mode == "auto")
+            found = _without_values(subject, work, allow_failure=mode == "auto")
         if isinstance(found, LayerGraph):
             if found.num_samples != 1:
                 return found
             # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
             # numbers drawn with `*_like` depend on them. So one forward pass looks at real ones.
             try:
-                with untouched(root):
-                    on_values = StepProbe(root, step, batch, seed, None, found.mode)
-                    return on_values.with_observed_strides(found)
+                with untouched(subject.module):
+                    return subject.with_observed_strides(found)
             except Exception as error:
                 _log.info("keeping the strides of the fake probe: %s", str(error))
                 return found
         reason = found
-    if any(is_placeholder(p) for p in root.parameters()):
+    if any(is_placeholder(p) for p in subject.module.parameters()):
         _log.warning("probing a step that needs values while parameters live on other ranks")
-    with untouched(root):
-        rng.seed_all(seed, host=True)
-        return work(StepProbe(root, step, batch, seed, None, f"real ({reason})", form=form))
+    with untouched(subject.module):
+        return work(replace(subject, mode=f"real ({reason})"))
 
 
 def _without_values(
-    on_fakes: Callable[[TrackedFakeMode], LayerGraph], allow_failure: bool
+    subject: StepProbe, work: Callable[[StepProbe], LayerGraph], allow_failure: bool
 ) -> LayerGraph | str:
     """Returns the graph of a run on fake tensors, or why the step cannot be run on them."""
     mode = TrackedFakeMode()
     try:
-        return on_fakes(mode)
+        return _on_fakes(subject, work, mode)
     except (GraphError, ConfigurationError) as error:  # a refusal, with values or without
         clear_variables(error)  # among them are fake tensors
         raise
@@ -310,17 +284,11 @@ def _without_values(
 
 
 def _on_fakes(
-    root: nn.Module,
-    step: Step,
-    batch: Any,
-    form: BatchForm | ModuleSplit | None,
-    work: Callable[[StepProbe], LayerGraph],
-    mode: TrackedFakeMode,
+    subject: StepProbe, work: Callable[[StepProbe], LayerGraph], mode: TrackedFakeMode
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
     with fakes_failing_quietly(), rng.preserved(host=True):  # the probe goes on with real ones
-        copy = fake_copy(root, mode)
-        return work(StepProbe(copy, step, fake_batch(batch, mode), 0, mode, "fake", root, form))
+        return work(subject.on_fakes(mode))
 
 
 def fold(
@@ -329,8 +297,6 @@ def fold(
     batch: Any,
     graph: LayerGraph,
     positions: Sequence[int],
-    *,
-    seed: int = 0,
 ) -> tuple[LayerGraph, tuple[int, ...]]:
     """Turns every container that lies within one stage, or is all frozen, into one layer.
 
@@ -340,7 +306,6 @@ def fold(
         batch: The batch it was probed with.
         graph: The fine graph.
         positions: Where its path is cut.
-        seed: Seeds the step where it must be run on values.
 
     Returns:
         The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in the fine
@@ -358,7 +323,7 @@ def fold(
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
         try:
-            folded = trace_layers(root, step, batch, graph, layers, expanded, seed=seed)
+            folded = _traced(root, step, batch, graph, layers, expanded)
         except LayerLeakError as error:
             expanded |= {error.layer_name}
             continue

@@ -11,7 +11,7 @@ received tensors and parameters, and by the chain rule gradients are plain sums 
 last own layer is done.
 
 A run (`StubbedRun`, which frozen runs share) answers every layer call of the step. All that can be known in
-advance is worked out once per view (`RunPlan`), so that a stubbed call costs a few microseconds. The sequence of
+advance is worked out once per `View`, so that a stubbed call costs a few microseconds. The sequence of
 calls and the shapes, types and constants of all executed outputs are compared with the probe; a step that behaves
 differently stops with a clear error.
 """
@@ -19,7 +19,7 @@ differently stops with a clear error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -73,36 +73,6 @@ class OpaqueOutput:
         )
 
 
-class RunPlan:
-    """What a view knows before it runs.
-
-    Args:
-        graph: The probed step.
-        cut: What is executed here.
-        memory: Shared with other plans; its own if not given.
-    """
-
-    def __init__(self, graph: LayerGraph, cut: StageCut, memory: DummyMemory | None = None) -> None:
-        self.graph, self.cut = graph, cut
-        self.names, self.sites = graph.layer_names, graph.site_names
-        self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
-        self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
-        received = set(cut.received)
-        self.sent = _by_layer(key for key in cut.sent if key not in received)
-        self.needed = _by_layer(cut.needed)
-        self.memo: Memo | None = None
-        self._dummies: dict[TensorKey, Tensor] = {}
-        self.dummy_memory = memory or DummyMemory()
-
-    def dummy(self, layer: Layer, leaf: int) -> Tensor:
-        """Stands for an output of a foreign layer that nothing here reads."""
-        key = (layer.index, leaf)
-        if key not in self._dummies:
-            self._dummies[key] = self.dummy_memory.of(layer.outputs[leaf])
-        dummy = self._dummies[key]
-        return dummy.clone() if leaf in layer.mutated else dummy.detach()
-
-
 class DummyMemory:
     """Memory that all dummies of a rank share, whatever they stand for: they are only read.
 
@@ -154,6 +124,62 @@ def _by_layer(keys: Any) -> dict[int, frozenset[int]]:
 _NONE: frozenset[int] = frozenset()
 
 
+class View:
+    """A module whose step runs with some of its layers, and stubs for all others.
+
+    Args:
+        root: The module whose step it is.
+        graph: The probed step, for batches of one signature.
+        cut: What is executed, received and sent here.
+        interception: Installed on the root; shared by all views of it.
+        memory: What dummies are made of, to be shared by all views of a rank.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: LayerGraph,
+        cut: StageCut,
+        interception: Interception,
+        memory: DummyMemory | None = None,
+    ) -> None:
+        self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
+        interception.watch(graph.site_names)
+        self.names, self.sites = graph.layer_names, graph.site_names
+        self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
+        self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
+        received = set(cut.received)
+        self.sent = _by_layer(key for key in cut.sent if key not in received)
+        self.needed = _by_layer(cut.needed)
+        self.memo: Memo | None = None
+        self.dummy_memory = memory or DummyMemory()
+        self._dummies: dict[TensorKey, Tensor] = {}
+
+    def remember(self, memo: Memo | None) -> None:
+        """Calls frozen layers through a memo from now on, or through none."""
+        self.memo = memo
+
+    def dummy(self, layer: Layer, leaf: int) -> Tensor:
+        """Stands for an output of a foreign layer that nothing here reads."""
+        key = (layer.index, leaf)
+        if key not in self._dummies:
+            self._dummies[key] = self.dummy_memory.of(layer.outputs[leaf])
+        dummy = self._dummies[key]
+        return dummy.clone() if leaf in layer.mutated else dummy.detach()
+
+    @cached_property
+    def restored(self) -> Attributes:
+        """All that glue sets, which a run puts back."""
+        return Attributes(self.root, self.graph.toggled | self.graph.left)
+
+    def walked(self, run: StubbedRun, call: Callable[[], Any], seed: int) -> None:
+        """Lets a run answer the step from a seed; what it draws and sets is put back."""
+        host = self.graph.host_random
+        with rng.preserved(host), self.restored.preserved(), self.interception.running(run):
+            rng.seed_all(seed, host)
+            run.walk(call)
+
+
 class StubbedRun:
     """One walk through the step.
 
@@ -163,10 +189,10 @@ class StubbedRun:
         checkpointed: Something was, so that a backward will compute it again.
     """
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, view: View) -> None:
         self.outputs: dict[TensorKey, Tensor] = {}
         self.checkpointing = self.checkpointed = False
-        self._plan = plan
+        self._view = view
         self._position = 0
         self._inside = self._in_fine = self._stopping = False
 
@@ -181,21 +207,21 @@ class StubbedRun:
         """Executes or stubs the next layer."""
         if self._inside:
             return self.call_inside(site, args, kwargs)
-        plan, position = self._plan, self._position
-        if site.name not in plan.sites:
+        view, position = self._view, self._position
+        if site.name not in view.sites:
             return site.diffpipe_original(*args, **kwargs)  # an expanded container: glue
         if self._stopping:
             raise Stop
-        if position >= len(plan.names) or plan.names[position] != site.name:
+        if position >= len(view.names) or view.names[position] != site.name:
             raise self._unexpected(site.name)
-        layer = plan.graph.layers[position]
+        layer = view.graph.layers[position]
         self._position = position + 1
-        if position not in plan.cut.layers:
+        if position not in view.cut.layers:
             for _ in range(layer.num_seeds):
                 rng.draw_seed()
             return self._stub(layer)
         out = self._checked(layer, self.execute(layer, site, args, kwargs))
-        if position == plan.final:
+        if position == view.final:
             # Hooks of the layer shall see its output; then the next layer call stops.
             hooks = site.module._forward_hooks or nn.modules.module._global_forward_hooks
             self._stopping = bool(hooks)
@@ -205,15 +231,15 @@ class StubbedRun:
 
     def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the fine graph inside a layer, with a random stream of its own if it draws."""
-        plan = self._plan
-        if self._in_fine or site.name not in plan.fine:
+        view = self._view
+        if self._in_fine or site.name not in view.fine:
             return site.diffpipe_original(*args, **kwargs)
         self._in_fine = True
         try:
             self.before_fine_layer(site.name)
-            if site.name not in plan.seeded:
+            if site.name not in view.seeded:
                 return site.diffpipe_original(*args, **kwargs)
-            with rng.private_stream(plan.graph.host_random):
+            with rng.private_stream(view.graph.host_random):
                 return site.diffpipe_original(*args, **kwargs)
         finally:
             self._in_fine = False
@@ -223,7 +249,7 @@ class StubbedRun:
 
     def execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
         """Calls an own layer, or remembers what it gave for these arguments."""
-        memo = self._plan.memo
+        memo = self._view.memo
         if memo is None or not layer.frozen:
             return self._execute(site, args, kwargs)
         run = partial(self._execute, site, args, kwargs)
@@ -247,25 +273,25 @@ class StubbedRun:
 
     def walk(self, call: Callable[[], Any]) -> Any:
         """Runs the step until its end, or until all own layers are done (then the result is None)."""
-        plan = self._plan
-        if plan.final < 0:
+        view = self._view
+        if view.final < 0:
             return None
-        hooks = NoHooksWithoutGradients() if plan.graph.hooks else contextlib.nullcontext()
+        hooks = NoHooksWithoutGradients() if view.graph.hooks else contextlib.nullcontext()
         try:
             with hooks:
                 result, stopped = call(), False
         except Stop:
             result, stopped = None, True
-        plan.dummy_memory.require_unwritten()
-        if not stopped and self._position < min(plan.final + 1, len(plan.names)):
+        view.dummy_memory.require_unwritten()
+        if not stopped and self._position < min(view.final + 1, len(view.names)):
             raise GraphError(
-                f"the step ended after {self._position} layer calls, the probe saw {len(plan.names)}; the next "
-                f"would have been {plan.names[self._position]}. All batches must call the same layers"
+                f"the step ended after {self._position} layer calls, the probe saw {len(view.names)}; the next "
+                f"would have been {view.names[self._position]}. All batches must call the same layers"
             )
         return result
 
     def _unexpected(self, name: str) -> GraphError:
-        names, position = self._plan.names, self._position
+        names, position = self._view.names, self._position
         if position < len(names):
             expected = f"{names[position]} was to come"
         else:
@@ -278,14 +304,14 @@ class StubbedRun:
         )
 
     def _stub(self, layer: Layer) -> Any:
-        needed = self._plan.needed.get(layer.index, _NONE)
+        needed = self._view.needed.get(layer.index, _NONE)
         flat: list[Any] = []
         for leaf, expected in enumerate(layer.outputs):
             if isinstance(expected, TensorSpec):
                 if leaf in needed:
                     flat.append(self.received(layer, leaf))
                 else:
-                    flat.append(self._plan.dummy(layer, leaf))
+                    flat.append(self._view.dummy(layer, leaf))
             elif isinstance(expected, SameAs):
                 flat.append(flat[expected.leaf])
             elif isinstance(expected, Opaque):
@@ -302,7 +328,7 @@ class StubbedRun:
             and isinstance(layer.outputs[0], TensorSpec)
             and not layer.outputs[0].mismatch(out)
             and not layer.mutated
-            and layer.index not in self._plan.sent
+            and layer.index not in self._view.sent
         ):
             return out  # the common case, without looking for leaves
         flat, spec = pytree.tree_flatten(out)
@@ -311,7 +337,7 @@ class StubbedRun:
                 f"{layer.name} returned {len(flat)} values, the probe saw {len(layer.outputs)}; a module "
                 "must return the same structure for all batches of one signature"
             )
-        sent = self._plan.sent.get(layer.index, _NONE)
+        sent = self._view.sent.get(layer.index, _NONE)
         changed = bool(layer.mutated)
         for leaf, expected in enumerate(layer.outputs):
             value = flat[leaf]
@@ -342,7 +368,7 @@ class StubbedRun:
         value = with_layout(value, expected)
         self.outputs[layer.index, leaf] = value
         # Gradients from other stages must not pass hooks of glue, which belong to what reads the tensor here.
-        return value.view_as(value) if self._plan.graph.hooks else value
+        return value.view_as(value) if self._view.graph.hooks else value
 
 
 def with_layout(value: Tensor, spec: TensorSpec) -> Tensor:
@@ -378,43 +404,17 @@ Log = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 """Receives what the step logs: name of the method ("log" or "log_dict"), arguments."""
 
 
-class View:
-    """A module whose step runs with some of its layers, and stubs for all others.
-
-    Args:
-        root: The module whose step it is.
-        graph: The probed step, for batches of one signature.
-        cut: What is executed, received and sent here.
-        interception: Installed on the root; shared by all views of it.
-        memory: What dummies are made of, to be shared by all views of a rank.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        graph: LayerGraph,
-        cut: StageCut,
-        interception: Interception,
-        memory: DummyMemory | None = None,
-    ) -> None:
-        self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
-        interception.watch(graph.site_names)
-        self._plan = RunPlan(graph, cut, memory)
-
-    def remember(self, memo: Memo | None) -> None:
-        """Calls frozen layers through a memo from now on, or through none."""
-        self._plan.memo = memo
-
-
 class StageView(View):
     """Runs a step as one stage of it; arguments as for `View`."""
 
     @cached_property
-    def _attributes(self) -> Attributes:
+    def restored(self) -> Attributes:
+        """What the step would have put back itself, and counters."""
         return Attributes(self.root, self.graph.toggled | self.graph.counters.keys())
 
     @cached_property
-    def _trained(self) -> list[nn.Parameter]:
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that get gradients here."""
         names = self.cut.parameters & self.graph.trained
         return [p for name, p in self.root.named_parameters() if name in names]
 
@@ -442,11 +442,8 @@ class StageView(View):
         Raises:
             GraphError: The step differs from its probe, or a tensor is missing.
         """
-        run = StageRun(self._plan, self.interception, self._trained, received or {}, log)
-        host = self.graph.host_random
-        with rng.preserved(host), self._attributes.preserved(), self.interception.running(run):
-            rng.seed_all(seed, host)
-            run.walk(call)
+        run = StageRun(self, received or {}, log)
+        self.walked(run, call, seed)
         return run
 
 
@@ -461,25 +458,19 @@ class StageRun(StubbedRun):
     """
 
     def __init__(
-        self,
-        plan: RunPlan,
-        interception: Interception,
-        trained: Sequence[nn.Parameter],
-        received: Mapping[TensorKey, Tensor],
-        log: Log | None,
+        self, view: StageView, received: Mapping[TensorKey, Tensor], log: Log | None
     ) -> None:
-        super().__init__(plan)
+        super().__init__(view)
         self.loss: Tensor | None = None
         self.weight: Tensor | float | None = None
         self.result: Any = None
-        self._interception, self._log = interception, log
-        self._trained, self._received = trained, received
+        self._trained, self._received, self._log = view.trained, received, log
         self._leaves: dict[TensorKey, Tensor] = {}
         self._later: WeightGradients | None = None
 
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Passes logged values on where all that the loss reads is real."""
-        if not self._plan.cut.is_last or not self._plan.cut.sees_all:
+        if not self._view.cut.is_last or not self._view.cut.sees_all:
             return None
         if self._log is None:
             return original(*args, **kwargs)
@@ -491,7 +482,7 @@ class StageRun(StubbedRun):
         value = self._received.get(key)
         if value is None:
             raise GraphError(
-                f"stage {self._plan.cut.index} did not receive output {leaf} of {layer.name}"
+                f"stage {self._view.cut.index} did not receive output {leaf} of {layer.name}"
             )
         if spec.mismatch(value):
             raise GraphError(f"received for output {leaf} of {layer.name}: {spec.mismatch(value)}")
@@ -502,10 +493,10 @@ class StageRun(StubbedRun):
 
     def walk(self, call: Callable[[], Any]) -> Any:
         """Runs the step, and takes what the last stage returns and later stages read."""
-        result, cut = super().walk(call), self._plan.cut
+        result, cut = super().walk(call), self._view.cut
         if cut.is_last:
             self.result, self.loss, self.weight = result, loss_of(result), weight_of(result)
-            if (self.weight is not None) != self._plan.graph.weighted:
+            if (self.weight is not None) != self._view.graph.weighted:
                 raise GraphError(
                     'the step returns a "weight" beside its loss for some batches only; return it always'
                 )
@@ -536,9 +527,9 @@ class StageRun(StubbedRun):
         if roots:
             self._inside = True  # layers that are called now are computed again
             with (
-                rng.preserved(self._plan.graph.host_random),
-                self._interception.running(self),
-                self._interception.recomputed_by(self),
+                rng.preserved(self._view.graph.host_random),
+                self._view.interception.running(self),
+                self._view.interception.recomputed_by(self),
                 in_own_memory(self._trained, passing),
             ):
                 torch.autograd.backward(roots, flows)
@@ -558,12 +549,12 @@ class StageRun(StubbedRun):
         grads = grad_outputs or {}
         roots, flows = self._roots(grads, loss_scale)
         leaves = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-        hooked = self._plan.graph.changes_gradients or any(p._backward_hooks for p in self._trained)
+        hooked = self._view.graph.changes_gradients or any(p._backward_hooks for p in self._trained)
         if self.checkpointed or hooked:
             return self.backward(grad_outputs, loss_scale)
         if roots:
             try:
-                with rng.preserved(self._plan.graph.host_random):
+                with rng.preserved(self._view.graph.host_random):
                     found, self._later = input_gradients(roots, flows, leaves)
             except NestedExits:
                 return self.backward(grad_outputs, loss_scale)
@@ -582,7 +573,7 @@ class StageRun(StubbedRun):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which the backward starts, and their gradients."""
         keys = [
-            k for k in self._plan.cut.sent_gradients if k in grads and self.outputs[k].requires_grad
+            k for k in self._view.cut.sent_gradients if k in grads and self.outputs[k].requires_grad
         ]
         roots, flows = [self.outputs[key] for key in keys], [grads[key] for key in keys]
         if self.loss is not None and self.loss.requires_grad:
@@ -593,7 +584,7 @@ class StageRun(StubbedRun):
 
     def _input_gradients(self, grads: Mapping[TensorKey, Tensor]) -> dict[TensorKey, Tensor]:
         result: dict[TensorKey, Tensor] = {}
-        for key in self._plan.cut.received_gradients:
+        for key in self._view.cut.received_gradients:
             leaf = self._leaves.get(key)
             found = [
                 g for g in (None if leaf is None else leaf.grad, grads.get(key)) if g is not None
@@ -602,7 +593,7 @@ class StageRun(StubbedRun):
                 result[key] = found[0] if len(found) == 1 else found[0] + found[1]
             else:
                 device = leaf.device if leaf is not None else None
-                result[key] = self._plan.graph.spec(key).empty(device).zero_()
+                result[key] = self._view.graph.spec(key).empty(device).zero_()
         self.outputs.clear()
         self._leaves.clear()
         self.loss = None if self.loss is None else self.loss.detach()
