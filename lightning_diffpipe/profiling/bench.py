@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from lightning_diffpipe.clock import clock_for
+from lightning_diffpipe.clock import Clock, clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError, clear_variables
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
@@ -63,7 +63,7 @@ _MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and with how much effort.
+    """What is measured, and with how much effort; times its layers.
 
     Attributes:
         module: The whole module.
@@ -109,31 +109,17 @@ class Subject:
         """Name of the profile."""
         return self.name or type(self.module).__name__
 
-    @property
+    @cached_property
     def place(self) -> torch.device:
         """The device, as its tensors name it: `cuda` is the current GPU."""
         return placeable(self.device)
 
-    @cached_property
-    def bench(self) -> Bench:
-        """What times it; the same whenever it is asked for, as it decides once whether the module fits."""
-        return Bench(self)
-
-
-class Bench:
-    """Times the layers of a subject."""
-
-    def __init__(self, subject: Subject) -> None:
-        # Not the subject itself, which has this bench: only a search for cycles would free the module.
-        self._module, self._step, self._graph = subject.module, subject.step, subject.graph
-        self._batch, self._total = subject.batch, count_samples(subject.batch, subject.graph.form)
-        self._counts, self._thins_out = subject.counts, subject.sample_counts is None
-        self._repeats, self._budget_s = subject.repeats, subject.budget_s
-        self._device, self._clock = subject.place, clock_for(subject.place)
-        self._progress = subject.progress or (lambda what, share: None)
+    @property
+    def _clock(self) -> Clock:
+        return clock_for(self.place)
 
     def run(self) -> tuple[Rounds, list[KeptBytes], Splits]:
-        """Times all layers at the subject's sample counts: at all of them, if they were given.
+        """Times all layers at the sample counts: at all of them, if they were given.
 
         Returns:
             The times of steps; by layer the bytes saved for the backward; times of split backwards.
@@ -147,8 +133,8 @@ class Bench:
                 return self._in_place()
             except torch.OutOfMemoryError as error:
                 clear_variables(error)
-                _log.info("the step does not fit into %s; timing layer by layer", self._device)
-            give_back(self._device)
+                _log.info("the step does not fit into %s; timing layer by layer", self.place)
+            give_back(self.place)
         return *self._one_by_one(), {}
 
     @cached_property
@@ -157,41 +143,36 @@ class Bench:
 
         Decided once: memory is counted when nothing has been timed yet.
         """
-        if self._device.type != "cuda":
+        if self.place.type != "cuda":
             return True
-        trained = self._graph.trained
         need = sum(
-            p.numel() * p.element_size() * ((p.device != self._device) + (name in trained))
-            for name, p in self._module.named_parameters()
+            p.numel() * p.element_size() * ((p.device != self.place) + (name in self.graph.trained))
+            for name, p in self.module.named_parameters()
         )
-        return need < _MEMORY_SHARE * free_bytes(self._device)
+        return need < _MEMORY_SHARE * free_bytes(self.place)
 
     def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:
-        batch = self._batch
-        try:
-            with placed(self._module, self._device):
-                self._batch = tree_to(batch, self._device)
-                rounds, splits = self._rounds()
-                known, saved = [*self._module.parameters(), *self._module.buffers()], {}
-                for count in {min(rounds), max(rounds)}:
-                    # A slice would count as large as the whole batch.
-                    few = pytree.tree_map_only(torch.Tensor, torch.clone, self._samples(count))
-                    run = StepRun(self._graph, self._clock)
-                    with self._interception() as calls, saved_bytes(run, known) as saved[count]:
-                        run.forward_only(self._call_on(few), calls)
-                return rounds, kept_bytes(saved), splits
-        finally:
-            self._batch = batch
+        with placed(self.module, self.place):
+            here = replace(self, batch=tree_to(self.batch, self.place))
+            rounds, splits = here._rounds()
+            known, saved = [*self.module.parameters(), *self.module.buffers()], {}
+            for count in {min(rounds), max(rounds)}:
+                # A slice would count as large as the whole batch.
+                few = pytree.tree_map_only(torch.Tensor, torch.clone, here._samples(count))
+                run = StepRun(self.graph, self._clock)
+                with self._interception() as calls, saved_bytes(run, known) as saved[count]:
+                    run.forward_only(self._call_on(few), calls)
+            return rounds, kept_bytes(saved), splits
 
     def _one_by_one(self) -> tuple[Rounds, list[KeptBytes]]:
-        repeats = self._repeats or _MIN_ROUNDS
+        repeats = self.repeats or _MIN_ROUNDS
         rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
         saved: dict[int, list[int]] = {}
         with self._interception() as interception:
 
             def run(count: int) -> float:
                 start_s = time.perf_counter()
-                walk = OneByOneRun(self._graph, self._clock, self._device, repeats)
+                walk = OneByOneRun(self.graph, self._clock, self.place, repeats)
                 rounds[count] = walk.walk(self._call(count), interception)
                 saved[count] = walk.num_saved_bytes
                 return time.perf_counter() - start_s
@@ -202,8 +183,8 @@ class Bench:
     def _rounds(
         self,
     ) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
-        repeats = self._repeats
-        scratch = scratch_gradients(self._module, self._graph.trained)
+        repeats = self.repeats
+        scratch = scratch_gradients(self.module, self.graph.trained)
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
@@ -215,12 +196,12 @@ class Bench:
             for turn in range(repeats or _MAX_ROUNDS):
                 spent_s = time.perf_counter() - start_s
                 share = max(
-                    turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self._budget_s
+                    turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
                 )
                 if repeats is None and turn >= _MIN_ROUNDS and share >= 1:
                     break
                 for count in tuple(results):
-                    self._progress(f"{count} samples, run {turn + 1}", min(share, 1.0))
+                    self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
                     try:
                         # Either is first in turn: it finds caches full of something else.
                         for kind in (0, 1) if turn % 2 == 0 else (1, 0):
@@ -234,11 +215,11 @@ class Bench:
                         continue
                     if turn < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
-        self._progress("timed", 1.0)
+        self._report("timed", 1.0)
         return results, splits
 
     def _interception(self) -> AbstractContextManager[Interception]:
-        return Interception(self._module, self._graph.layer_names).installed()
+        return Interception(self.module, self.graph.layer_names).installed()
 
     def _runnable(self, run: Callable[[int], float]) -> tuple[int, ...]:
         """Runs all counts once; leaves out those that cannot be run, or would take too long.
@@ -248,13 +229,13 @@ class Bench:
         """
         usable: list[int] = []
         failure: Exception | None = None
-        todo, limit_s = list(self._counts), _COVERAGE * self._budget_s
+        todo, limit_s = list(self.counts), _COVERAGE * self.budget_s
         while todo:
             count = todo.pop(0)
-            self._progress(f"{count} samples, warm-up", 0.0)
+            self._report(f"{count} samples, warm-up", 0.0)
             try:
                 needed_s = run(count)
-                if not usable and self._thins_out:
+                if not usable and self.sample_counts is None:
                     if needed_s < limit_s:  # the very first run set things up as well
                         needed_s = min(needed_s, run(count))
                     todo = spread(count, todo, needed_s / count, limit_s)
@@ -266,7 +247,7 @@ class Bench:
         if not usable:
             if isinstance(failure, GraphError | torch.OutOfMemoryError):
                 raise failure
-            message = f"the step runs with none of {list(self._counts)} samples: {failure}"
+            message = f"the step runs with none of {list(self.counts)} samples: {failure}"
             raise ProfileError(message) from failure
         return tuple(usable)
 
@@ -274,14 +255,14 @@ class Bench:
         """Goes on without a count that cannot be run, and without what its step left in memory."""
         _log.warning("cannot time %d samples: %s", count, error)
         clear_variables(error)
-        give_back(self._device)
+        give_back(self.place)
         return error
 
     def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
-        return StepRun(self._graph, self._clock).measure(self._call(count), interception, backward)
+        return StepRun(self.graph, self._clock).measure(self._call(count), interception, backward)
 
     def _split(self, interception: Interception, count: int) -> list[float]:
-        run = StepRun(self._graph, self._clock)
+        run = StepRun(self.graph, self._clock)
         try:
             seconds = run.split_backward_s(self._call(count), interception)
         except (RuntimeError, AttributeError) as error:
@@ -294,12 +275,17 @@ class Bench:
         return self._call_on(self._samples(count))
 
     def _call_on(self, batch: Any) -> StepCall:
-        return StepCall(self._step, self._module, batch, written=self._graph.batch_writes)
+        return StepCall(self.step, self.module, batch, written=self.graph.batch_writes)
 
     def _samples(self, count: int) -> Any:
-        if self._total is None or count == self._total:
-            return self._batch
-        return take_samples(self._batch, self._total, count, self._graph.form)
+        total = count_samples(self.batch, self.graph.form)
+        if total is None or count == total:
+            return self.batch
+        return take_samples(self.batch, total, count, self.graph.form)
+
+    def _report(self, what: str, share: float) -> None:
+        if self.progress is not None:
+            self.progress(what, share)
 
 
 def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:

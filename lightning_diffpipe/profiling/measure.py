@@ -1,6 +1,6 @@
 """Timing every layer of a module on this machine.
 
-A `Bench` runs the step for real at several sample counts, with stamps at the borders of its layers; medians over
+A `Subject` runs the step for real at several sample counts, with stamps at the borders of its layers; medians over
 the repetitions, and means over equal layers, become the profile.
 
 A slow step is timed a few times only, and on a shared machine each layer of it is off by some per cent. A planner
@@ -95,8 +95,8 @@ def _measured(
 ) -> tuple[Rounds, list[KeptBytes], Seconds | None, dict[str, Encoding]]:
     module, step, graph, known = subject.module, subject.step, subject.graph, {}
     with undisturbed(module):
-        rounds, saved, splits = subject.bench.run()
-        if subject.looks_at_results and not subject.bench.fits:
+        rounds, saved, splits = subject.run()
+        if subject.looks_at_results and not subject.fits:
             known = encodings(module, step, _probed(subject), graph)
         elif subject.looks_at_results:  # and whether they can be stored, and split
             with placed(module, subject.place):
@@ -114,7 +114,7 @@ def _measured(
 def graph_of_device(subject: Subject) -> LayerGraph:
     """Probes the types of layers on the device, where autocast may halve what it leaves alone on a host."""
     module, device = subject.module, subject.place
-    if device.type == "cpu" or not subject.bench.fits:
+    if device.type == "cpu" or not subject.fits:
         return subject.graph
     with undisturbed(module), placed(module, device):
         return reprobe(module, subject.step, tree_to(_probed(subject), device), subject.graph)

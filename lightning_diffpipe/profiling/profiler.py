@@ -103,7 +103,7 @@ def store_profile(path: Path, profile: ModelProfile) -> None:
 
 def still_holds(known: ModelProfile, subject: Subject, source: str) -> bool:
     """Runs the step a few times and compares times and bytes; logs a line if the profile does not hold."""
-    if not subject.bench.fits:
+    if not subject.fits:
         return True  # Layer by layer, a look would take as long as a profile.
     counts = [samples for samples, _ in known.backbones[0].layers[0].forward_s.points]
     quick = [count for count in counts if known.trained_s(count) <= _QUICK_S] or counts[:1]

@@ -304,7 +304,7 @@ def test_take_samples_cuts_what_counts_samples():
 @pytest.fixture
 def too_large(monkeypatch):
     """Nothing fits on the device as a whole."""
-    monkeypatch.setattr(bench.Bench, "fits", False)
+    monkeypatch.setattr(bench.Subject, "fits", False)
 
 
 def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
@@ -335,7 +335,7 @@ def test_layer_by_layer_runs_layers_that_begin_in_place(monkeypatch):
     graph = probe(module, step, batch)
     kept = {}
     for whole in (True, False):
-        monkeypatch.setattr(bench.Bench, "fits", whole)
+        monkeypatch.setattr(bench.Subject, "fits", whole)
         found = measured(module, step, batch, graph, sample_counts=(4,), repeats=1)
         layers = found.backbones[0].layers
         kept[whole] = {x.name: x.activation_bytes_per_sample for x in layers}
@@ -351,7 +351,7 @@ def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     for _ in range(5):
         layers = {}
         for whole in (True, False):
-            monkeypatch.setattr(bench.Bench, "fits", whole)
+            monkeypatch.setattr(bench.Subject, "fits", whole)
             layers[whole] = measured(module, step, batch, graph, **options).backbones[0].layers
             total_s = sum(x.forward_s.at(64) + x.backward_s.at(64) for x in layers[whole])
             seconds[whole].append(total_s)
@@ -401,7 +401,7 @@ class FakeGpu:
 
 
 def fits_on_gpu(subject):
-    return replace(subject, device="cuda:0").bench.fits
+    return replace(subject, device="cuda:0").fits
 
 
 def test_memory_that_torch_keeps_is_free(monkeypatch):
@@ -547,7 +547,7 @@ def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
         return measure_step(run, call, interception, backward)
 
     monkeypatch.setattr(bench.StepRun, "measure", full)
-    monkeypatch.setattr(bench.Bench, "_one_by_one", None)
+    monkeypatch.setattr(bench.Subject, "_one_by_one", None)
     profile = measured(module, step, batch, graph, sample_counts=(2, 4), repeats=3)
     assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
     assert "cannot time 4 samples" in caplog.text
@@ -565,7 +565,7 @@ def test_layer_by_layer_refuses_a_step_that_changed(too_large):
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(bench.Bench, "fits", fits)
+    monkeypatch.setattr(bench.Subject, "fits", fits)
     module, step, batch, graph = toy(num_samples=64, width=512)
     before = everything(module)
     profile = measured(module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3)
