@@ -38,6 +38,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.placement import DEVICE_OF
 from lightning_diffpipe.graph.side_effects import (
+    is_users,
     num_transforms_around,
     stays_whole,
     transform_around,
@@ -54,7 +55,6 @@ _BACKWARD_HOOK = "a backward hook (register_full_backward_hook)"
 _INDEXING = ("index", "_unsafe_index")
 _MASKS = (torch.bool, torch.uint8)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_LIBRARIES = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_diffpipe/")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -158,13 +158,10 @@ def _refuse_collective(func: Any) -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     frames = traceback.extract_stack()
-    paths = [frame.filename.replace("\\", "/") for frame in frames]
-    users = [i for i, path in enumerate(paths) if not any(own in path for own in _LIBRARIES)]
-    where, name = "training_step", func._opname.strip("_")
-    if users and users[-1] + 1 < len(frames):
-        user, inside = frames[users[-1]], frames[users[-1] + 1 :]
-        name = next((frame.name for frame in inside if frame.name != "wrapper"), name)
-        where = f"{user.filename}:{user.lineno} ({user.line})"
+    last = max((i for i, frame in enumerate(frames) if is_users(frame.filename)), default=0)
+    called = (frame.name for frame in frames[last + 1 :] if frame.name != "wrapper")
+    name = next(called, func._opname.strip("_"))
+    where = f"{frames[last].filename}:{frames[last].lineno} ({frames[last].line})"
     raise ConfigurationError(
         f"training_step calls {name}, which waits for all ranks, in {where}. In a pipeline ranks run other layers "
         "of the step, once for each microbatch, so they would wait for ever. Return the loss of the batch that the "

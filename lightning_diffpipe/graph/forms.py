@@ -79,7 +79,7 @@ class Exemplar:
             if self.host:
                 rng.seed_host(self.seed)
             counters = Attributes(module, [name for name, _ in self.counted])
-            repeats = _Repeated(self.reads) if self.reads else contextlib.nullcontext()
+            repeats = _repeated(self.reads) if self.reads else contextlib.nullcontext()
             with counters.preserved(), repeats:
                 counters.restore(([value for _, value in self.counted], []))
                 return step(module, batch, *self.arguments)
@@ -182,7 +182,14 @@ class FormView(View):
         with rng.preserved(host=True), self.restored.preserved():
             rng.seed_all(seed, host=True)
             before = rng.host_state()
-            with _Noted(lambda: run.num_calls) as noted:
+            reads: list[tuple[int, _Read]] = []
+
+            def note(take: Callable[[], Any]) -> Any:
+                value = take()
+                reads.append((run.num_calls, (_line(), value)))
+                return value
+
+            with _Numbers(note):
                 form = self._walked(run, call, seed)
             assert form is not None
             host = rng.host_state() != before
@@ -199,9 +206,9 @@ class FormView(View):
                             "number as when it was probed. Set it before the first layer, or in "
                             "on_train_batch_end, on all ranks"
                         )
-        reads = tuple(read for position, read in noted.reads if position < len(form))
+        before_last = tuple(read for position, read in reads if position < len(form))
         known = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, reads, host, known)
+        return form, Exemplar(seed, arguments, before_last, host, known)
 
 
 @dataclass(frozen=True)
@@ -373,31 +380,25 @@ def _line() -> _Line:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-class _Noted(TorchDispatchMode):
-    """Notes numbers that are taken out of tensors, of which steps make coins, with what `position` says then."""
+class _Numbers(TorchDispatchMode):
+    """Answers where a number is taken out of a tensor, of which steps make coins.
 
-    def __init__(self, position: Callable[[], int]) -> None:
+    Args:
+        answer: Is given what takes the number, and returns one.
+    """
+
+    def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
-        self._position = position
-        self.reads: list[tuple[int, _Read]] = []
+        self._answer = answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is _TAKES_NUMBER:
-            self.reads.append((self._position(), (_line(), out)))
-        return out
+        take = partial(func, *args, **(kwargs or {}))
+        return self._answer(take) if func is _TAKES_NUMBER else take()
 
 
-class _Repeated(TorchDispatchMode):
+def _repeated(reads: Sequence[_Read]) -> _Numbers:
     """Gives lines that take numbers out of tensors those that were noted, also where tensors have none."""
-
-    def __init__(self, reads: Sequence[_Read]) -> None:
-        super().__init__()
-        self._values: dict[_Line, deque[Any]] = defaultdict(deque)
-        for line, value in reads:
-            self._values[line].append(value)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TAKES_NUMBER and (values := self._values.get(_line())):
-            return values.popleft()
-        return func(*args, **(kwargs or {}))
+    values: dict[_Line, deque[Any]] = defaultdict(deque)
+    for line, value in reads:
+        values[line].append(value)
+    return _Numbers(lambda take: of_line.popleft() if (of_line := values[_line()]) else take())

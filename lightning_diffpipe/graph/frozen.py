@@ -94,27 +94,6 @@ def rows_of(layer: Layer, flat: list[Any], group: Samples) -> list[Any]:
     ]
 
 
-def put_rows(layer: Layer, flat: list[Any], group: Samples, padded: dict[int, Tensor]) -> None:
-    """Copies the rows of a group into tensors of the whole microbatch, one for each leaf."""
-    start, stop = group
-    for leaf, (value, expected) in enumerate(zip(flat, layer.outputs, strict=False)):
-        if isinstance(expected, TensorSpec) and expected.rows and isinstance(value, Tensor):
-            if leaf not in padded:
-                padded[leaf] = expected.empty(value.device).zero_()
-            padded[leaf][start * expected.rows : stop * expected.rows].copy_(value)
-
-
-def with_rows(out: Any, padded: dict[int, Tensor]) -> Any:
-    """Returns the output of the last group, its rows of samples replaced by those of all groups."""
-    flat, spec = pytree.tree_flatten(out)
-    seen = {id(flat[leaf]): whole for leaf, whole in padded.items()}
-    joined = [
-        padded[leaf] if leaf in padded else seen.get(id(value), value)
-        for leaf, value in enumerate(flat)
-    ]
-    return pytree.tree_unflatten(joined, spec)
-
-
 def relative_difference(value: Tensor, expected: Tensor) -> float:
     """Returns the largest difference of two tensors by the largest expected value; infinite for unlike integers."""
     if torch.equal(value, expected):
@@ -293,14 +272,24 @@ class FrozenRun(StubbedRun):
         """Calls a layer, on one group of samples after the other if so asked."""
         if not self._groups:
             return super().execute(layer, site, args, kwargs)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        padded: dict[int, Tensor] = {}
-        out: Any = None
-        for group in self._groups:
-            own_args, own_kwargs = pytree.tree_unflatten(rows_of(layer, flat, group), spec)
+        arguments, spec = pytree.tree_flatten((args, kwargs))
+        whole: dict[int, Tensor] = {}  # by leaf of the output
+        flat, out_spec = list[Any](), None
+        for start, stop in self._groups:
+            own_args, own_kwargs = pytree.tree_unflatten(
+                rows_of(layer, arguments, (start, stop)), spec
+            )
             out = super().execute(layer, site, own_args, own_kwargs)
-            put_rows(layer, pytree.tree_leaves(out), group, padded)
-        return with_rows(out, padded)
+            flat, out_spec = pytree.tree_flatten(out)
+            for leaf, (value, expected) in enumerate(zip(flat, layer.outputs, strict=False)):
+                if isinstance(expected, TensorSpec) and expected.rows and isinstance(value, Tensor):
+                    if leaf not in whole:
+                        whole[leaf] = expected.empty(value.device).zero_()
+                    whole[leaf][start * expected.rows : stop * expected.rows].copy_(value)
+        seen = {
+            id(flat[leaf]): tensor for leaf, tensor in whole.items()
+        }  # also where it is returned twice
+        return pytree.tree_unflatten([seen.get(id(value), value) for value in flat], out_spec)
 
     def results(self) -> Results:
         """Returns the rows that were asked for, of all results."""

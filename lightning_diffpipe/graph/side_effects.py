@@ -48,6 +48,7 @@ from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Attribute
 from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES
 
 _TRANSFORMS = {"Vmap": "torch.vmap", "Grad": "torch.func.grad or vjp", "Jvp": "torch.func.jvp"}
+_OWN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_diffpipe/graph/")
 _INSIDE = "inside the forward of one small module, which then becomes one layer"
 
 
@@ -125,7 +126,7 @@ def stays_whole(name: str, doing: str) -> str:
 
 
 def is_users(path: str) -> bool:
-    """Returns whether code of a file is the user's, or of a model: neither torch's nor that of probing."""
+    """Returns whether code of a file is the user's, or of a model: not of torch, Lightning or a probe."""
     path = path.replace("\\", "/")
     return not any(own in path for own in _OWN)
 
@@ -139,9 +140,6 @@ def caller(into: str = "") -> str:
         return "it"
     path, line = frames[calling[0] if calling else users[-1]]
     return f"{path}:{line}"
-
-
-_OWN = ("/torch/", "/lightning_diffpipe/graph/")
 
 
 class GeneratorDraws:
@@ -301,12 +299,9 @@ def _is_host(value: Any) -> bool:
 
 
 def _state_of(generator: Any) -> bytes:
-    if isinstance(generator, SobolEngine):
-        return pickle.dumps(generator.num_generated)
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    bits = getattr(generator, "bit_generator", None)
-    return pickle.dumps(bits.state if bits is not None else generator.get_state())
+    return pickle.dumps(
+        generator.num_generated if isinstance(generator, SobolEngine) else generator
+    )
 
 
 _MISSING = object()
