@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,9 @@ from lightning_diffpipe.graph.calltree import (
     CallTree,
     callable_modules,
     choose_layers,
-    forward_replaced,
     has_backward_hooks,
     uncalled_owners,
 )
-from lightning_diffpipe.graph.interception import checkpointing_off
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
@@ -45,8 +43,8 @@ from lightning_diffpipe.graph.provenance import (
     LayerRecord,
     LeakError,
     Tracer,
+    calls_replaced,
     leading_dims,
-    logging_replaced,
     nodes_below,
     unfolded,
     values,
@@ -278,7 +276,12 @@ class StepProbe:
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
-            with self._recording(names, tree.wrap), tree.functions.counted(), noticed, tree:
+            with (
+                calls_replaced(self.module, names, tree.wrap),
+                tree.functions.counted(),
+                noticed,
+                tree,
+            ):
                 return call()
 
         self._run(record, self._new(self.batch))
@@ -287,15 +290,6 @@ class StepProbe:
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.
         return callable_modules(self.original or self.module)
-
-    @contextlib.contextmanager
-    def _recording(self, names: Collection[str], wrap: Callable[..., Any]) -> Iterator[None]:
-        with (
-            forward_replaced(self.module, names, wrap),
-            logging_replaced(self.module, lambda args, kwargs: None),
-            checkpointing_off(),
-        ):
-            yield
 
     def _trained(self, reached: Collection[Any]) -> frozenset[str]:
         names = {id(p): name for name, p in self.module.named_parameters()}
@@ -333,7 +327,7 @@ class StepProbe:
             return observed
 
         def observe(call: Callable[[], Any]) -> Any:
-            with self._recording({*layers, *containers}, wrap), torch.no_grad():
+            with calls_replaced(self.module, {*layers, *containers}, wrap), torch.no_grad():
                 return call()
 
         with NoHooksWithoutGradients():

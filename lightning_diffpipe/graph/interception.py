@@ -19,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch.utils.checkpoint
 from torch import nn
@@ -31,36 +31,26 @@ from lightning_diffpipe.graph.placement import is_placeholder
 _lock = threading.Lock()  # around what several threads put in place and take away
 
 
-class Run(Protocol):
-    """Somebody who runs a step in his own way."""
+class Run:
+    """Somebody who runs a step in his own way; here nothing is checkpointed, and what is logged is passed on.
 
-    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers the call of a module."""
-
-    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answers `self.log` (method "log") or `self.log_dict`."""
-
-    def checkpoints_layers(self) -> bool:
-        """Returns whether a checkpoint called now would lie around layers."""
-
-    checkpointing: bool
-    """Layers called now are to be checkpointed."""
-
-    checkpointed: bool
-    """Something was checkpointed, so that a backward will compute it again."""
-
-
-class ForwardOnlyRun:
-    """What runs do alike that no backward follows: nothing is checkpointed, and what is logged is passed on."""
+    Attributes:
+        checkpointing: Layers called now are to be checkpointed.
+        checkpointed: Something was checkpointed, so that a backward will compute it again.
+    """
 
     checkpointing = checkpointed = False
 
+    def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers the call of a module."""
+        raise NotImplementedError
+
     def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """See `Run`."""
+        """Answers `self.log` (method "log") or `self.log_dict`."""
         return original(*args, **kwargs)
 
     def checkpoints_layers(self) -> bool:
-        """See `Run`."""
+        """Returns whether a checkpoint called now would lie around layers."""
         return False
 
 
@@ -372,7 +362,7 @@ class _ReentrantCheckpoint:
         )
 
 
-class _WithoutCheckpoints(ForwardOnlyRun):
+class _WithoutCheckpoints(Run):
     """Takes every checkpoint for one around layers, none of which is checkpointed."""
 
     def checkpoints_layers(self) -> bool:
@@ -383,7 +373,7 @@ class _WithoutCheckpoints(ForwardOnlyRun):
 def checkpointing_off() -> Iterator[None]:
     """Lets checkpointed functions be called directly inside, as a probe does: it changes no value."""
     everywhere = Interception(nn.Module())
-    everywhere.recomputing = _WithoutCheckpoints()  # type: ignore[assignment]
+    everywhere.recomputing = _WithoutCheckpoints()
     _Checkpointing.attach(everywhere)
     try:
         yield

@@ -407,15 +407,18 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-LOG_METHODS = ("log", "log_dict")
-
-
-def logging_replaced(
-    module: nn.Module, sink: Callable[..., None]
-) -> contextlib.AbstractContextManager[None]:
-    """Sends `self.log` and `self.log_dict` to `sink(args, kwargs)` for the time of a probe."""
-    log = lambda *args, **kwargs: sink(args, kwargs)
-    return attributes_replaced((module, m, log) for m in LOG_METHODS if hasattr(module, m))
+@contextlib.contextmanager
+def calls_replaced(
+    module: nn.Module,
+    names: Collection[str],
+    wrap: Callable[[str, Forward], Forward],
+    log: Callable[[Any, Any], None] = lambda args, kwargs: None,
+) -> Iterator[None]:
+    """Wraps modules for a run of a probe: `self.log` calls `log(args, kwargs)`, and nothing is checkpointed."""
+    sink = lambda *args, **kwargs: log(args, kwargs)
+    methods = [(module, m, sink) for m in ("log", "log_dict") if hasattr(module, m)]
+    with forward_replaced(module, names, wrap), attributes_replaced(methods), checkpointing_off():
+        yield
 
 
 class Tracer:
@@ -474,9 +477,7 @@ class Tracer:
         names = self._layers | self._containers | self._fine
         inside = lambda: self.provenance.current is not None
         with (
-            forward_replaced(self._module, names, self._wrap),
-            logging_replaced(self._module, self._log),
-            checkpointing_off(),
+            calls_replaced(self._module, names, self._wrap, self._log),
             gradients_refused(inside),
             self._functions.counted(),
             _Functions(self.provenance, self.attributes),

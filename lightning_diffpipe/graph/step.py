@@ -270,19 +270,13 @@ def argument_rows(
     dims: Sequence[Any], more: Sequence[Any] | None, num_samples: int | None
 ) -> tuple[int | None, ...] | None:
     """Returns rows per sample of every leaf of the arguments; None if the arguments cannot be cut."""
-    if more is None or num_samples is None or len(dims) != len(more):
-        return None
-    found: list[int | None] = []
-    for size, larger in zip(dims, more, strict=True):
-        if isinstance(size, str):  # not a tensor: the number of samples may be among its values
-            if size != larger:
-                return None
-            found.append(None)
-            continue
-        found.append(rows(size, larger, num_samples))
-        if found[-1] is None:
-            return None
-    return tuple(found) if any(found) else None
+    found = output_rows(dims, more, num_samples)
+    # Of what is no tensor the number of samples may be among its values.
+    fits = (
+        size == larger if isinstance(size, str) else size_rows is not None
+        for size, larger, size_rows in zip(dims, more or (), found, strict=False)
+    )
+    return tuple(found) if any(found) and all(fits) else None
 
 
 def output_rows(
@@ -473,12 +467,9 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
         modules: What the run may change otherwise; all modules if not given.
     """
     modules = list(root.modules() if modules is None else modules)
-    buffers = [
-        (module, key, buffer, buffer.detach().clone())
-        for module in modules
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    bound = [(module, dict(module._buffers)) for module in modules]
+    buffers = [b for _, held in bound for b in held.values() if b is not None]
+    values = [buffer.detach().clone() for buffer in buffers]
     # A run changes copies: code that moved the states here may restore the tensors it found.
     metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(modules)]
     for module, _, own in metrics:
@@ -493,16 +484,17 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
         if key not in _OF_EVERY_MODULE
         for value in _containers(held)
     ]
-    training = [(m, m.training) for m in modules]
     with rng.preserved(host=True):
         try:
             yield
         finally:
             with torch.no_grad():
                 # Versions do not tell: batch norm changes its statistics without counting them up.
-                for module, key, buffer, value in buffers:
+                for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
-                    module._buffers[key] = buffer  # the step may have put another in its place
+            for module, held in bound:  # the step may have put another in its place
+                module._buffers.clear()
+                module._buffers.update(held)
             for module, attributes in plain:
                 vars(module).update(attributes)
             for module, attributes, _ in metrics:
@@ -510,5 +502,3 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
             for value, before in containers:
                 value.clear()
                 value.extend(before) if hasattr(value, "extend") else value.update(before)
-            for module, flag in training:
-                module.training = flag

@@ -37,7 +37,7 @@ from lightning_diffpipe.graph.backward import (
     input_gradients,
 )
 from lightning_diffpipe.graph.cut import StageCut
-from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
 from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, caller
 from lightning_diffpipe.graph.step import loss_of, weight_of
@@ -180,18 +180,15 @@ class View:
             run.walk(call)
 
 
-class StubbedRun:
+class StubbedRun(Run):
     """One walk through the step.
 
     Attributes:
         outputs: Tensors made here that others read, still attached to the autograd graph.
-        checkpointing: Layers called now are to be checkpointed.
-        checkpointed: Something was, so that a backward will compute it again.
     """
 
     def __init__(self, view: View) -> None:
         self.outputs: dict[TensorKey, Tensor] = {}
-        self.checkpointing = self.checkpointed = False
         self._view = view
         self._position = 0
         self._inside = self._in_fine = self._stopping = False

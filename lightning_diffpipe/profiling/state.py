@@ -24,16 +24,12 @@ from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Restores everything on exit; inside there are no gradients."""
     gradients = [(p, p.grad) for p in module.parameters()]
-    bindings = [(m, dict(m._buffers)) for m in module.modules()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
         with untouched(module):
             yield
     finally:
-        for owner, buffers in bindings:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

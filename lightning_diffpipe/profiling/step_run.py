@@ -60,7 +60,7 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 from lightning_diffpipe.graph.calltree import tensors_in
-from lightning_diffpipe.graph.interception import Interception, Site
+from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.placement import kept_young
 from lightning_diffpipe.graph.step import loss_of
@@ -203,7 +203,7 @@ def typical(rows: Sequence[Sequence[float]]) -> list[float]:
 Backward = Literal["whole", "inputs"]
 
 
-class StepRun:
+class StepRun(Run):
     """Answers the calls of one step: runs every layer and takes stamps.
 
     Args:
@@ -212,7 +212,6 @@ class StepRun:
     """
 
     def __init__(self, graph: LayerGraph, clock: Clock) -> None:
-        self.checkpointing = self.checkpointed = False
         self._graph, self._clock, self.num_layers = graph, clock, len(graph.layers)
         self._layers = frozenset(graph.layer_names)
         self._names: list[str] = []
@@ -456,9 +455,8 @@ class OneByOneRun(StepRun):
         super().__init__(graph, clock)
         self.num_saved_bytes = [0] * len(graph.layers)
         self._device, self._repeats = device, repeats
-        self._forward: list[list[float]] = []
-        self._whole: list[list[float]] = []
-        self._inputs: list[list[float]] = []
+        # By layer and repetition: forward, whole backward, backward of inputs only.
+        self._seconds: list[list[tuple[float, float, float]]] = []
 
     def walk(
         self, call: Callable[[], Any], interception: Interception
@@ -474,24 +472,24 @@ class OneByOneRun(StepRun):
         with self._answering(interception):
             call()
         self._check()
-        return self._steps(self._whole), self._steps(self._inputs)
+        return self._steps(1), self._steps(2)
 
     def _await_gradients(self, index: int, out: Any) -> None:
         """Does nothing, as the backward was timed already."""
 
-    def _steps(self, backward: list[list[float]]) -> list[StepTimes]:
+    def _steps(self, backward: int) -> list[StepTimes]:
         nothing = (0.0,) * len(self._names)
         return [
             StepTimes(
-                nothing, tuple(f[i] for f in self._forward), 0.0, tuple(b[i] for b in backward), 0.0
+                nothing, tuple(s[0] for s in step), 0.0, tuple(s[backward] for s in step), 0.0
             )
-            for i in range(self._repeats)
+            for step in zip(*self._seconds, strict=True)
         ]
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
         home = tensors[0].device if tensors else torch.device("cpu")
-        forward, whole, inputs = [], [], []
+        seconds = []
         with placed(site.module, self._device):
             arguments = tree_to((args, kwargs), self._device)
             parameters = [p for p in site.module.parameters() if p.requires_grad]
@@ -501,18 +499,12 @@ class OneByOneRun(StepRun):
             with saved_bytes(self, known) as saved:
                 out = self._seeded(site, *_written(_leaves(arguments)))
             self.num_saved_bytes[self.position] += sum(saved)
-            for turn in range(self._repeats + 1):
-                forward_s, whole_s = self._timed(site, arguments, "whole")
-                _, inputs_s = self._timed(site, arguments, "inputs")
-                if turn:
-                    forward.append(forward_s)
-                    whole.append(whole_s)
-                    inputs.append(inputs_s)
+            for _ in range(self._repeats + 1):
+                whole = self._timed(site, arguments, "whole")
+                seconds.append((*whole, self._timed(site, arguments, "inputs")[1]))
             for parameter in parameters:
                 parameter.grad = None
-        self._forward.append(forward)
-        self._whole.append(whole)
-        self._inputs.append(inputs)
+        self._seconds.append(seconds[1:])
 
         def without_past(tensor: Tensor) -> Tensor:
             leaf = tensor.detach().to(home).requires_grad_(tensor.requires_grad)

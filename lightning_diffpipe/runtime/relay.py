@@ -32,7 +32,7 @@ from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.packing import MessageLayout
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
+from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.graph.placement import is_placeholder
 
@@ -90,7 +90,7 @@ class RelayView:
 
 
 @dataclass(eq=False)
-class RelayRun(ForwardOnlyRun):
+class RelayRun(Run):
     """Answers calls while a relay view is active.
 
     Attributes:

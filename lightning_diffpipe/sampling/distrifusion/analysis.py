@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
+from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.distrifusion.bands import (
     Window,
     input_first,
@@ -212,7 +212,7 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-class MarkedRun(ForwardOnlyRun, TorchFunctionMode):
+class MarkedRun(Run, TorchFunctionMode):
     """One run of the model with stand-ins, and what it has shown; naming what spreads marks is slow.
 
     Attributes:

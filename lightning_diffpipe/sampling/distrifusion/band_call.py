@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.interception import ForwardOnlyRun, Site
+from lightning_diffpipe.graph.interception import Run, Site
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, JointKeys, ModelCall
 from lightning_diffpipe.sampling.distrifusion.bands import (
     Bands,
@@ -75,7 +75,7 @@ class StepKind:
     keep: bool = False
 
 
-class BandCall(ForwardOnlyRun, TorchFunctionMode):
+class BandCall(Run, TorchFunctionMode):
     """Runs the model's forward on this rank's band, over the steps of a request.
 
     Args:

@@ -44,7 +44,7 @@ from lightning_diffpipe.comm.links import Links, ProcessLinks, start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError, GraphError, require_number
-from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception
+from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
@@ -161,7 +161,7 @@ class DistriFusion:
 
 
 @dataclass
-class DistriFusionRun(ForwardOnlyRun):
+class DistriFusionRun(Run):
     """Everything that lives as long as one request.
 
     Attributes:

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import TensorShape, as_received
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import is_compiled
-from lightning_diffpipe.graph.interception import ForwardOnlyRun, Interception, Site
+from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
@@ -127,7 +127,7 @@ class PartRunner:
 
 
 @dataclass
-class PartRun(ForwardOnlyRun):
+class PartRun(Run):
     """One run of the closure on one part; answers the calls of blocks while it lasts."""
 
     runner: PartRunner
