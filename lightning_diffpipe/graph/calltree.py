@@ -231,11 +231,7 @@ class CallNode:
 
 
 class CallTree(TorchDispatchMode):
-    """Records the tree of module calls and their costs.
-
-    Args:
-        root: The module whose step runs.
-    """
+    """Records the tree of module calls and their costs."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()

@@ -50,14 +50,7 @@ class Chains:
 
 
 def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: LayerGraph) -> Chains:
-    """Returns the chains of a probed step.
-
-    Args:
-        root: The module, whole; left as it is.
-        step: The probed step.
-        batch: The batch it was probed with, where the module is.
-        graph: Its layers.
-    """
+    """Returns the chains of a probed step; the module, whole and where the batch is, is left as it is."""
     starts = _starts(graph)
     if len(starts) == 1:
         return Chains(starts, _why_connected(graph))

@@ -166,15 +166,10 @@ class StepProbe:
         leaky: Collection[str],
         known: LayerGraph | None = None,
     ) -> LayerGraph:
-        """Follows all values through one run with these layers.
+        """Follows all values through one run with these layers; arguments as for `Tracer`.
 
-        Args:
-            layers: Modules whose outermost calls are layers.
-            containers: Modules that stay expanded.
-            fine: Modules of the layers of the fine graph.
-            seeded: Those of them that draw random numbers; None: find out.
-            leaky: Containers that must stay expanded.
-            known: A graph of the same step, which may tell rows per sample: saves a run.
+        Containers that are `leaky` must stay expanded. A graph of the same step (`known`) may tell rows per sample,
+        which saves a run.
 
         Raises:
             LayerLeakError: One of them must be expanded.
@@ -517,14 +512,7 @@ def _known_rows(
     dims: Sequence[LeadingDims],
     num_samples: int | None,
 ) -> list[_Rows] | None:
-    """Returns rows per sample as they are known for another batch, if the sizes of this one agree with them.
-
-    Args:
-        records: The layers for this batch.
-        known: The graph of the other.
-        dims: Sizes of the layers with one sample more than that.
-        num_samples: In this batch.
-    """
+    """Returns rows per sample as known for another batch, with sizes `dims` of one sample more, if they agree."""
 
     def agree(now: Sequence[Any], rows: Sequence[int | None], other: Sequence[Any]) -> bool:
         return len(now) == len(rows) == len(other) and all(

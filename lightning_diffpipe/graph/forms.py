@@ -88,13 +88,9 @@ class Exemplar:
 
 
 class FormView(View):
-    """Recognises the forms of a step, for microbatches of one signature.
+    """Recognises the forms of a step, for microbatches of one signature; other arguments are those of `View`.
 
     Args:
-        root: The module whose step it is.
-        graph: The step as it was probed in one of its forms; tells what layers give.
-        interception: Installed on the root.
-        memory: What dummies are made of.
         lenient: Layers that were not called when the step was probed are run, instead of refused.
         bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a form
             that begins with all calls of a known one is taken for that.
@@ -246,15 +242,10 @@ def survey(
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
 ) -> tuple[StepForm, Forms]:
-    """Finds forms of a step by trials, with the seeds of its first batches; takes milliseconds.
+    """Finds forms of a step by trials, with the seeds of its first batches (`seed_of` a batch's microbatch).
 
-    Args:
-        root: The module, on the host; left as it is.
-        step: Module, batch and further arguments to loss.
-        batch: A microbatch.
-        graph: One of the forms, probed.
-        seed_of: The seed of a batch's microbatch.
-        arguments: Of the first batch; the first of them is its number.
+    Takes milliseconds, and leaves the module, which is on the host, as it is. Of the arguments of the first batch
+    the first is its number.
 
     Returns:
         The form with most calls, and all.
@@ -381,11 +372,7 @@ def _line() -> _Line:
 
 
 class _Numbers(TorchDispatchMode):
-    """Answers where a number is taken out of a tensor, of which steps make coins.
-
-    Args:
-        answer: Is given what takes the number, and returns one.
-    """
+    """Answers where a number is taken out of a tensor, of which steps make coins, given what takes it."""
 
     def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()

@@ -184,10 +184,6 @@ class FrozenView(View):
 
         Only results that stages read are compared: a layer that mixes samples inside shows in those.
 
-        Args:
-            call: Runs the user's step on two samples or more.
-            seed: Any number.
-
         Returns:
             Names of layers that mix samples, or read what a layer does that mixes them.
         """

@@ -174,10 +174,7 @@ class LayerMemo:
 def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: float) -> str:
     """Returns what keeps a frozen layer from being remembered; empty if nothing does.
 
-    Args:
-        layer: A frozen layer.
-        graph: Its graph.
-        min_flops_per_byte: A layer that computes less for each byte it gives is quicker run than read.
+    One that computes less for each byte it gives than `min_flops_per_byte` is quicker run than read.
     """
     if layer.draws_random:
         return "draws random numbers inside; call .eval() on it, or sample outside of its forward"
@@ -196,11 +193,6 @@ def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozense
 
     The frozen layers run twice, with different seeds. A layer counts as repeatable if at least half of the samples
     bring the same arguments both times: noise changes all of them, caption dropout a few.
-
-    Args:
-        view: The frozen layers; no memo may be set.
-        call: Runs the user's step on a microbatch.
-        seed: Any number.
     """
     recorders = []
     for run in range(2):
@@ -234,14 +226,7 @@ class _Recorder:
 
 
 def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | None:
-    """Returns a key for each sample of a call; None if an argument cannot be hashed.
-
-    Args:
-        layer: The layer that is called, with known rows per sample.
-        digest: Of the layer itself, see `module_digest`.
-        args: Arguments of a group of samples.
-        kwargs: Arguments of a group of samples.
-    """
+    """Returns a key for each sample of a call on a group of samples; None if an argument cannot be hashed."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     rows = layer.argument_rows
     if rows is None or len(rows) != len(flat):

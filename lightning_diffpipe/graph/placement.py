@@ -40,9 +40,6 @@ def created_in(dtype: torch.dtype) -> Iterator[None]:
 
     Converted later, they would need the memory of both types. The default type is that of the process: meanwhile
     other threads make tensors in it, too.
-
-    Args:
-        dtype: That type.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -138,10 +135,6 @@ def leave_on_host(root: nn.Module) -> None:
 
 def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Gives placeholders their values, and thereby memory, back.
-
-    Args:
-        root: The module; changed in place.
-        values: Values by parameter name, of the right shape.
 
     Raises:
         GraphError: A value has the wrong shape.

@@ -97,12 +97,7 @@ def reprobe(
 ) -> LayerGraph:
     """Probes a batch of another signature, or of another form, with the layers, folded or not, of a known graph.
 
-    Args:
-        root: The probed module.
-        step: The probed step.
-        batch: A microbatch.
-        graph: What is known.
-        any_form: It may call the layers in another order, more or less often, and train fewer parameters then.
+    In `any_form` it may call the layers in another order, more or less often, and train fewer parameters then.
 
     Raises:
         GraphError: The step calls other layers for this batch, or trains other parameters.
@@ -140,15 +135,7 @@ def probe_named(
     *,
     seed: int = 0,
 ) -> LayerGraph:
-    """Probes a step again with other trained layers, finer or coarser; frozen ones stay as they are.
-
-    Args:
-        root: The probed module.
-        step: The probed step.
-        batch: A microbatch.
-        graph: What a probe chose by itself.
-        names: The modules that shall be the layers of the trained path, in call order.
-        seed: Seeds the step where it must be run on values.
+    """Probes a step again with other trained layers, given in call order; frozen ones stay as they are.
 
     Raises:
         GraphError: They are not, or values leave them by another way than being returned.
@@ -164,11 +151,7 @@ def probe_named(
 def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph) -> None:
     """Traces a step again as it is now, with the counters and training flags of this moment.
 
-    Args:
-        root: The probed module; its parameters may be placeholders.
-        step: The probed step.
-        batch: A microbatch of the signature of the graph.
-        graph: What is run.
+    The batch is one of the signature of the graph; parameters may be placeholders.
 
     Raises:
         GraphError: The step reads, trains, draws or writes other things than the graph knows; says which.
@@ -298,14 +281,7 @@ def fold(
     graph: LayerGraph,
     positions: Sequence[int],
 ) -> tuple[LayerGraph, tuple[int, ...]]:
-    """Turns every container that lies within one stage, or is all frozen, into one layer.
-
-    Args:
-        root: The probed module.
-        step: The probed step.
-        batch: The batch it was probed with.
-        graph: The fine graph.
-        positions: Where its path is cut.
+    """Turns every container that lies within one stage, or is all frozen, into one layer of a fine graph.
 
     Returns:
         The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in the fine

@@ -143,11 +143,7 @@ def caller(into: str = "") -> str:
 
 
 class GeneratorDraws:
-    """Finds out from which generators besides the global ones a step draws, which no run restores.
-
-    Args:
-        root: The module, about to run the step.
-    """
+    """Finds out from which generators besides the global ones a step draws that is about to run."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -183,12 +179,7 @@ class GeneratorDraws:
 
 
 def line_that_draws(root: nn.Module, name: str, run: Callable[[], Any]) -> str:
-    """Returns the user's line that draws from a generator at module level, found by running the step once more.
-
-    Args:
-        root: The module.
-        name: One of `GeneratorDraws.found`.
-        run: Runs the step.
+    """Returns the user's line that draws from a generator of `GeneratorDraws.found`, by running the step once more.
 
     Returns:
         File and line; the step itself, if the generator is an attribute, of which a run may see a copy.
@@ -435,12 +426,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 class Attributes:
-    """Some attributes of modules and parameters, to be captured and restored.
-
-    Args:
-        root: The module that holds all others.
-        names: Which ones.
-    """
+    """Some attributes of modules and parameters, to be captured and restored."""
 
     def __init__(self, root: nn.Module, names: Collection[Attribute]) -> None:
         modules, parameters = dict(root.named_modules()), dict(root.named_parameters())

@@ -159,11 +159,6 @@ class Versions:
 
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
     has made three steps, as comparing waits for the device: averages of trained weights change with the first.
-
-    Args:
-        root: The module.
-        parameters: Names of the parameters to watch.
-        buffers: Names of the buffers to watch.
     """
 
     def __init__(

@@ -222,11 +222,7 @@ class Subject:
         return Interception(self.module, self.graph.layer_names).installed()
 
     def _runnable(self, run: Callable[[int], float]) -> tuple[int, ...]:
-        """Runs all counts once; leaves out those that cannot be run, or would take too long.
-
-        Args:
-            run: Runs a count, and says how many seconds all runs at it will take.
-        """
+        """Runs all counts once; leaves out those that cannot be run, or for which `run` says too many seconds."""
         usable: list[int] = []
         failure: Exception | None = None
         todo, limit_s = list(self.counts), _COVERAGE * self.budget_s

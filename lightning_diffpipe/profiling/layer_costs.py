@@ -84,12 +84,7 @@ def encodings(
 ) -> dict[str, Encoding]:
     """Returns the results of every encoder by its name; empty where the step cannot be folded.
 
-    Args:
-        module: The module.
-        step: Module and batch to loss.
-        batch: The batch the graph was probed with.
-        graph: Its layers, unfolded.
-        look: Finds out what could be stored, and split; unknown if not given.
+    What could be stored, and split, is unknown if there is no `look`.
     """
     if not graph.frozen:
         return {}
@@ -277,10 +272,6 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
 
     A layer with trained weights has a backward of twice its forward, half of it for the weights; a layer that only
     passes gradients on (a locked decoder, layers under LoRA) has one of about its forward.
-
-    Args:
-        module: The module; only sizes of its parameters are read.
-        graph: Its layers, unfolded.
     """
     samples = graph.num_samples or 1
     costs = {}

@@ -169,13 +169,7 @@ def layer_costs(
     rounds: Rounds,
     saved: Sequence[KeptBytes],
 ) -> dict[int, LayerCost]:
-    """Returns typical times of every layer.
-
-    Args:
-        graph: The layers.
-        rounds: Times of steps.
-        saved: Bytes saved for the backward, by layer.
-    """
+    """Returns typical times of every layer."""
     forward: dict[int, list[float]] = {}
     backward: dict[int, list[float]] = {}
     inputs: dict[int, list[float]] = {}

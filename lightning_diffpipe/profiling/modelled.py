@@ -141,9 +141,6 @@ class ModelledClock(TorchDispatchMode):
 
     Values are not computed. An operator that was run on tensors of these sizes before is not run again: on the meta
     device most are written in Python, and blocks of a model are all alike.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: DeviceModel) -> None:
@@ -281,9 +278,6 @@ def flops_per_sample(graph: LayerGraph) -> float:
 
     A layer with trained weights costs three times its forward, one that only passes gradients on twice, one that
     is frozen or that no gradient reaches (an estimate under `torch.no_grad`) once.
-
-    Args:
-        graph: The layers of a step, folded or not.
     """
     total = 0
     for layer in graph.layers:

@@ -109,14 +109,7 @@ def tree_to(tree: Any, device: torch.device) -> Any:
 def take_samples(
     batch: Any, total: int, count: int, form: BatchForm | ModuleSplit | None = None
 ) -> Any:
-    """Returns the first samples of a batch; all that has another length than `total` is shared by all samples.
-
-    Args:
-        batch: A tree of tensors, arrays and lists.
-        total: Samples in it.
-        count: Samples wanted.
-        form: That of a larger batch, or how the module cuts it.
-    """
+    """Returns the first `count` samples of a batch of `total`; all that has another length is shared by all."""
     if isinstance(form, ModuleSplit):
         return batch if count == total else form.split(batch, [count, total - count])[0]
     return change_samples(batch, total, [lambda part: part[:count]])[0]

@@ -204,12 +204,7 @@ Backward = Literal["whole", "inputs"]
 
 
 class StepRun(Run):
-    """Answers the calls of one step: runs every layer and takes stamps.
-
-    Args:
-        graph: The layers, unfolded.
-        clock: Takes stamps.
-    """
+    """Answers the calls of one step: runs every layer and takes stamps."""
 
     def __init__(self, graph: LayerGraph, clock: Clock) -> None:
         self._graph, self._clock, self.num_layers = graph, clock, len(graph.layers)
@@ -398,10 +393,6 @@ def saved_bytes(run: StepRun, known: Sequence[Tensor]) -> Iterator[list[int]]:
 
     Parameters and buffers do not count, and a storage counts once. What `torch.func` keeps inside of `grad` and
     its like does not count either, as it allows no hooks.
-
-    Args:
-        run: Tells which layer runs.
-        known: Tensors that are there anyway.
 
     Yields:
         Bytes of every layer so far.
