@@ -25,10 +25,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_diffpipe.errors import ForeignLayerError
-from lightning_diffpipe.graph.calltree import callable_modules, put_back
+from lightning_diffpipe.graph.calltree import attributes_replaced, callable_modules, put_back
 from lightning_diffpipe.graph.placement import is_placeholder
 
-_lock = threading.Lock()  # around what several threads put in place and take away
+# Around what several threads put in place and take away. Entered twice where a search for cycles, inside, frees a
+# module whose sites are still in place.
+_lock = threading.RLock()
 
 
 class Run:
@@ -112,36 +114,31 @@ class Interception:
         self.variable: ContextVar[Run | None] = ContextVar("run", default=None)
         # Autograd runs CUDA nodes in threads of its own, which inherit no context variables.
         self.recomputing: Run | None = None
-        self._names = set(names)
+        self._names, self._watched = set(names), set[str]()
         self._sites: dict[str, Site] = {}
-        self._spare: dict[str, Site] = {}
-        # Spares in place: users, what was there before.
+        # Sites in place: how many want them, what was there before.
         self._placed: dict[str, tuple[int, Any]] = {}
-        self._saved: list[tuple[nn.Module, str, Any]] = []
-        self._installed = False
+        self._undo: contextlib.ExitStack | None = None
 
     def install(self) -> Interception:
         """Puts all sites in place. Installing twice does nothing."""
-        if self._installed:
-            return self
-        self._installed = True
-        for method in ("log", "log_dict"):
-            original = getattr(self.root, method, None)
-            if callable(original):
-                self._saved.append((self.root, method, self.root.__dict__.get(method)))
-                self.root.__dict__[method] = _LogSite(self, method, original)
-        _Checkpointing.attach(self)
-        self.watch(self._names)
+        if self._undo is None:
+            self._undo = contextlib.ExitStack()
+            methods = [(m, getattr(self.root, m, None)) for m in ("log", "log_dict")]
+            logs = [(self.root, m, _LogSite(self, m, log)) for m, log in methods if callable(log)]
+            self._undo.enter_context(attributes_replaced(logs))
+            _Checkpointing.attach(self)
+            self._undo.callback(_Checkpointing.detach, self)
+            self.watch(())
         return self
 
     def uninstall(self) -> None:
         """Puts everything back as it was."""
-        for saved in reversed(self._saved):
-            put_back(*saved)
-        self._saved.clear()
+        if self._undo is not None:
+            self._undo.close()
+        self._undo = None
         self._sites.clear()
-        self._installed = False
-        _Checkpointing.detach(self)
+        self._watched.clear()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Interception]:
@@ -163,18 +160,10 @@ class Interception:
     def watch(self, names: Collection[str]) -> None:
         """Intercepts more modules. Parts of a compiled module cannot be seen and are left out."""
         self._names |= set(names)
-        if not self._installed or self._names <= self._sites.keys():
-            return
-        visible = set(callable_modules(self.root))
-        modules = dict(self.root.named_modules())
-        for name in sorted(self._names - self._sites.keys()):
-            if name in visible:
-                site = Site(self, name, modules[name])
-                self._saved.append(
-                    (site.module, site.attribute, site.module.__dict__.get(site.attribute))
-                )
-                site.module.__dict__[site.attribute] = site
-                self._sites[name] = site
+        new = self._names - self._watched
+        if self._undo is not None and new:
+            self._watched |= new
+            self._undo.enter_context(self.also_watching(new))
 
     @contextlib.contextmanager
     def also_watching(self, names: Collection[str]) -> Iterator[None]:
@@ -183,11 +172,11 @@ class Interception:
         Threads may do so in any order: what several want is released by the last of them.
         """
         with _lock:
-            visible = set(callable_modules(self.root)) if not names <= self._spare.keys() else set()
+            visible = set(callable_modules(self.root)) if not names <= self._sites.keys() else set()
             modules = dict(self.root.named_modules()) if visible else {}
-            for name in names & visible - self._spare.keys():
-                self._spare[name] = Site(self, name, modules[name])
-            wanted = [self._spare[name] for name in names & self._spare.keys() - self._sites.keys()]
+            for name in names & visible - self._sites.keys():
+                self._sites[name] = Site(self, name, modules[name])
+            wanted = [self._sites[name] for name in sorted(names & self._sites.keys())]
             for site in wanted:
                 held = site.module.__dict__
                 users, before = self._placed.get(site.name, (0, held.get(site.attribute)))
