@@ -134,13 +134,13 @@ class StepProbe:
         """Chooses layers by cost, expands those that leak, and traces them."""
         if layer_names is not None:
             containers = set(self._callable()) - set(layer_names)
-            return self.trace(layer_names, containers, layer_names, None, ())
+            return self.trace(layer_names, containers)
         tree = self._call_tree()
         leaky: set[str] = set()
         for _ in range(_MAX_EXPANSIONS):
             layers, containers = choose_layers(self.module, tree.top, max_share, leaky)
             try:
-                return self.trace(layers, containers, layers, None, leaky)
+                return self.trace(layers, containers, leaky)
             except LayerLeakError as error:
                 leaky.add(error.layer_name)
         raise GraphError(f"values leave layers without being returned: {sorted(leaky)[:5]}")
@@ -155,32 +155,34 @@ class StepProbe:
         tree = self._call_tree()
         layers, containers = choose_layers(self.module, tree.top, math.inf, around)
         layers |= set(names) - containers  # also those without parameters
-        return self.trace(layers, containers, layers, None, ())
+        return self.trace(layers, containers)
 
     def trace(
         self,
         layers: Collection[str],
         containers: Collection[str],
-        fine: Collection[str],
-        seeded: Collection[str] | None,
-        leaky: Collection[str],
+        leaky: Collection[str] = (),
         known: LayerGraph | None = None,
     ) -> LayerGraph:
-        """Follows all values through one run with these layers; arguments as for `Tracer`.
+        """Follows all values through one run with these layers.
 
-        Containers that are `leaky` must stay expanded. A graph of the same step (`known`) may tell rows per sample,
-        which saves a run.
+        Args:
+            layers: Modules whose outermost calls are layers.
+            containers: Modules that stay expanded.
+            leaky: Those of them that must.
+            known: A graph of the same step that may have finer layers; random streams are seeded as there. May tell
+                rows per sample, which saves a run.
 
         Raises:
             LayerLeakError: One of them must be expanded.
         """
-        fake, layers = self.fake_mode is not None, set(layers)
-        tracer = Tracer(self.module, self.original, layers, containers, fine, seeded, fake)
+        layers, fake = set(layers), self.fake_mode is not None
+        tracer = Tracer(self.module, self.original, layers, containers, known, fake)
         out, returned, tail = self._followed(tracer)
         self._refuse_new_hooks()
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
-        seeded = _give_seeds(tracer.records) if seeded is None else seeded
+        seeded = known.seeded if known else _give_seeds(tracer.records)
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
         found = _layers(tracer.records, trained, rows, reached)
         return LayerGraph(
@@ -191,7 +193,7 @@ class StepProbe:
             calls=tuple(call for call in tracer.calls if call.stop > call.first),
             fine_names=tuple(tracer.fine_names),
             seeded=frozenset(seeded),
-            leaky=frozenset(leaky),
+            leaky=known.leaky if known else frozenset(leaky),
             watched=frozenset(uncalled_owners(self.module, tracer.called, layers)),
             signature=batch_signature(self.batch),
             num_samples=count_samples(self.batch, self.form),

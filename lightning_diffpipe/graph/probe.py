@@ -199,9 +199,7 @@ def _traced(
     return _in_some_mode(
         _how_known(graph),
         StepProbe(root, step, batch, form=graph.form),
-        lambda run: run.trace(
-            layers, containers, graph.fine_names, graph.seeded, graph.leaky, graph
-        ),
+        lambda run: run.trace(layers, containers, known=graph),
     )
 
 

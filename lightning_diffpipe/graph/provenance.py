@@ -49,6 +49,7 @@ from lightning_diffpipe.graph.layer import (
     CONSTANT_TYPES,
     ContainerCall,
     FoldedOutput,
+    LayerGraph,
     Opaque,
     SameAs,
     TensorSpec,
@@ -429,8 +430,8 @@ class Tracer:
         original: The module it is a copy of, if it is.
         layers: Modules whose outermost calls are layers.
         containers: Expanded modules.
-        fine: Modules of the layers of the fine graph, to be counted inside folded layers.
-        seeded: Those of them that draw random numbers; None: find out.
+        known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them draw random
+            numbers; None: these are the finest, and that is to be found out.
         fake: Values are fake, so that states of generators tell nothing.
     """
 
@@ -440,8 +441,7 @@ class Tracer:
         original: nn.Module | None,
         layers: Collection[str],
         containers: Collection[str],
-        fine: Collection[str],
-        seeded: Collection[str] | None,
+        known: LayerGraph | None,
         fake: bool,
     ) -> None:
         self.provenance = Provenance(module, original)
@@ -452,7 +452,8 @@ class Tracer:
         self.drew_host_random = False
         self.autocast: set[str] = set()
         self._module, self._layers, self._containers = module, set(layers), set(containers)
-        self._fine, self._seeded, self.fake = set(fine), seeded, fake
+        self._fine = set(known.fine_names if known else layers)
+        self._seeded, self._fake = known.seeded if known else (), fake
         self._buffers = dict(module.named_buffers())
         self._functions = OwnFunctions()
         self._in_fine = False
@@ -527,7 +528,7 @@ class Tracer:
         self._in_fine = True
         self.fine_names.append(name)
         record.num_fine += 1
-        record.num_seeds += self._seeded is not None and name in self._seeded
+        record.num_seeds += name in self._seeded
         try:
             yield
         finally:
@@ -558,7 +559,7 @@ class Tracer:
         record.argument_dims = leading_dims((args, kwargs))
         self.autocast.update(map(" ".join, autocasts()))
         self.records.append(record)
-        state, host_state = None if self.fake else rng.capture(host=False), rng.host_state()
+        state, host_state = None if self._fake else rng.capture(host=False), rng.host_state()
         mode.current = record
         try:
             with self._fine_call(name) if name in self._fine else contextlib.nullcontext():
