@@ -282,9 +282,8 @@ class FrozenRun(StubbedRun):
                     if leaf not in whole:
                         whole[leaf] = expected.empty(value.device).zero_()
                     whole[leaf][start * expected.rows : stop * expected.rows].copy_(value)
-        seen = {
-            id(flat[leaf]): tensor for leaf, tensor in whole.items()
-        }  # also where it is returned twice
+        # By identity, as a tensor may be returned twice.
+        seen = {id(flat[leaf]): tensor for leaf, tensor in whole.items()}
         return pytree.tree_unflatten([seen.get(id(value), value) for value in flat], out_spec)
 
     def results(self) -> Results:
