@@ -127,8 +127,7 @@ class Interception:
             methods = [(m, getattr(self.root, m, None)) for m in ("log", "log_dict")]
             logs = [(self.root, m, _LogSite(self, m, log)) for m, log in methods if callable(log)]
             self._undo.enter_context(attributes_replaced(logs))
-            _Checkpointing.attach(self)
-            self._undo.callback(_Checkpointing.detach, self)
+            self._undo.enter_context(_checkpoints_intercepted(self))
             self.watch(())
         return self
 
@@ -278,65 +277,57 @@ def generator_name() -> str:
     return "_checkpoint_without_reentrant_generator"
 
 
-class _Checkpointing:
+_attached: list[Interception] = []
+_originals: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def _checkpoints_intercepted(interception: Interception) -> Iterator[None]:
     """Intercepts `torch.utils.checkpoint` below its entry point, so that early bindings are seen, too.
 
     diffusers and transformers keep the function in attributes and partials; all of them end in the two
     module-level names replaced here.
     """
+    module = torch.utils.checkpoint
+    with _lock:
+        _attached.append(interception)
+        if not _originals:
+            for name, own in (
+                (generator_name(), _generator),
+                ("CheckpointFunction", _ReentrantCheckpoint),
+            ):
+                _originals[name] = getattr(module, name)
+                setattr(module, name, own)
+    try:
+        yield
+    finally:
+        with _lock:
+            _attached.remove(interception)
+            while _originals and not _attached:
+                setattr(module, *_originals.popitem())
 
-    _attached: list[Interception] = []  # noqa: RUF012
-    _saved: tuple[Any, Any] | None = None
-    _lock = threading.Lock()
 
-    @classmethod
-    def attach(cls, interception: Interception) -> None:
-        with cls._lock:
-            cls._attached.append(interception)
-            if cls._saved is None:
-                module: Any = torch.utils.checkpoint
-                cls._saved = getattr(module, generator_name()), module.CheckpointFunction
-                setattr(module, generator_name(), cls._generator)
-                module.CheckpointFunction = _ReentrantCheckpoint
+def _current() -> Run | None:
+    runs = (interception.current() for interception in _attached)
+    return next((run for run in runs if run is not None), None)
 
-    @classmethod
-    def detach(cls, interception: Interception) -> None:
-        with cls._lock:
-            if interception in cls._attached:
-                cls._attached.remove(interception)
-            if not cls._attached and cls._saved is not None:
-                module: Any = torch.utils.checkpoint
-                generator, module.CheckpointFunction = cls._saved
-                setattr(module, generator_name(), generator)
-                cls._saved = None
 
-    @classmethod
-    def current(cls) -> Run | None:
-        runs = (interception.current() for interception in cls._attached)
-        return next((run for run in runs if run is not None), None)
-
-    @classmethod
-    def original(cls) -> tuple[Any, Any]:
-        assert cls._saved is not None
-        return cls._saved
-
-    @classmethod
-    def _generator(cls, function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        run = cls.current()
-        if run is not None and run.checkpoints_layers():
-            before, run.checkpointing = run.checkpointing, True
-            try:
-                yield
-            finally:
-                run.checkpointing = before
-            return
-        if run is not None:  # private streams are seeded again in recomputation
-            run.checkpointed = True
-            if generator_name() == _SINCE_2_14:
-                kwargs["preserve_rng_state"] = True
-            else:
-                args = (True, *args[1:])
-        yield from cls.original()[0](function, *args, **kwargs)
+def _generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    run = _current()
+    if run is not None and run.checkpoints_layers():
+        before, run.checkpointing = run.checkpointing, True
+        try:
+            yield
+        finally:
+            run.checkpointing = before
+        return
+    if run is not None:  # private streams are seeded again in recomputation
+        run.checkpointed = True
+        if generator_name() == _SINCE_2_14:
+            kwargs["preserve_rng_state"] = True
+        else:
+            args = (True, *args[1:])
+    yield from _originals[generator_name()](function, *args, **kwargs)
 
 
 class _ReentrantCheckpoint:
@@ -344,8 +335,8 @@ class _ReentrantCheckpoint:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if _Checkpointing.current() is None:
-            return _Checkpointing.original()[1].apply(function, preserve_rng_state, *args)
+        if _current() is None:
+            return _originals["CheckpointFunction"].apply(function, preserve_rng_state, *args)
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
@@ -358,13 +349,8 @@ class _WithoutCheckpoints(Run):
         return True
 
 
-@contextlib.contextmanager
-def checkpointing_off() -> Iterator[None]:
+def checkpointing_off() -> contextlib.AbstractContextManager[None]:
     """Lets checkpointed functions be called directly inside, as a probe does: it changes no value."""
     everywhere = Interception(nn.Module())
     everywhere.recomputing = _WithoutCheckpoints()
-    _Checkpointing.attach(everywhere)
-    try:
-        yield
-    finally:
-        _Checkpointing.detach(everywhere)
+    return _checkpoints_intercepted(everywhere)

@@ -76,29 +76,25 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     metrics are lost.
     """
     parameters = [(p, p.data) for p in module.parameters() if p.device != device]
-    buffers = [(m, dict(m._buffers)) for m in module.modules()]
+    held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
+    held += [(m.__dict__, own) for m, own in own_tensors(module.modules())]
     # `_device` is what `LightningModule.device` answers.
     homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
-    states = own_tensors(module.modules())
     try:
         for parameter, value in parameters:
             parameter.data = value.to(device)
-        for owner, named in buffers:
-            owner._buffers.update({k: b if b is None else b.to(device) for k, b in named.items()})
+        for attributes, values in held:
+            attributes.update(tree_to(values, device))
         for owner, _ in homes:
             owner.__dict__["_device"] = device
-        for owner, own in states:
-            owner.__dict__.update(tree_to(own, device))
         yield
     finally:
         for parameter, value in parameters:
             parameter.data = value
-        for owner, named in buffers:
-            owner._buffers.update(named)
+        for attributes, values in held:
+            attributes.update(values)
         for owner, home in homes:
             owner.__dict__["_device"] = home
-        for owner, own in states:
-            owner.__dict__.update(own)
 
 
 def tree_to(tree: Any, device: torch.device) -> Any:
