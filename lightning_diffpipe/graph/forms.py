@@ -81,7 +81,7 @@ class Exemplar:
             counters = Attributes(module, [name for name, _ in self.counted])
             repeats = _repeated(self.reads) if self.reads else contextlib.nullcontext()
             with counters.preserved(), repeats:
-                counters.restore(([value for _, value in self.counted], []))
+                counters.restore([value for _, value in self.counted])
                 return step(module, batch, *self.arguments)
 
         return repeated
@@ -157,7 +157,7 @@ class FormView(View):
     def count(self) -> None:
         """Goes on to the next batch: counters show what they do after the batch whose form was found last."""
         if self.counted:
-            self._counters.restore((self.counted, []))
+            self._counters.restore(self.counted)
 
     def _run(self, known: Collection[_Pattern] | None) -> _FormRun:
         return _FormRun(self, known, self._lenient, self._counters)
@@ -174,7 +174,7 @@ class FormView(View):
         self, call: Callable[[], Any], seed: int, arguments: tuple[Any, ...] = ()
     ) -> tuple[StepForm, Exemplar]:
         """Finds the form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
-        run, counted = self._run(None), self._counters.capture()[0]
+        run, counted = self._run(None), self._counters.capture()
         with rng.preserved(host=True), self.restored.preserved():
             rng.seed_all(seed, host=True)
             before = rng.host_state()
@@ -192,7 +192,7 @@ class FormView(View):
             # Not of a step that is made to take a form again, which puts its counters back.
             if self._lenient:
                 shown = zip(
-                    self.graph.counters, self._counters.capture()[0], self.counted, strict=True
+                    self.graph.counters, self._counters.capture(), self.counted, strict=True
                 )
                 for (owner, name), value, expected in shown:
                     if value != expected:
@@ -308,7 +308,7 @@ class _FormRun(StubbedRun):
         counters: Attributes,
     ) -> None:
         super().__init__(view)
-        self._counters, self.counted = counters, counters.capture()[0]
+        self._counters, self.counted = counters, counters.capture()
         self._lenient, self._stops = lenient, known is not None
         self._calls: list[tuple[str, bool]] = []
         self._possible = list(known or ())
@@ -335,7 +335,7 @@ class _FormRun(StubbedRun):
         name = site.name
         if name not in self._view.sites:
             return site.diffpipe_original(*args, **kwargs)
-        self.counted = self._counters.capture()[0]
+        self.counted = self._counters.capture()
         if name not in self._layers and self._lenient:
             self._calls.append((name, torch.is_grad_enabled()))
             return site.diffpipe_original(*args, **kwargs)

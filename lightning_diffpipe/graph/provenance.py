@@ -62,7 +62,8 @@ from lightning_diffpipe.graph.side_effects import (
     HOOKING,
     AttributeWrites,
     GeneratorDraws,
-    gradients_refused,
+    gradients_noticed,
+    refuse_gradients,
     refuse_transformed,
 )
 from lightning_diffpipe.graph.step import LoggedMetric, logged_values
@@ -476,10 +477,10 @@ class Tracer:
             GraphError: The step takes gradients itself, or reads parameters nobody registered.
         """
         names = self._layers | self._containers | self._fine
-        inside = lambda: self.provenance.current is not None
+        between = lambda: self.provenance.current is None
         with (
             calls_replaced(self._module, names, self._wrap, self._log),
-            gradients_refused(inside),
+            gradients_noticed(lambda name: refuse_gradients(name) if between() else None),
             self._functions.counted(),
             _Functions(self.provenance, self.attributes),
             self.attributes.noted(),

@@ -32,7 +32,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,20 +71,17 @@ def gradients_noticed(taken: Callable[[str], None]) -> Iterator[None]:
         torch.autograd._engine_run_backward = engine
 
 
-@contextlib.contextmanager
-def gradients_refused(allowed: Callable[[], bool]) -> Iterator[None]:
-    """Refuses gradients that the step takes itself: between layers they would cross stages."""
+def refuse_gradients(name: str) -> None:
+    """Refuses gradients that the step takes itself between layers, by a function of this name.
 
-    def refuse(name: str) -> None:
-        if not allowed():
-            raise GraphError(
-                f"the step computes gradients itself ({caller()} calls {name}), but in a pipeline they would have "
-                "to cross stages. Return the loss and leave its gradient to the trainer (automatic optimization); "
-                f"if the gradient is part of a model, compute it {_INSIDE}"
-            )
-
-    with gradients_noticed(refuse):
-        yield
+    Raises:
+        GraphError: Says where.
+    """
+    raise GraphError(
+        f"the step computes gradients itself ({caller()} calls {name}), but in a pipeline they would have "
+        "to cross stages. Return the loss and leave its gradient to the trainer (automatic optimization); "
+        f"if the gradient is part of a model, compute it {_INSIDE}"
+    )
 
 
 def refuse_transformed(layer_name: str) -> None:
@@ -430,26 +427,27 @@ class Attributes:
 
     def __init__(self, root: nn.Module, names: Collection[Attribute]) -> None:
         modules, parameters = dict(root.named_modules()), dict(root.named_parameters())
-        self._places: list[tuple[dict[str, Any], str]] = [
-            (modules[owner].__dict__, name) for owner, name in names if owner in modules
+        self._places = [
+            (modules[owner] if owner in modules else parameters[owner], name)
+            for owner, name in names
         ]
-        self._parameters = [parameters[owner] for owner, _ in names if owner not in modules]
 
-    def capture(self) -> tuple[list[Any], list[bool]]:
+    def capture(self) -> list[Any]:
         """Returns the present values of the attributes."""
-        values = [held.get(name, _MISSING) for held, name in self._places]
-        return values, [parameter.requires_grad for parameter in self._parameters]
+        return [
+            vars(owner).get(name, _MISSING) if isinstance(owner, nn.Module) else owner.requires_grad
+            for owner, name in self._places
+        ]
 
-    def restore(self, state: tuple[list[Any], list[bool]]) -> None:
+    def restore(self, values: Sequence[Any]) -> None:
         """Restores captured values."""
-        values, flags = state
-        for (held, name), value in zip(self._places, values, strict=True):
-            if value is _MISSING:
-                held.pop(name, None)
+        for (owner, name), value in zip(self._places, values, strict=True):
+            if not isinstance(owner, nn.Module):
+                owner.requires_grad_(value)
+            elif value is _MISSING:
+                vars(owner).pop(name, None)
             else:
-                held[name] = value
-        for parameter, flag in zip(self._parameters, flags, strict=True):
-            parameter.requires_grad_(flag)
+                vars(owner)[name] = value
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
