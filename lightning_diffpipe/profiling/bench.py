@@ -158,7 +158,7 @@ class Subject:
             known, saved = [*self.module.parameters(), *self.module.buffers()], {}
             for count in {min(rounds), max(rounds)}:
                 # A slice would count as large as the whole batch.
-                few = pytree.tree_map_only(torch.Tensor, torch.clone, here._samples(count))
+                few = pytree.tree_map_only(torch.Tensor, torch.clone, here.samples(count))
                 run = StepRun(self.graph, self._clock)
                 with self._interception() as calls, saved_bytes(run, known) as saved[count]:
                     run.forward_only(self._call_on(few), calls)
@@ -268,14 +268,20 @@ class Subject:
         return [] if seconds is None else [seconds]
 
     def _call(self, count: int) -> Callable[[], Any]:
-        return self._call_on(self._samples(count))
+        return self._call_on(self.samples(count))
 
     def _call_on(self, batch: Any) -> StepCall:
         return StepCall(self.step, self.module, batch, written=self.graph.batch_writes)
 
-    def _samples(self, count: int) -> Any:
+    @property
+    def probed(self) -> Any:
+        """As many samples as were probed."""
+        return self.samples(self.graph.num_samples)
+
+    def samples(self, count: int | None) -> Any:
+        """Returns the first samples of the batch; all of it where the number is unknown, here or there."""
         total = count_samples(self.batch, self.graph.form)
-        if total is None or count == total:
+        if total is None or count is None or count == total:
             return self.batch
         return take_samples(self.batch, total, count, self.graph.form)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -40,7 +39,6 @@ from lightning_diffpipe.profiling.layer_costs import (
 from lightning_diffpipe.profiling.state import (
     current,
     placed,
-    take_samples,
     tree_to,
     undisturbed,
 )
@@ -97,10 +95,10 @@ def _measured(
     with undisturbed(module):
         rounds, saved, splits = subject.run()
         if subject.looks_at_results and not subject.fits:
-            known = encodings(module, step, _probed(subject), graph)
+            known = encodings(module, step, subject.probed, graph)
         elif subject.looks_at_results:  # and whether they can be stored, and split
             with placed(module, subject.place):
-                small = tree_to(_probed(subject), subject.place)
+                small = tree_to(subject.probed, subject.place)
                 look = found_by_running(module, step, small)
                 known = encodings(module, step, small, graph, look)
     split, groups = split_seconds(rounds, splits), equal_layers(subject.graph, subject.module)
@@ -117,7 +115,7 @@ def graph_of_device(subject: Subject) -> LayerGraph:
     if device.type == "cpu" or not subject.fits:
         return subject.graph
     with undisturbed(module), placed(module, device):
-        return reprobe(module, subject.step, tree_to(_probed(subject), device), subject.graph)
+        return reprobe(module, subject.step, tree_to(subject.probed, device), subject.graph)
 
 
 def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
@@ -128,20 +126,11 @@ def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
     Returns:
         None for an encoder where that could not be found out.
     """
-    module, step, small = subject.module, subject.step, _probed(subject)
+    module, step, small = subject.module, subject.step, subject.probed
     with undisturbed(module):
         look = found_by_running(module, step, small, stores=False)
         known = encodings(module, step, small, subject.graph, look)
     return {name: encoding.splittable for name, encoding in known.items()}
-
-
-def _probed(subject: Subject) -> Any:
-    """Takes as many samples of the batch as were probed."""
-    form, count = subject.graph.form, subject.graph.num_samples
-    total = count_samples(subject.batch, form)
-    if total is None or count is None:
-        return subject.batch
-    return take_samples(subject.batch, total, count, form)
 
 
 def repeated_seconds(graph: LayerGraph, rounds: Rounds) -> Seconds:
