@@ -330,7 +330,6 @@ def modelled_profile(
     dtype: str = "bfloat16",
     device_model: str | DeviceModel = "h100",
     sample_counts: Sequence[int] = (1, 8),
-    max_share: float = 1 / 32,
     cache: bool = True,
 ) -> ModelProfile:
     """Returns the profile of a well-known model on a device on paper.
@@ -341,7 +340,6 @@ def modelled_profile(
         dtype: Type of weights, gradients and activations.
         device_model: A name of `DEVICES`, or a device of your own.
         sample_counts: Numbers of samples to model; linear between and beyond.
-        max_share: No layer should cost more than this share of the step.
         cache: Look in the cache first, and keep the result there.
 
     Raises:
@@ -354,7 +352,7 @@ def modelled_profile(
             f"resolution={resolution} does not fit {known.title}; give a multiple of 64"
         )
     inputs = [
-        FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts], max_share,
+        FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts],
         torch.__version__, *map(version, ("diffusers", "transformers")),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
@@ -365,7 +363,7 @@ def modelled_profile(
         except (ProfileError, OSError, UnicodeDecodeError) as error:
             warnings.warn(f"ignoring the stored profile, and modelling anew: {error}", stacklevel=2)
     title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
-    profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts, max_share)
+    profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts)
     if cache:
         store_profile(path, profile)
     return profile
@@ -403,7 +401,6 @@ def _model(
     dtype: torch.dtype,
     device: DeviceModel,
     sample_counts: Sequence[int],
-    max_share: float,
 ) -> ModelProfile:
     def seen_on_paper(graph: LayerGraph) -> Seen:
         # All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
@@ -420,7 +417,7 @@ def _model(
             return StepRun(graph, clock).measure(call, interception, backward)
 
     with fused_attention():
-        graph = probe(training, step, batch, max_share=max_share)
+        graph = probe(training, step, batch)
         interception = Interception(training, graph.layer_names)
         with interception.installed(), scratch_gradients(training, graph.trained):
             rounds = {n: ([run(n, "whole")], [run(n, "inputs")]) for n in sample_counts}

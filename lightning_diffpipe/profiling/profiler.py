@@ -66,7 +66,6 @@ def cache_folder() -> Path:
 
 def cached_profile(
     subject: Subject,
-    folder: Path | None = None,
     agree: Callable[[ModelProfile | None], ModelProfile | None] = lambda known: known,
     pool: Pool = alone,
 ) -> ModelProfile:
@@ -74,15 +73,12 @@ def cached_profile(
 
     Args:
         subject: What is measured.
-        folder: Where profiles are stored; `cache_folder()` if not given.
         agree: Where several ranks measure at once: gives all of them the first one's profile, or its verdict that
             it has none that holds.
         pool: As for `measure_profile`, whose errors may be raised.
     """
     device = torch.device(subject.device)
-    path = profile_path(
-        subject.module, subject.graph, device, subject.counts, subject.title, folder
-    )
+    path = profile_path(subject.module, subject.graph, device, subject.counts, subject.title)
     known = read_cached(path, subject.graph)
     holds = known is not None and still_holds(known, subject, str(path))
     known = agree(known if holds else None)
@@ -149,7 +145,6 @@ def profile_path(
     device: torch.device,
     sample_counts: Sequence[int],
     name: str,
-    folder: Path | None = None,
 ) -> Path:
     """Returns the file that holds, or will hold, a profile."""
     own_version = "source"  # run from a source tree
@@ -173,7 +168,7 @@ def profile_path(
     }
     digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
-    return (folder or cache_folder()) / f"{readable}-{digest}.json"
+    return cache_folder() / f"{readable}-{digest}.json"
 
 
 def _kernels(module: nn.Module) -> list[object]:
