@@ -145,6 +145,7 @@ class View:
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
         interception.watch(graph.site_names)
+        # What runs ask at every call of a module.
         self.names, self.sites = graph.layer_names, graph.site_names
         self.fine, self.seeded = frozenset(graph.fine_names), graph.seeded
         self.final = len(graph.layers) if cut.is_last else max(cut.layers, default=-1)
