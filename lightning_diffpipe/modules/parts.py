@@ -180,7 +180,7 @@ def _from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
     """
     try:
         index = read_index(base.path)
-        part = load_part(folder_of_part(base.path, index, name), name, *stored["class"])
+        part = load_part(folder_of_part(base.path, index, name), name, stored["class"])
     except (OSError, ConfigurationError) as error:
         raise CheckpointError(
             f"the checkpoint has adapters only, and the {name} of the model below them cannot be read from "
