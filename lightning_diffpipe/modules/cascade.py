@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,13 +57,7 @@ class CascadedDiffusion(PartsModule):
         ConfigurationError: A denoiser of other channels or sizes, or a number out of its range.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = (
-        "unet",
-        "upscaler",
-        "text_encoder",
-        "tokenizer",
-        "scheduler",
-    )
+    part_names = ("unet", "upscaler", "text_encoder", "tokenizer", "scheduler")
 
     def __init__(
         self,

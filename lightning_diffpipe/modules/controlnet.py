@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, SchedulerMixin, UNet2DConditionModel
@@ -59,14 +59,7 @@ class ControlNetDiffusion(LatentDiffusion):
         >>> module.sample(["digit four, serif"], condition=edges)  # doctest: +SKIP
     """
 
-    part_names: ClassVar[tuple[str, ...]] = (
-        "unet",
-        "controlnet",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "scheduler",
-    )
+    part_names = ("unet", "controlnet", "vae", "text_encoder", "tokenizer", "scheduler")
     draws_to_conditions = True  # the callback SampleImages asks
 
     def __init__(

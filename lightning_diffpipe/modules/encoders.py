@@ -7,7 +7,7 @@ of a batch would give stages boundaries that change from batch to batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,7 @@ class AutoencoderTraining(PartsModule):
         Latent Diffusion, Rombach et al. (2022), https://arxiv.org/abs/2112.10752, without its discriminator
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("vae",)
+    part_names = ("vae",)
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class TextAlignment(PartsModule):
         CLIP, Radford et al. (2021), https://arxiv.org/abs/2103.00020
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+    part_names = ("text_encoder", "tokenizer")
 
     def __init__(
         self,

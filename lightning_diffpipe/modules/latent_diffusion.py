@@ -24,7 +24,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import diffusers
 import torch
@@ -119,14 +119,7 @@ class LatentDiffusion(PartsModule):
             do not fit.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = (
-        "unet",
-        "transformer",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "scheduler",
-    )
+    part_names = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 
     def __init__(
         self,
@@ -149,20 +142,22 @@ class LatentDiffusion(PartsModule):
             require_number("self_conditioning", self_conditioning, 0, 1)
         self.save_hyperparameters("caption_dropout", "train_text_encoder", "self_conditioning")
         self.self_conditioning = self_conditioning
-        _check_denoiser(unet, transformer)
-        denoiser = unet if unet is not None else transformer
+        if (unet is None) == (transformer is None):
+            given = "neither" if unet is None else "both"
+            raise ConfigurationError(f"give either unet or transformer; {given} was given")
+        name, denoiser = ("unet", unet) if unet is not None else ("transformer", transformer)
         config = getattr(denoiser, "config", {})
+        if name == "transformer" and not hasattr(config, "use_additional_conditions"):
+            raise ConfigurationError(_other_denoiser(name, type(transformer)))
         _check_conditions(config)
         _check_channels(config, vae.config, self_conditioning)
         self.vae = vae
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
         self.scheduler = scheduler
-        # Only the one that is there is registered, so that it appears once in the state dict.
-        if unet is not None:
-            self.unet = unet
-        else:
-            self.transformer = transformer
+        setattr(
+            self, name, denoiser
+        )  # the other is not there, so that this appears once in the state dict
         self.optimization = optimization or Optimization()
         self.noise_schedule: NoiseSchedule = noise_schedule_of(scheduler, noise)
         # Arguments of `sample` for `trainer.predict`, and a seed.
@@ -481,21 +476,8 @@ def pictures(images: Tensor) -> list[Image.Image]:
     return [Image.fromarray(picture) for picture in pixels]
 
 
-def _check_denoiser(
-    unet: UNet2DConditionModel | None, transformer: PixArtTransformer2DModel | None
-) -> None:
-    if (unet is None) == (transformer is None):
-        given = "neither" if unet is None else "both"
-        raise ConfigurationError(f"give either unet or transformer; {given} was given")
-    config = getattr(transformer, "config", None)
-    if transformer is not None and not hasattr(config, "use_additional_conditions"):
-        raise ConfigurationError(_other_denoiser("transformer", type(transformer)))
-
-
 def _other_denoiser(name: str, cls: type) -> str:
-    known = {"unet": "U-Nets of Stable Diffusion 1 and 2", "transformer": "PixArt transformers"}[
-        name
-    ]
+    known = "U-Nets of Stable Diffusion 1 and 2" if name == "unet" else "PixArt transformers"
     return (
         f"LatentDiffusion trains {known}; this is a {cls.__name__}. Write a LightningModule whose training_step "
         "calls it; the strategy runs it unchanged"
@@ -516,10 +498,7 @@ def _check_conditions(denoiser: Mapping[str, Any]) -> None:
 def _check_channels(
     denoiser: Mapping[str, Any], vae: Mapping[str, Any], *self_conditioning: float | None
 ) -> None:
-    """Refuses a denoiser whose input channels are not those of latents, or twice as many with self-conditioning.
-
-    What self-conditioning was asked for is left out where that is not known yet.
-    """
+    """Refuses other input channels than those of latents, twice as many with self-conditioning, if that is known."""
     takes, there = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
     wanted = [there if share is None else 2 * there for share in self_conditioning]
     if takes in (wanted or [there, 2 * there]):

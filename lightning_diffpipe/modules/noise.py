@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from diffusers import DDPMScheduler, SchedulerMixin
@@ -67,21 +67,6 @@ class Corrupted(NamedTuple):
         return errors.mean()
 
 
-class NoiseSchedule(Protocol):
-    """Makes clean latents noisy, at times drawn per sample."""
-
-    def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
-        """Draws times and noise, and mixes them in.
-
-        Args:
-            clean: fp32 latents of unit variance, `(B, C, h, w)`.
-            generator: Drawn from, on the device of `clean`; `None` for the global one.
-        """
-
-    def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
-
-
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
 
@@ -107,7 +92,12 @@ class FlowMatching:
     std: float = 1.0
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
-        """See `NoiseSchedule.corrupt`."""
+        """Draws times, one for each sample, and noise, and mixes them in.
+
+        Args:
+            clean: fp32 latents of unit variance, `(B, C, h, w)`.
+            generator: Drawn from, on the device of `clean`; `None` for the global one.
+        """
         logits = _normal((len(clean),), clean, generator)
         times = torch.sigmoid(self.mean + self.std * logits)
         noise = _normal(clean.shape, clean, generator)
@@ -115,7 +105,7 @@ class FlowMatching:
         return Corrupted((1 - t) * clean + t * noise, self.num_timesteps * times, noise - clean)
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        """See `NoiseSchedule.clean`."""
+        """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
         return noisy - _per_sample(timesteps / self.num_timesteps, noisy) * prediction
 
 
@@ -134,7 +124,7 @@ class Diffusion:
     min_snr_gamma: float | None = None
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
-        """See `NoiseSchedule.corrupt`."""
+        """See `FlowMatching.corrupt`."""
         table = self.alphas_cumprod.to(clean.device, non_blocking=True)
         timesteps = torch.randint(
             len(table), (len(clean),), device=clean.device, generator=generator
@@ -143,25 +133,24 @@ class Diffusion:
         alpha = _per_sample(table[timesteps], clean)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         target = signal * noise - spread * clean if self.predicts_v else noise
-        return Corrupted(
-            signal * clean + spread * noise, timesteps, target, self._weights(table[timesteps])
-        )
-
-    def _weights(self, alpha: Tensor) -> Tensor | None:
-        if self.min_snr_gamma is None:
-            return None
-        # min(snr, gamma) / snr, or / (snr + 1) for v, where snr = alpha / (1 - alpha) may be 0 for epsilon's last.
-        limited = torch.minimum(alpha, self.min_snr_gamma * (1 - alpha))
-        return limited if self.predicts_v else limited / alpha.clamp_min(1e-12)
+        weights = None
+        if self.min_snr_gamma is not None:
+            # min(snr, gamma) / snr, or / (snr + 1) for v, where snr = alpha / (1 - alpha); epsilon's last may be 0.
+            weights = torch.minimum(alpha, self.min_snr_gamma * (1 - alpha)).flatten()
+            weights = weights if self.predicts_v else weights / alpha.flatten().clamp_min(1e-12)
+        return Corrupted(signal * clean + spread * noise, timesteps, target, weights)
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        """See `NoiseSchedule.clean`; from epsilon at most four deviations, as noise tells little."""
+        """See `FlowMatching.clean`; from epsilon at most four deviations, as noise tells little."""
         table = self.alphas_cumprod.to(noisy.device, non_blocking=True)
         alpha = _per_sample(table[timesteps.long()], noisy)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         if self.predicts_v:
             return signal * noisy - spread * prediction
         return ((noisy - spread * prediction) / signal).clamp(-4, 4)
+
+
+NoiseSchedule = FlowMatching | Diffusion
 
 
 def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> NoiseSchedule:

@@ -149,19 +149,10 @@ class Call:
 
     @property
     def expansion(self) -> int:
-        """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch.
-
-        Raises:
-            ConfigurationError: They are no multiple.
-        """
+        """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch, 1 if none."""
         arguments = self.steps[0][0]
-        rows = len(arguments[latents_name(arguments)])
-        if rows % len(self.whole):
-            raise ConfigurationError(
-                f"the denoiser takes {rows} rows for {len(self.whole)} latents, which ranks cannot share; sample "
-                "in one process, with method=single"
-            )
-        return rows // len(self.whole)
+        times, rest = divmod(len(arguments[latents_name(arguments)]), len(self.whole))
+        return 1 if rest else times
 
     def refuse_steps(self, method: str) -> None:
         """Raises ConfigurationError unless every step calls the denoiser alike, which most methods need."""
@@ -182,11 +173,13 @@ class Call:
                 )
             if len(set(phase.num_calls)) > 1:
                 counts = ", ".join(map(str, sorted(set(phase.num_calls))))
-                halves = method == "single"
+                guided, remedy = "", "method=single"
+                if method == "single":
+                    guided, remedy = ", guidance=2", "guidance=1"
                 raise ConfigurationError(
                     f"the steps of {name} call its {phase.denoisers[0]} {counts} times, and with method={method}"
-                    f"{', guidance=2' * halves} every step must look alike; leave out options that change single "
-                    f"steps, such as skipped layers, or sample with {'guidance=1' if halves else 'method=single'}"
+                    f"{guided} every step must look alike; leave out options that change single steps, such as "
+                    f"skipped layers, or sample with {remedy}"
                 )
 
     def refuse_rows(self, warmup_steps: int | str) -> None:
@@ -221,19 +214,10 @@ class Call:
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=restored(self.step_arguments, self.whole.device),
-            branches_in_batch=1
-            if divided or self.by_place
-            else self._expansion_or_1 * self._copies,
+            branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, begun),
             stepped=stepped,
         )
-
-    @property
-    def _expansion_or_1(self) -> int:
-        try:
-            return self.expansion
-        except ConfigurationError:
-            return 1
 
     def _begin(
         self, model: nn.Module, exchange: ExchangeBranches | None, begun: list[PipelineLoop]
@@ -272,7 +256,7 @@ class Call:
             return None
         size = len(self.whole)
         copies = [self.index] if self.divided == "batch" else range(num_rows // size)
-        here = self.rows if self.rows is not None else range(size)
+        here = range(size) if self.rows is None else self.rows
         return [c * size + i for c in copies for i in here]
 
     def denoise(self, model: nn.Module) -> Denoise:
@@ -323,7 +307,7 @@ class Call:
     @property
     def branches(self) -> int:
         """Predictions that guidance combines and that two halves of the ranks could share."""
-        return max(len(self.steps[0]), self._expansion_or_1)
+        return max(len(self.steps[0]), self.expansion)
 
     def branch(self, index: int) -> Call:
         """Returns the same request with one branch of guidance only, for one half of the ranks.
@@ -338,8 +322,8 @@ class Call:
             return replace(self, index=index, divided="calls")
         if self.by_place:
             raise ConfigurationError(
-                f"guidance=2 divides the batch, whose rows {self.pipeline.name} treats by their "
-                "place in it (it has attention processors of its own); leave guidance at 1"
+                f"guidance=2 divides the batch, whose rows {self.pipeline.name} treats by their place (it has "
+                "attention processors of its own); leave guidance at 1"
             )
         if len(self.steps[0]) > 2 or self.expansion != 2:
             raise ConfigurationError(
@@ -410,7 +394,6 @@ class Call:
         return replace(self._on(device), scheduler=twin)
 
     def _on(self, device: torch.device | str) -> Call:
-        """Returns the same on a device, but for its scheduler."""
         phases = [replace(each, calls=moved(each.calls, device)) for each in self.phases]
         whole, timesteps = moved((self.whole, self.timesteps), device)
         return replace(self, phases=phases, whole=whole, timesteps=timesteps)
