@@ -498,7 +498,7 @@ def _check_conditions(denoiser: Mapping[str, Any]) -> None:
 def _check_channels(
     denoiser: Mapping[str, Any], vae: Mapping[str, Any], *self_conditioning: float | None
 ) -> None:
-    """Refuses other input channels than those of latents, twice as many with self-conditioning, if that is known."""
+    """Refuses other input channels than those of latents, or twice as many with self-conditioning."""
     takes, there = denoiser.get("in_channels", 4), vae.get("latent_channels", 4)
     wanted = [there if share is None else 2 * there for share in self_conditioning]
     if takes in (wanted or [there, 2 * there]):

@@ -5,7 +5,6 @@ import itertools
 import shutil
 from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import diffusers
 import numpy as np
@@ -23,7 +22,7 @@ from lightning_diffpipe.model_sources import check_request, open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.loop import Step, _Generator, restored
+from lightning_diffpipe.sampling.loop import Step, with_own_generators
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import draw_each, failure_of_each_rank
@@ -685,14 +684,22 @@ def test_a_scheduler_whose_numbers_are_on_the_device_counts_along():
 
 def test_a_generator_of_a_gpu_is_that_of_the_own_one_on_other_ranks(monkeypatch):
     """History: rank 1 drew with a generator of rank 0's GPU for tensors of its own, which torch refuses."""
-    made = []
-    monkeypatch.setattr(
-        torch, "Generator", lambda device: made.append(str(device)) or mock.MagicMock()
-    )
-    taken = {"generator": [_Generator(torch.empty(0), "cuda:0"), _Generator(torch.empty(0), "cpu")]}
-    restored(taken, torch.device("cuda:1"))
-    restored(taken)
-    assert made == ["cuda:1", "cpu", "cuda:0", "cpu"]
+
+    class Generator:
+        def __init__(self, device):
+            self.device = torch.device(device)
+
+        def get_state(self):
+            return self
+
+        def set_state(self, state):
+            return self
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    given = {"generator": [Generator("cuda:0"), Generator("cpu")]}
+    for device, expected in ((torch.device("cuda:1"), "cuda:1"), (None, "cuda:0")):
+        own = with_own_generators(given, device)["generator"]
+        assert [str(each.device) for each in own] == [expected, "cpu"]
 
 
 def test_no_loop_is_left_behind(folder_of):
