@@ -155,9 +155,8 @@ class LatentDiffusion(PartsModule):
         self.text_encoder = text_encoder
         self.tokenizer = tokenizer
         self.scheduler = scheduler
-        setattr(
-            self, name, denoiser
-        )  # the other is not there, so that this appears once in the state dict
+        # The other is not registered, so that this one appears once in the state dict.
+        setattr(self, name, denoiser)
         self.optimization = optimization or Optimization()
         self.noise_schedule: NoiseSchedule = noise_schedule_of(scheduler, noise)
         # Arguments of `sample` for `trainer.predict`, and a seed.

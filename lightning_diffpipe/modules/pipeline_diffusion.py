@@ -158,9 +158,7 @@ class PipelineDiffusion(PartsModule):
         arguments = dict(arguments)
         known = arguments.pop("pipeline_class", None) or _pipeline_class(index, "the checkpoint")
         if "image_guidance_scale" not in inspect.signature(known.__call__).parameters:
-            arguments.pop(
-                "condition_dropout", None
-            )  # which older checkpoints have of all pipelines
+            arguments.pop("condition_dropout", None)  # which older checkpoints have
         expected = inspect.signature(known.__init__).parameters
         own = {name: index[name] for name in expected if name in index}
         absent = {name: None for name in expected if index.get(name) == [None, None]}

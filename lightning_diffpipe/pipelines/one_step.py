@@ -200,7 +200,7 @@ class OneStep:
         further: Mapping[str, Tensor],
         shown: Tensor | None = None,
     ) -> Tensor:
-        """Returns what the denoiser predicts, as the scheduler understands it, in the layout of the latents.
+        """Returns what the denoiser predicts, as the scheduler understands it: fp32, of the shape of `noisy`.
 
         Args:
             noisy: Noisy latents as the pipeline draws them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
@@ -212,9 +212,6 @@ class OneStep:
             further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.picture`,
                 `(B, 3, H, W)` in [0, 1].
             shown: 0 for samples whose picture is dropped, `(B,)`.
-
-        Returns:
-            fp32, of the shape of `noisy`.
 
         Raises:
             ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits pictures in a

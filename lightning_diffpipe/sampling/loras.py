@@ -81,9 +81,7 @@ class StoredLora:
             with messages_of_loaders() as messages:
                 found = cls.lora_state_dict(self.path, local_files_only=True, **asked)
         except Exception as error:
-            first: BaseException = (
-                error  # diffusers says only that it cannot, and what it tried last
-            )
+            first: BaseException = error  # it says only that it cannot, and what it tried last
             while first.__context__ is not None:
                 first = first.__context__
             said = dict.fromkeys(" ".join(str(e).split()).rstrip(".") for e in (error, first))

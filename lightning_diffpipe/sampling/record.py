@@ -166,8 +166,7 @@ class Replayed(_Asked):
             return self._device
         if path in self._record.attributes:
             return self._record.attributes[path]
-        known = (*self._record.answers, *self._record.attributes)
-        if any(each.startswith(f"{path}.") for each in known):
+        if f"{path}.__class__" in self._record.attributes:
             inner = getattr(self._real, name, None)
             return Replayed(path, self._record, inner, self._device, self._turns)
         if self._real is None:

@@ -257,7 +257,7 @@ class _Place(NamedTuple):
     host: str
     gpu: (
         str | None
-    )  # what no other GPU is called, whatever numbers processes give to those that they see
+    )  # what no other is called, whatever numbers processes give to those that they see
     has_nccl: bool
 
     @classmethod
