@@ -345,7 +345,7 @@ class Predictor:
             with raised_by_all():
                 raise SamplingError(  # pictures would be black
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
-                    f"{str(packed.input_dtype).removeprefix('torch.')}). If the model overflows, choose "
+                    f"{str(self.source.denoiser.dtype).removeprefix('torch.')}). If the model overflows, choose "
                     "dtype=bfloat16 or float32, a lower guidance_scale or another scheduler. If one process draws "
                     "the same request with method=single, the fault is not the model's but that of "
                     f"method={reports[0].options.method}: please report it"

@@ -6,7 +6,7 @@ of a batch would give stages boundaries that change from batch to batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,8 +130,10 @@ class AutoencoderTraining(PartsModule):
         # Count, sum and sum of squares of the latents seen in the last validation.
         self.register_buffer("latent_moments", torch.zeros(3))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the loss of one batch of pictures, `(B, 3, H, W)` in [-1, 1]."""
+    def losses(
+        self, batch: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the loss of pictures, `(B, 3, H, W)` in [-1, 1], and its terms."""
         image = batch["image"]
         posterior = self.vae.encode(image).latent_dist
         mean, log_variance = posterior.mean.float(), posterior.logvar.float()
@@ -140,12 +142,7 @@ class AutoencoderTraining(PartsModule):
 
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
         pixels = F.l1_loss(reconstruction, image) + F.mse_loss(reconstruction, image)
-        loss = pixels + self.hparams.kl_weight * kl
-        num_samples = len(image)
-        self.log("train/loss", loss, prog_bar=True, batch_size=num_samples)
-        self.log("train/pixel_loss", pixels, batch_size=num_samples)
-        self.log("train/kl", kl, batch_size=num_samples)
-        return loss
+        return {"loss": pixels + self.hparams.kl_weight * kl, "pixel_loss": pixels, "kl": kl}
 
     def on_validation_epoch_start(self) -> None:
         """Starts measuring latents anew."""
@@ -271,13 +268,14 @@ class TextAlignment(PartsModule):
         captions = F.normalize(self.projection(pooled).float(), dim=-1)
         return captions @ pictures.T * self.log_scale.exp()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the symmetric contrastive loss of the pairs of one batch."""
+    def losses(
+        self, batch: Mapping[str, Any], generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the symmetric contrastive loss of the pairs of one batch."""
         similarities = self._similarities(batch)
         pairs = torch.arange(len(similarities), device=similarities.device)
         loss = F.cross_entropy(similarities, pairs) + F.cross_entropy(similarities.T, pairs)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(pairs))
-        return loss
+        return {"loss": loss}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Logs how often the right picture is the nearest one."""

@@ -140,13 +140,6 @@ class Call:
         return self.whole if self.rows is None else self.whole[self.rows]
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """Type of the latents that the denoiser takes."""
-        arguments = self.steps[0][0]
-        dtype: torch.dtype = arguments[latents_name(arguments)].dtype
-        return dtype
-
-    @property
     def expansion(self) -> int:
         """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch, 1 if none."""
         arguments = self.steps[0][0]
