@@ -40,15 +40,10 @@ class ControlNetDiffusion(LatentDiffusion):
     Batches have a `condition` besides `image` and `caption`: `(B, 3, H, W)` in [0, 1], of the size of the pictures.
     The data modules of this package add one (`condition="edges"`, or pictures of your own).
 
+    Parts and settings are those of `LatentDiffusion`, whose U-Net is locked, and:
+
     Args:
-        vae: Frozen autoencoder.
-        text_encoder: Frozen text encoder.
-        tokenizer: Its tokenizer.
-        scheduler: Of the model that is locked.
-        unet: The model that is locked.
         controlnet: Goes on from this one; None copies the U-Net's way down, and begins without any influence.
-        caption_dropout: Share of the training samples that lose their caption.
-        optimization: Optimizer and learning rate.
 
     Raises:
         ConfigurationError: The ControlNet was made for another U-Net, or another autoencoder.

@@ -81,16 +81,9 @@ _NEEDS_VALUES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What to draw, and how.
+    """What to draw, and how; `Predictor.__call__` says what each is.
 
-    Attributes:
-        prompts: One picture each; class numbers for class-conditional models.
-        num_inference_steps: Denoising steps; None takes the pipeline's default.
-        guidance_scale: Strength of guidance; None takes the pipeline's default.
-        seed: Of the start noise: the generator is `torch.Generator().manual_seed(seed)`.
-        height: In pixels, as `width`; None takes the pipeline's default.
-        options: Further arguments of the pipeline's `__call__`. A `generator` among them takes the place of the
-            seed, and `prompt_embeds` that of the prompts, which are then None.
+    A `generator` among `options` takes the place of the seed, `prompt_embeds` that of the prompts, then None.
     """
 
     prompts: Sequence[Any] | None
@@ -151,19 +144,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a model is opened.
+    """How a model is opened; `Predictor.from_pretrained` says what each is.
 
     Attributes:
-        dtype: Of all weights.
-        ema: Take averaged weights of a checkpoint.
-        variant: Of the files in a diffusers folder, such as `"fp16"`.
-        parts: To take in place of those in a diffusers folder, such as a scheduler; None leaves one out, such as
-            `text_encoder_3` of Stable Diffusion 3, which is large.
-        vae: What the autoencoder of a diffusers folder shall do for memory: `"tiling"`, `"slicing"`.
-        loras: Scale of each LoRA file.
-        pipeline_class: Of diffusers, in place of the one that a diffusers folder names.
-        ip_adapters: Scale of each IP-Adapter's file; of diffusers folders.
-        base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
+        parts: To take in place of those in a diffusers folder; None leaves one out.
+        vae: What its autoencoder shall do for memory: `"tiling"`, `"slicing"`.
     """
 
     dtype: torch.dtype
