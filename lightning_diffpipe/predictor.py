@@ -163,15 +163,15 @@ class Predictor:
             CheckpointError: Weights are missing; on all ranks.
         """
         parts = {n: v for n, v in further.items() if _is_part(n, v)}
-        given = {"num_patches": num_patches, "warmup_steps": warmup_steps, **further}
-        with raised_by_all():
-            given = {n: v for n, v in given.items() if n not in parts}
-            options = _options_of(method, given, timeout_s, dtype)
+        given = {n: v for n, v in further.items() if n not in parts}
+        given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
+        options = _options_of(method, given, timeout_s, dtype)
         world, where = _world(device, alone, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
-        source = _opened(path, options, world, where, loras, loading)
+        read = partial(open_source, path, world.rank == 0, where, loras=loras, **loading)
+        source = _opened(read, options, world, loading)
         return cls(source, options, world, where, timeout_s)
 
     @classmethod
@@ -194,16 +194,8 @@ class Predictor:
         choice = _options_of(method, options, timeout_s)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
-
-        def take_it() -> Source:
-            fitted(choice, world.num_ranks)
-            source = source_of_module(module)
-            refuse_method(source, method)
-            return source
-
-        return cls(
-            world.agree("opening the model", take_it), choice, world, module.device, timeout_s
-        )
+        source = _opened(partial(source_of_module, module), choice, world)
+        return cls(source, choice, world, module.device, timeout_s)
 
     def __call__(
         self,
@@ -449,6 +441,7 @@ class Predictor:
         return self._worker
 
 
+@raised_by_all()
 def _options_of(
     method: str, given: Mapping[str, Any], timeout_s: float, dtype: torch.dtype = torch.float32
 ) -> MethodOptions:
@@ -475,14 +468,12 @@ def _world(
 
 
 def _opened(
-    path: str | Path,
+    read: Callable[[], Source],
     options: MethodOptions,
     world: World,
-    device: torch.device,
-    loras: Mapping[str | Path, float] | None,
-    loading: Mapping[str, Any],
+    loading: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Opens a model on all ranks, which have the same arguments, model and weights.
+    """Opens a model on all ranks, which have the same arguments, model and weights unless it is in memory.
 
     Raises:
         ConfigurationError: One has others, or the model cannot be opened; on all ranks.
@@ -490,12 +481,12 @@ def _opened(
 
     def open_it() -> Source:
         fitted(options, world.num_ranks)
-        source = open_source(path, world.rank == 0, device, loras=loras, **loading)
+        source = read()
         refuse_method(source, options.method)
         return source
 
     source = world.agree("opening the model", open_it)
-    if world.num_ranks > 1:
+    if world.num_ranks > 1 and loading is not None:
         arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(loading)
         arguments["parts"] = list(loading["parts"])
         # Files may lie elsewhere on each host; what is in them is among the weights.

@@ -491,12 +491,13 @@ def load_networks(
     **options: Any,
 ) -> dict[str, nn.Module]:
     """Loads the parts of diffusers and transformers in a folder or hub id that have weights, but for some."""
-    entries = {n: e for n, e in index.items() if n not in but and _is_component(e)}
-    return {
-        name: load(path, name, entry, **options)
-        for name, entry in entries.items()
-        if entry[0] in _LIBRARIES and issubclass(class_of(*entry), nn.Module)
-    }
+    networks = {}
+    for name, entry in index.items():
+        if name not in but and _is_component(entry):
+            cls = getattr(_LIBRARIES.get(entry[0]), entry[1], None)
+            if isinstance(cls, type) and issubclass(cls, nn.Module):
+                networks[name] = load(path, name, entry, **options)
+    return networks
 
 
 def _read_part(path: str, name: str, entry: Sequence[str], **options: Any) -> Any:
