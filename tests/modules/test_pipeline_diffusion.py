@@ -436,6 +436,9 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
     module_of("sdxl", tmp_path / "parts").save_pretrained(tmp_path / "sdxl")
     path = tmp_path / "sdxl" / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
+    save_file({**weights, "block.9.weight": torch.zeros(3)}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unet has 1 tensors that .*: block\.9\.weight"):
+        LatentDiffusion.from_pretrained(tmp_path / "sdxl")
     weights.pop(lost := "conv_in.bias")
     save_file(weights, path)
     with pytest.raises(CheckpointError, match=f"unet lacks 1 of .*: {lost}"):
