@@ -264,13 +264,14 @@ class MarkedRun(Run, TorchFunctionMode):
         before, given = self._num_exchanging, (*args, *kwargs.values())
         self._num_calls[site.name] += 1
         out = site.diffpipe_original(*args, **kwargs)
+        inside, local = site.name + ".", self._num_exchanging == before
         takes_sample = any(x is self._sample for x in given)
         has_positions = not isinstance(site.module, nn.Conv2d | nn.Linear)
-        inside = site.name + "."
-        if takes_sample and has_positions and self._num_exchanging == before:
+        if takes_sample and has_positions and local:
             self.embedders = {k: v for k, v in self.embedders.items() if not k.startswith(inside)}
             self.embedders[site.name] = self._look.axes(out)
-        if self._is_constant(site.module, given, out) and self._num_calls[site.name] == 1:
+        # Functions that look beyond a band are known by their position, so that none is left out later.
+        if local and self._num_calls[site.name] == 1 and self._is_constant(site.module, given, out):
             self.constant = {name for name in self.constant if not name.startswith(inside)}
             self.constant.add(site.name)
         else:

@@ -216,9 +216,9 @@ def _axis_of_local(
             return None
         return out if isinstance(out, Tensor) and out.is_floating_point() else None
 
-    weights = {n: random(p) for n, p in module.named_parameters() if p.is_floating_point()}
     if size < _MIN_TOKENS or not given.is_floating_point():
         return None
+    weights = {n: random(p) for n, p in module.named_parameters() if p.is_floating_point()}
     x, cut = random(given), size // 3
     if (whole := run(x)) is None:
         return None

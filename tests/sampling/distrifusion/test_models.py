@@ -9,6 +9,7 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor
 
 from lightning_diffpipe.comm.links import Alone
@@ -199,6 +200,40 @@ def test_texts_may_change_between_two_layers(tiny_models):
     model = Writing(tiny.model)
     request = request_for("sd", tiny)
     request = replace(request, model=model, denoise=lambda x, t: model(x, t.expand(2), text)[0])
+    found, _ = emulate(request, 2, mode="synchronous")
+    assert relative(found, OneProcess().sample(request)) < 1e-12
+
+
+class Refining(torch.nn.Module):
+    """Lets the tokens of a text attend to each other, and then those of the image to these and to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.refine, self.enter, self.leave = Refiner(), *(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, text):
+        text = self.refine(text)
+        image = self.enter(x.movedim(1, -1).flatten(1, 2))[:, None]
+        for keys in (image, text[:, None]):
+            image = image + F.scaled_dot_product_attention(image, keys, keys)
+        return self.leave(image[:, 0]).unflatten(1, x.shape[2:]).movedim(-1, 1)
+
+
+class Refiner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, text):
+        keys = self.linear(text)[:, None]
+        return F.scaled_dot_product_attention(keys, keys, keys)[:, 0]
+
+
+def test_texts_that_attend_to_themselves_leave_other_attention_as_it_is():
+    """History: their attention was left out in later steps, and the image's was taken for theirs."""
+    torch.manual_seed(0)
+    model, text, request = Refining().double(), normal(2, 7, 4, seed=3), request_for("sd")
+    request = replace(request, model=model, denoise=lambda x, t: model(x, text))
     found, _ = emulate(request, 2, mode="synchronous")
     assert relative(found, OneProcess().sample(request)) < 1e-12
 
