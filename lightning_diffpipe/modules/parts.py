@@ -475,8 +475,8 @@ class PartsModule(L.LightningModule):
                 prefix = f"{name}."
                 names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
                 refuse_others(name, self.parts[name], stored["adapters"], names)
-        if weights:
-            base = BaseModel.recorded(checkpoint)
+        base = BaseModel.recorded(checkpoint)
+        if weights and base.digests:
             remedy = "open the module from that model, and train from the checkpoint again"
             checkpoint["state_dict"] = self._completed(weights, base, remedy)
 
