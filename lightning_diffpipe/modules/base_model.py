@@ -113,8 +113,9 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         flat = tensors[name].detach().reshape(-1)
         found.update(f"{name} {list(tensors[name].shape)}".encode())
-        places = torch.linspace(0, max(flat.numel() - 1, 0), min(_SAMPLED, flat.numel()))
-        values = flat[places.long().to(flat.device)].cpu()
+        number = min(_SAMPLED, flat.numel())
+        places = torch.arange(number) * (flat.numel() - 1) // max(number - 1, 1)
+        values = flat[places.to(flat.device)].cpu()
         if values.is_floating_point():
             values = values.to(torch.bfloat16)
         found.update(values.view(torch.uint8).numpy().tobytes())

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, Lora, PipelineDiffusion, adapters
+from lightning_diffpipe.modules.base_model import digest_of
 from lightning_diffpipe.sampling.skeleton import load_weights
 from tests.command import call
 from tests.modules.tiny_parts import fit
@@ -216,6 +217,17 @@ def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
         now.on_load_checkpoint(checkpoint)
     # Precision makes no other model.
     module.to(torch.bfloat16).on_load_checkpoint(torch.load(tmp_path / "a.ckpt"))
+
+
+def test_a_digest_sees_first_and_last_of_many_values():
+    """History: places were counted in single precision, and one past the end of a large table was looked at."""
+    table = torch.zeros(2**24 + 4, dtype=torch.int8)
+    found = {digest_of({"a": table})}
+    for place in (0, -1):
+        table[place] = 1
+        found.add(digest_of({"a": table}))
+    assert len(found) == 3
+    assert digest_of({"a": torch.zeros(0)}) != digest_of({"a": torch.zeros(1)})
 
 
 def test_parts_that_are_no_longer_those_of_the_folder_are_stored(trained, tmp_path):
