@@ -54,7 +54,6 @@ from lightning_diffpipe.training.before_training import (
     why_empty,
 )
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
-from lightning_diffpipe.training.kept_results import KeptResults
 from lightning_diffpipe.training.loader import (
     SeededTransfer,
     aligned,
@@ -70,6 +69,7 @@ from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pip
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
+    ResultsForHooks,
     refuse_arguments,
     refuse_averages,
     refuse_copies,
@@ -183,7 +183,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
-        self._kept_results: KeptResults | None = None
+        self._for_hooks: ResultsForHooks | None = None
         self._gradients: tuple[Tensor | None, ...] | None = None  # before the optimizer reads them
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
@@ -328,7 +328,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             if len(plan.stages) > 1:
                 refuse_averages(trainer, module)
                 warn_of_gradients_looked_at(trainer, module)
-                self._kept_results = KeptResults(module, left, trainer.callbacks)
+                self._for_hooks = ResultsForHooks(module, left, trainer.callbacks)
             if plan.runs_free:
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
@@ -449,9 +449,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         )
         ends_window = self.max_diverged_steps is not None and not self._accumulating
         self._look_at(result, batch, arguments, number, ends_window)
-        if self._kept_results is not None:
-            self._kept_results.warn()
-            self._kept_results = None
+        if self._for_hooks is not None:
+            self._for_hooks.warn()
+            self._for_hooks = None
             refuse_copies(trainer, pipeline)
         # What layers wrote themselves does not count.
         pipeline.read_ahead.note(before_update=not self._accumulating)
@@ -677,7 +677,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Makes the module whole again on every rank, on the host, and gives everything back."""
         self._until_teardown.close()
         self.upcoming, self._finished = [], []
-        self._kept_results = None
+        self._for_hooks = None
         self.transfer = self._lock_step = self._metric_sync = None
         self._gradients = None
         self._under_way.clear()
