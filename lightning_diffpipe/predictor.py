@@ -138,25 +138,22 @@ class Predictor:
             method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
                 `"naive"` and `"synchronous"`; see docs/sampling.md.
             num_patches: Patches of PipeFusion, refused with other methods; None takes as many as stages.
-            warmup_steps: Sampler warm-up: synchronous steps at the start; `"auto"` until latents hardly change;
-                None takes what suits the method, which for DistriFusion is better than the default.
+            warmup_steps: Synchronous steps first; `"auto"` until latents hardly change; None as suits the method.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
             variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
-            alone: Sample in this process only, whatever process groups there are.
+            alone: In this process only, whatever process groups there are.
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
-            vae_tiling: Let the autoencoder work tile by tile, in less memory; pictures differ a little.
-            vae_slicing: Let it work picture by picture.
+            vae_tiling: Decode tile by tile, in less memory; pictures differ a little.
+            vae_slicing: Decode picture by picture.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, in place of the folder's own.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
-            base: Folder or hub id of the model below the adapters of a training checkpoint; None for that which the
-                checkpoint names.
-            further: The mesh (`data`, `guidance`, `parallel`, `sequence`, see `MethodOptions`) and options of the
-                method, such as `group_norm` of DistriFusion; or a part of the pipeline, the same on all ranks, such
-                as `scheduler=`, or None to leave it out, such as `text_encoder_3=None` of Stable Diffusion 3.
+            base: Folder or hub id of the model below a checkpoint's adapters; None for that which it names.
+            further: The mesh and options of the method, see `MethodOptions`; parts of the pipeline, the same on all
+                ranks, such as `scheduler=`, or None to leave one out, as `text_encoder_3=None` of SD3.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
