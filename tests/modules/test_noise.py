@@ -85,7 +85,9 @@ def test_min_snr_weights_are_those_of_diffusers_recipes(prediction):
 def test_min_snr_of_a_last_step_without_signal_is_finite():
     scheduler = diffusers.DDIMScheduler(rescale_betas_zero_snr=True)
     schedule = noise_schedule_of(scheduler, Noise(min_snr_gamma=5.0))
-    assert schedule._weights(scheduler.alphas_cumprod).isfinite().all()
+    corrupted = schedule.corrupt(normal(10_000, 1, 1, 1))
+    assert len(scheduler.alphas_cumprod) - 1 in corrupted.timesteps
+    assert corrupted.weights.isfinite().all()
 
 
 def test_the_alphas_are_the_schedulers_own():

@@ -515,16 +515,15 @@ def test_half_of_the_pictures_before_are_dropped_with_their_captions(tmp_path, m
     module = PipelineDiffusion(pipeline)
     coins, seen = [0.04, 0.06, 0.12, 0.16], []
     monkeypatch.setattr("random.random", iter(coins).__next__)
-    loss = torch.zeros((), requires_grad=True)
-    monkeypatch.setattr(module, "encode", lambda pixels: pixels)
-    monkeypatch.setattr(module, "log", lambda *arguments, **options: None)
-    monkeypatch.setattr(
-        module,
-        "_loss",
-        lambda batch, latents, conditions, shown: seen.append((conditions, shown)) or loss,
-    )
-    captions = ["a", "b", "c", "d"]
-    module.training_step({"image": torch.zeros(4, 3, 8, 8), "caption": captions}, 0)
+
+    def predict(noisy, timesteps, conditions, *others):
+        seen.append((conditions, others[-1]))
+        return noisy
+
+    monkeypatch.setattr(module.step, "predict", predict)
+    pictures = torch.zeros(4, 3, 8, 8)
+    batch = {"image": pictures, "condition": pictures, "caption": ["a", "b", "c", "d"]}
+    module.losses(batch)
     [(conditions, shown)] = seen
     assert conditions == ["", "", "c", "d"]
     assert shown.tolist() == [1, 0, 0, 1]

@@ -431,7 +431,7 @@ def test_what_cannot_be_shared_is_refused_by_name(kind, options, message, saved)
 def test_steps_that_differ_are_refused_with_another_method(method, remedy):
     """History: halves of guidance with method=single were told to take method=single."""
     phase = SimpleNamespace(shape=(2, 4, 8, 8), denoisers=["transformer"], num_calls=[1, 2])
-    call = SimpleNamespace(pipeline=SimpleNamespace(pipeline=None), phases=[phase])
+    call = SimpleNamespace(pipeline=SimpleNamespace(name="APipeline"), phases=[phase])
     with pytest.raises(ConfigurationError, match=f"transformer 1, 2 times.*sample {remedy}"):
         Call.refuse_steps(call, method)
 

@@ -93,7 +93,6 @@ def test_a_peer_lost_in_any_bucket_gives_the_same_error(parts, monkeypatch, num_
         poll(under_way) if polled else under_way.wait()
 
 
-@pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_that_a_hook_puts_or_removes(register):
     """History: one that was put while others were set aside was lost."""
@@ -116,6 +115,7 @@ def test_hooks_that_a_hook_puts_or_removes(register):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("more", [0, 1])
 def test_a_layer_that_all_holders_leave_out_gets_no_gradient(parts, monkeypatch, more):
     """History: it got zeros, by which Adam's moments and weight decay moved it, in forms without the layer."""
     parameters, start = parts

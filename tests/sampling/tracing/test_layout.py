@@ -128,16 +128,16 @@ def test_a_layout_fits_requests_of_its_shapes():
 @pytest.mark.slow
 def test_a_probe_keeps_no_activations(monkeypatch):
     """History: of the run on latents as they are, every result was kept twice; 40 GB of a large model."""
-    kept_bytes, independent = [], glue._independent
+    kept_bytes, same = [], glue._same
 
     def held(calls):
-        return sum(x.nbytes for call in calls for x in (*call.results, *call.copies))
+        return sum(x.nbytes for call in calls.values() for x in (*call.results, *call.copies))
 
     def noting(*runs):
         kept_bytes.extend(map(held, runs))
-        return independent(*runs)
+        return same(*runs)
 
-    monkeypatch.setattr(glue, "_independent", noting)
+    monkeypatch.setattr(glue, "_same", noting)
     probe(request_for("pixart"))
     assert len(kept_bytes) == 4
     assert max(kept_bytes) == kept_bytes[0] > 0  # what does not depend on the latents
