@@ -190,6 +190,7 @@ def _traced(
     graph: LayerGraph,
     layers: Collection[str],
     containers: Collection[str],
+    seed: int = 0,
 ) -> LayerGraph:
     """Traces the step of a known graph with other layers; random streams are seeded as in that graph.
 
@@ -198,7 +199,7 @@ def _traced(
     """
     return _in_some_mode(
         _how_known(graph),
-        StepProbe(root, step, batch, form=graph.form),
+        StepProbe(root, step, batch, seed, form=graph.form),
         lambda run: run.trace(layers, containers, known=graph),
     )
 
@@ -278,8 +279,12 @@ def fold(
     batch: Any,
     graph: LayerGraph,
     positions: Sequence[int],
+    *,
+    seed: int = 0,
 ) -> tuple[LayerGraph, tuple[int, ...]]:
     """Turns every container that lies within one stage, or is all frozen, into one layer of a fine graph.
+
+    The seed is that of the probe, for a step that must be run on values.
 
     Returns:
         The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in the fine
@@ -297,7 +302,7 @@ def fold(
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
         try:
-            folded = _traced(root, step, batch, graph, layers, expanded)
+            folded = _traced(root, step, batch, graph, layers, expanded, seed)
         except LayerLeakError as error:
             expanded |= {error.layer_name}
             continue
