@@ -135,10 +135,10 @@ class Predictor:
 
         Args:
             path: A diffusers folder, a hub id that is on this machine, or a training checkpoint (`.ckpt`).
-            method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`, or for comparison
-                `"naive"` and `"synchronous"`; see docs/sampling.md.
+            method: `"pipefusion"`, `"distrifusion"`, `"sequence"`, `"single"`, `"auto"`; see docs/sampling.md.
             num_patches: Patches of PipeFusion, refused with other methods; None takes as many as stages.
-            warmup_steps: Synchronous steps first; `"auto"` until latents hardly change; None as suits the method.
+            warmup_steps: Sampler warm-up: synchronous steps at the start, `"auto"` until latents hardly change, or
+                None for what suits the method, which for DistriFusion is better than the default.
             device: Where to compute; None takes this rank's GPU, or the CPU.
             dtype: Of all weights.
             variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
@@ -151,9 +151,9 @@ class Predictor:
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, in place of the folder's own.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
-            base: Folder or hub id of the model below a checkpoint's adapters; None for that which it names.
-            further: The mesh and options of the method, see `MethodOptions`; parts of the pipeline, the same on all
-                ranks, such as `scheduler=`, or None to leave one out, as `text_encoder_3=None` of SD3.
+            base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
+            further: The mesh and options of the method, see `MethodOptions`; or a part of the pipeline, the same on
+                all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None`.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
