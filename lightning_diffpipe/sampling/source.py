@@ -394,7 +394,8 @@ def _load_others(
 ) -> Any:
     cls = getattr(diffusers, index["_class_name"])
     absent = {name: None for name, part in index.items() if _is_absent(part)}
-    parts = {**parts, **load_networks(str(path), index, parts, _read_part, **options)}
+    taken = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
+    parts = {**parts, **load_networks(str(path), taken, parts, _read_part, **options)}
     try:
         pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
     except Exception as error:

@@ -948,6 +948,12 @@ def stale_part(folder, to, part):
     return copied, name
 
 
+def test_a_part_that_another_class_of_pipeline_does_not_take_is_not_read(saved, tmp_path):
+    path = shutil.copytree(saved("controlnet")[0], tmp_path / "without")
+    shutil.rmtree(path / "controlnet")
+    Predictor.from_pretrained(path, "single", pipeline_class="StableDiffusionPipeline")
+
+
 def test_each_of_several_controlnets_is_looked_at(saved, tmp_path):
     """Where requests are checked, where ranks are compared, and where weights are missing."""
     path, options, _ = saved("several_controlnets")
