@@ -103,7 +103,8 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
         several, num = isinstance(files, list), len(values["prompts"])
-        if several and len(files) != num and not name.startswith("ip_adapter_"):  # of each adapter
+        of_each_part = name.startswith("ip_adapter_") or _has_several_controlnets(values["path"])
+        if several and len(files) != num and not of_each_part:
             raise ConfigurationError(
                 f"images.{name} has {len(files)} files for {num} prompts; give one for each, or one for all"
             )
@@ -112,6 +113,19 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
     if values["output_type"] != "pil":
         options["output_type"] = values["output_type"]
     return options
+
+
+def _has_several_controlnets(path: str) -> bool:
+    """Returns whether the pipeline of a diffusers folder takes a list of pictures, one for each ControlNet."""
+    file = Path(path) / "model_index.json"
+    try:
+        entry = json.loads(file.read_text()).get("controlnet")
+    except (
+        OSError,
+        ValueError,
+    ):  # what is wrong with it, or with a hub id, is said where it is opened
+        return False
+    return isinstance(entry, list) and str(entry[-1]).startswith("Multi")
 
 
 def _opened(name: str, file: Any) -> Any:

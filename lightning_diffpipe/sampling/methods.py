@@ -253,7 +253,8 @@ class Worker:
             if self.options.method == "pipefusion":
                 call.refuse_rows(self.options.synchronous_steps)
         if self._num_patches > 1 and any(
-            name.startswith("callback") for name in call.pipeline.arguments
+            name.startswith("callback") and callable(value)
+            for name, value in call.pipeline.arguments.items()
         ):
             raise ConfigurationError(
                 "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
@@ -309,7 +310,9 @@ class Worker:
 
     @property
     def _num_patches(self) -> int:
-        return (self.options.num_patches or 1) if self.options.method == "pipefusion" else 1
+        if self.options.method != "pipefusion":
+            return 1
+        return self.options.num_patches or self.place.mesh.parallel
 
     def _share(self, call: Call) -> Call:
         start, stop = self.place.share_of(call.num_samples)[self.place.data]

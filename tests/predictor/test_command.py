@@ -432,6 +432,35 @@ def test_pictures_of_files_are_what_the_pipeline_is_given(folder_of, capsys, mon
         assert abs(drawn - np.asarray(picture, int)).max() <= 1
 
 
+def test_each_of_several_controlnets_has_a_picture(folder_of, capsys, monkeypatch, tmp_path):
+    """History: two pictures for one prompt were refused."""
+    monkeypatch.chdir(tmp_path)
+    parts = diffusers.StableDiffusionPipeline.from_pretrained(
+        folder_of("stable_diffusion")
+    ).components
+    controls = [
+        diffusers.ControlNetModel.from_unet(
+            parts["unet"], conditioning_embedding_out_channels=(4, 8)
+        )
+        for _ in "ab"
+    ]
+    diffusers.StableDiffusionControlNetPipeline(
+        **parts, controlnet=controls, requires_safety_checker=False
+    ).save_pretrained("model")
+    for name in "ab":
+        Image.new("RGB", (32, 32), "red").save(f"{name}.png")
+    settings = [
+        "path=model",
+        "prompts=[a]",
+        "output=out",
+        "num_inference_steps=2",
+        "progress=false",
+    ]
+    code, _, err = call(capsys, monkeypatch, "sample", *settings, "images={image: [a.png, b.png]}")
+    assert code in (0, None), err
+    assert Image.open("out/000.png").size == (32, 32)
+
+
 def test_a_video_is_written_as_its_frames_side_by_side():
     frame = Image.new("RGB", (8, 4))
     video, picture = _as_pictures([[frame] * 3, frame])

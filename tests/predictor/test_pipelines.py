@@ -23,6 +23,7 @@ from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import Step, with_own_generators
+from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
 from tests.predictor.scenarios import draw_each, failure_of_each_rank
@@ -31,6 +32,7 @@ from tests.ranks import run_ranks
 from tests.rows import row
 from tests.zoo.case import perturb
 from tests.zoo.pipelines import build as build_any
+from tests.zoo.sample_pipelines import drawn_by_two
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0}
 SIZE = {"height": 32, "width": 32}
@@ -480,6 +482,14 @@ def test_a_callback_changes_latents_and_guidance(folder_of):
         Predictor.from_pretrained(folder_of("pixart"), num_patches=2)(
             prompts_of("any"), **SETTINGS, **options_of("pixart"), callback=callback
         )
+
+
+def test_a_callback_is_refused_where_ranks_decide_the_number_of_patches(folder_of):
+    """History: it was refused for a number that is given only, and else changed latents in the middle of a step."""
+    request = {"prompts": ["a"], **SETTINGS, **options_of("pixart")}
+    request["callback_on_step_end"] = lambda pipeline, index, timestep, kwargs: kwargs
+    with pytest.raises(ConfigurationError, match="under PipeFusion ends for one patch after"):
+        drawn_by_two(folder_of("pixart"), MethodOptions("pipefusion"), [request])
 
 
 def test_a_callback_may_interrupt_the_loop(folder_of):
