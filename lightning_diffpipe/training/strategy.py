@@ -447,12 +447,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             upcoming=[(coming, later(n)) for n, coming in upcoming],
             alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
         )
-        ends_window = self.max_diverged_steps is not None and not self._accumulating
-        self._look_at(result, batch, arguments, number, ends_window)
         if self._for_hooks is not None:
             self._for_hooks.warn()
             self._for_hooks = None
             refuse_copies(trainer, pipeline)
+        ends_window = self.max_diverged_steps is not None and not self._accumulating
+        self._look_at(result, batch, arguments, number, ends_window)
         # What layers wrote themselves does not count.
         pipeline.read_ahead.note(before_update=not self._accumulating)
         self._take_gradients()
