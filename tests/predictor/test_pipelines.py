@@ -486,10 +486,10 @@ def test_a_callback_changes_latents_and_guidance(folder_of):
 
 def test_a_callback_is_refused_where_ranks_decide_the_number_of_patches(folder_of):
     """History: it was refused for a number that is given only, and else changed latents in the middle of a step."""
-    request = {"prompts": ["a"], **SETTINGS, **options_of("pixart")}
+    request = {"prompts": ["a"], **SETTINGS, **options_of("sd3")}
     request["callback_on_step_end"] = lambda pipeline, index, timestep, kwargs: kwargs
     with pytest.raises(ConfigurationError, match="under PipeFusion ends for one patch after"):
-        drawn_by_two(folder_of("pixart"), MethodOptions("pipefusion"), [request])
+        drawn_by_two(folder_of("sd3"), MethodOptions("pipefusion"), [request])
 
 
 def test_a_callback_may_interrupt_the_loop(folder_of):
