@@ -133,7 +133,8 @@ def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Sch
             for microbatch in placement.microbatches_of(stage, rank, size)
         ]
         for i in own:
-            assert isinstance(i, Staged)
+            if not isinstance(i, Staged):
+                continue  # frozen work, which every batch has of its own
             program.append(replace(i, stage=more + i.stage))
             if isinstance(i, (Backward, BackwardInput, BackwardWeight)):
                 calls = reversed(range(i.stage % pass_size, more, pass_size))

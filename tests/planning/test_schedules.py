@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.filling import encode_parts
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
@@ -14,7 +15,7 @@ from lightning_diffpipe.planning.instruction import (
     ForwardNoGrad,
 )
 from lightning_diffpipe.planning.laws import check_laws
-from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES, zero_bubble_v
@@ -147,6 +148,14 @@ def test_stages_before_a_schedule_run_as_passes_that_were_planned(spec):
         base = Placement.of_replicas([1] * S)
         three = Placement(3 * base.stage_ranks, no_grad=frozenset(range(2 * S)))
         assert widened(planned, three) == schedule_of_passes(spec, base, three, M)
+
+
+def test_passes_come_before_a_schedule_without_its_frozen_work():
+    """History: a run with frozen layers ended where a step called its layers more often than planned."""
+    planned = two_passes(2, 2)
+    for pieces in (encode_parts([4, 4], num_ranks=2), ()):
+        planned_with = prefix_frozen(one_f_one_b(2, 2), pieces)
+        assert widened(planned_with, planned.placement) == planned
 
 
 def test_work_of_a_stage_that_its_microbatch_leaves_out_is_refused():
