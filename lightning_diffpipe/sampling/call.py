@@ -247,6 +247,11 @@ class Call:
         if self.rows is None and self.divided != "batch":
             return None
         size = len(self.whole)
+        if self.divided == "batch" and num_rows != 2 * size:
+            raise ConfigurationError(
+                f"guidance=2 divides the two branches of guidance, {2 * size} rows, but in this step the denoiser "
+                f"takes {num_rows}: a callback has turned guidance off, perhaps; leave guidance at 1"
+            )
         copies = [self.index] if self.divided == "batch" else range(num_rows // size)
         here = range(size) if self.rows is None else self.rows
         return [c * size + i for c in copies for i in here]
