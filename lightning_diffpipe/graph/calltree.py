@@ -12,8 +12,7 @@ One run of the step records the tree of module calls and what each costs. From t
 A module expanded in one of its calls is expanded in all of them, so that names are enough to tell what is a layer.
 Calls without parameters are glue, unless they are dear. Modules that differentiate what they call (`side_effects`)
 are not expanded, nor are those that call layers on as many rows as values say, as a mixture of experts does, or
-change buffers themselves: batches differ in these sizes, and stages would keep a copy of the buffers each. One with
-backward hooks is not, either: torch calls them where gradients of its outputs and inputs meet.
+change buffers themselves: batches differ in these sizes, and stages would keep a copy of the buffers each.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ ATOMIC_TYPES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 
 Forward = Callable[..., Any]
 
-_BACKWARD_HOOK = "a backward hook (register_full_backward_hook)"
 _INDEXING = ("index", "_unsafe_index")
 _MASKS = (torch.bool, torch.uint8)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -293,8 +291,6 @@ class CallTree(TorchDispatchMode):
             given = tensors_in((args, kwargs)) if self._sized_by_values else []
             if any(storage_key(tensor) in self._sized_by_values for tensor in given):
                 around.keeps_together = "calls layers on as many rows as values say"
-            if has_backward_hooks(module):
-                node.takes = _BACKWARD_HOOK
             buffers = dict(module._buffers)
             self.stack.append(node)
             try:
@@ -355,11 +351,6 @@ def choose_layers(
     whole = _whole(root, top, max_share * top.cost, expand)
     if torn := whole & {"", *expand}:
         raise GraphError(inside_function(min(torn) or "the step"))
-    if hooked := [n for n in sorted(expand) if has_backward_hooks(root.get_submodule(n))]:
-        raise GraphError(
-            f"{hooked[0]} has {_BACKWARD_HOOK}, but layers inside it are needed one by one, and no stage has all "
-            "its gradients; put the hook on a module inside"
-        )
     owns = {n for n, m in root.named_modules() if any(True for _ in m.parameters())}
     limit, expanded = max_share * top.cost, set(expand)
 

@@ -50,6 +50,7 @@ from lightning_diffpipe.runtime.relay import RelayChannel, RelayView
 from lightning_diffpipe.training.pipeline import Pipeline, ProbedStep, Process
 from lightning_diffpipe.training.plan_source import PipelineOptions
 from lightning_diffpipe.training.refusals import (
+    refuse_backward_hooks,
     refuse_joined_chains,
     refuse_own_generators,
     refuse_shared_weights,
@@ -153,6 +154,7 @@ def _cut_as_planned(
     )
     graph, positions = fold(module, step, small, graph, positions)
     refuse_stateful_glue(graph, plan)
+    refuse_backward_hooks(module, graph, plan)
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
         refuse_own_generators(module, step, small, graph)

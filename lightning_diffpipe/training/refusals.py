@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError
-from lightning_diffpipe.graph.calltree import is_compiled
+from lightning_diffpipe.graph.calltree import has_backward_hooks, is_compiled
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import Attribute, LayerGraph
@@ -475,6 +475,22 @@ def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
             "on_train_batch_end from logged metrics, or in the forward of a module with parameters that "
             "owns it and is not cut"
         )
+
+
+def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePlan) -> None:
+    """Refuses hooks that torch calls where gradients of a module's outputs and inputs meet, on no one stage.
+
+    Raises:
+        ConfigurationError: A layer, or a module around layers, has one, and there are several stages.
+    """
+    for name, part in module.named_modules() if len(plan.stages) > 1 else ():
+        around = any(f"{layer}.".startswith(f"{name}.") for layer in graph.path_names)
+        if name and around and has_backward_hooks(part):
+            raise ConfigurationError(
+                f"{name} has a backward hook (register_full_backward_hook), but gradients of what it takes and "
+                "gives may come from other stages, where it would not be called, or be given None. Put a hook on a "
+                "tensor in its forward instead (h.register_hook), or train with num_stages=1"
+            )
 
 
 def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:

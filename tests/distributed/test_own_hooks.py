@@ -17,31 +17,44 @@ from tests.distributed.scenarios import (
 )
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_in_turn, run_ranks
-from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
 
 class BackwardHook(TinyDiffusion):
-    """Scales the gradient that leaves a block; a stage that had half of it would see that of its own part."""
+    """Halves the gradient that leaves modules of blocks that are on one stage, and so layers."""
+
+    hooked = "norm"
 
     def __init__(self, **options):
         super().__init__(**options)
-        for block in self.blocks:
-            block.register_full_backward_hook(self.halve)
+        for block in (self.blocks[0], self.blocks[-1]):
+            block.get_submodule(self.hooked).register_full_backward_hook(self.halve)
 
     @staticmethod
     def halve(module, inputs, outputs):
         return tuple(None if gradient is None else 0.5 * gradient for gradient in inputs)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", row("zero_bubble")])
-def test_modules_with_backward_hooks_stay_whole(schedule):
-    """History: the hook of a block in two stages acted on one of them, or got None for a gradient."""
+class HookOnBlocks(BackwardHook):
+    hooked = ""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_backward_hooks_inside_of_layers(schedule):
     settings = Settings(module_class=BackwardHook, trainer={"max_steps": 2})
     expected = reference(settings, 2)
     settings.strategy = {"num_stages": 2, "num_microbatches": 2, "schedule": schedule}
     assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
+
+
+def test_backward_hooks_on_layers_are_refused():
+    """History: the hook of a block was not called for gradients of another stage, or got None for one."""
+    settings = Settings(module_class=HookOnBlocks, strategy={"num_stages": 2})
+    with pytest.raises(
+        RankError, match=r"blocks.0 has a backward hook .* Put a hook on a tensor in"
+    ):
+        run_ranks(fit, 2, settings, 2)
 
 
 class KeepsResults(TinyDiffusion):
