@@ -523,16 +523,14 @@ def foreign_writes_named(strategy: Any) -> Iterator[None]:
     except RuntimeError as error:
         if strategy.division is None or "refers to a single memory location" not in str(error):
             raise
-        frames = [
-            (frame, found)
-            for (frame, _), found in zip(
-                traceback.walk_tb(error.__traceback__),
-                traceback.extract_tb(error.__traceback__),
-                strict=True,
-            )
-            if is_users(found.filename)
+        walked = traceback.walk_tb(error.__traceback__)
+        places = traceback.extract_tb(error.__traceback__)
+        users = [
+            (f, at) for (f, _), at in zip(walked, places, strict=True) if is_users(at.filename)
         ]
-        frame, place = frames[-1]
+        if not users:
+            raise
+        frame, place = users[-1]
         named = _tensors_of(place.line or "", {**frame.f_globals, **frame.f_locals})
         is_foreign = any(map(is_placeholder, named))
         if not is_foreign and any(0 in tensor.stride() for tensor in named):

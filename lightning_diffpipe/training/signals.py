@@ -34,11 +34,7 @@ from lightning_diffpipe.errors import LostRankError
 from lightning_diffpipe.training.patching import patched
 
 _log = logging.getLogger(__name__)
-_HOOKS_OF_EPOCHS = (
-    "on_run_start",
-    "on_advance_start",
-    "on_advance_end",
-)  # of Lightning's loop over them
+_OF_EPOCHS = ("on_run_start", "on_advance_start", "on_advance_end")  # of Lightning's loop over them
 GRACE_S = 5.0  # for other processes to say what has ended them, or whom a signal has reached
 
 
@@ -175,7 +171,7 @@ class LockStep:
         # Hooks of these may ask for a stop, of which Lightning takes note before the next batch.
         validating, epochs = loop.val_loop, trainer.fit_loop
         until.enter_context(patched(validating, run=then_agreeing(validating.run)))
-        of_epochs = {n: then_agreeing(getattr(epochs, n)) for n in _HOOKS_OF_EPOCHS}
+        of_epochs = {n: then_agreeing(getattr(epochs, n)) for n in _OF_EPOCHS}
         until.enter_context(patched(epochs, **of_epochs))
 
     def stop_together(self, last: bool = False) -> None:
