@@ -419,6 +419,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
+        if trainer.fit_loop.batch_idx == 0:
+            refuse_copies(trainer, pipeline)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if pipeline.stop_ahead_if_changed() and pipeline.fills:
             self.upcoming = []
@@ -447,10 +449,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             upcoming=[(coming, later(n)) for n, coming in upcoming],
             alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
         )
-        if self._for_hooks is not None:
-            self._for_hooks.warn()
-            self._for_hooks = None
-            refuse_copies(trainer, pipeline)
         ends_window = self.max_diverged_steps is not None and not self._accumulating
         self._look_at(result, batch, arguments, number, ends_window)
         # What layers wrote themselves does not count.
@@ -539,6 +537,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Looks whether training diverges or the step has changed, and logs here what the last stage has logged."""
         assert self.lightning_module is not None
         assert self._metric_sync is not None
+        if self._for_hooks is not None:
+            self._for_hooks.warn()
+            self._for_hooks = None
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
         watch.after_step(result, batch, arguments, number, ends_window)

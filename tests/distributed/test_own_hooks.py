@@ -122,9 +122,11 @@ class Averages(L.Callback):
         module.load_state_dict(self.average)
 
 
-def test_averages_by_hand_are_refused():
+@pytest.mark.parametrize("max_epochs", [1, 10**6])  # which no test could wait for
+def test_averages_by_hand_are_refused(max_epochs):
     """History: the module that came out of training had NaN for weights, without an error."""
-    settings = Settings(trainer={"callbacks": [Averages()]}, strategy={"num_stages": 2})
+    options = {"callbacks": [Averages()], "max_epochs": max_epochs}
+    settings = Settings(trainer=options, strategy={"num_stages": 2})
     with pytest.raises(
         RankError, match=r"Averages.average has a copy of .* lightning_diffpipe.EMA"
     ):
