@@ -98,7 +98,7 @@ class CostModel:
 
     @property
     def num_layers(self) -> int:
-        """Layers of it."""
+        """How many layers the backbone has."""
         return len(self.backbone.layers)
 
     @property

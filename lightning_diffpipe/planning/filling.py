@@ -184,7 +184,7 @@ def encode_parts(
     Args:
         microbatch_sizes: Samples of every microbatch, in order.
         num_ranks: Ranks that share the work.
-        splittable: Whether frozen layers may run for some samples of a microbatch only; else one is a group.
+        splittable: Whether frozen layers may run for some samples of a microbatch only; if not, each is one group.
         group_size: Samples of a group, which stays on one rank; the last of a microbatch may have
             fewer.
         groups: How many groups each rank takes; as even as possible if not given.
@@ -291,7 +291,7 @@ class Filled:
 def frozen_layers(
     encoders: Sequence[EncoderProfile], group_size: int | None = None
 ) -> tuple[FrozenLayer, ...]:
-    """Lists all frozen layers, of which each runs on a group at a time: encoders after those they need."""
+    """Lists all frozen layers, run on `group_size` samples at a time (None: all), encoders by their needs."""
     names = {encoder.name: index for index, encoder in enumerate(encoders)}
     needs = {names[encoder.name]: [names[name] for name in encoder.needs] for encoder in encoders}
     order = TopologicalSorter(needs).static_order()

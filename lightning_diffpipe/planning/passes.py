@@ -102,13 +102,13 @@ def schedule_of_passes(
 def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Schedule:
     """Makes a schedule for a step that calls layers again before what is planned, where their weights lie.
 
-    Passes without gradients become waves of forwards, stage by stage; backwards of stages in them that have
-    gradients follow those of the planned stages. For other passes list scheduling finds the order of all.
+    Passes whose last stage gets no gradient become waves of forwards, stage by stage; backwards of their earlier
+    stages, if there are any, follow those of the planned stages. For other passes list scheduling finds the order.
 
     Args:
         schedule: Of what is planned, compute instructions only.
         placement: Ends with the ranks of its stages.
-        pass_size: Stages of a pass; one that is without gradients has one without, at least.
+        pass_size: Stages of a pass.
 
     Example:
         >>> from lightning_diffpipe.planning.schedules.gpipe import gpipe
@@ -120,7 +120,7 @@ def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Sch
     no_grad = placement.no_grad
     planned = {more + stage for stage in schedule.placement.no_grad}
     passes = (range(first, first + pass_size) for first in range(0, more, pass_size))
-    if no_grad - {*range(more)} != planned or not all(no_grad & {*stages} for stages in passes):
+    if no_grad - {*range(more)} != planned or not all(stages[-1] in no_grad for stages in passes):
         splits = any(isinstance(i, BackwardInput) for program in schedule.programs for i in program)
         most = placement.num_stages - 1
         return Schedule(placement, size, chain_programs(placement, size, most, splits))

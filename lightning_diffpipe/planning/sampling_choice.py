@@ -357,7 +357,7 @@ class _Ways:
         Args:
             ranks: Of a stage; there are no messages if it is one.
             stages: Of the pipeline.
-            turns: Each sends as many messages.
+            turns: Runs of the stage; each sends the messages of all its calls of attention.
             parts: The turns compute one of so many parts of a step.
         """
         profile, peers = self.profile, ranks - 1

@@ -224,6 +224,13 @@ class Search:
             return pipeline_s
         return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
+    def _most_s(self, bounds: Bounds) -> float:
+        """Turns `least_s` round: what a pipeline alone may take at most to be better than the best so far."""
+        if not self.evaluator.fills:
+            return self.best_s
+        left_s = self.best_s - bounds.all_work_s
+        return min(self.best_s / (1 + UNFILLED_SHARE), left_s / UNFILLED_SHARE)
+
     def order(self, shape: Shape) -> tuple[bool, float, int, int]:
         """Returns by what shapes are sorted: long ones serve only where nothing else fits; the shortest do.
 
@@ -289,8 +296,8 @@ class Search:
     def _start(self, bounds: Bounds, bound_s: float, start: Proposal) -> Proposal | None:
         """Returns where to start moving layers, if that may lead to the best, in less time than to simulate it.
 
-        Where cuts that are fast do not fit, that are the fastest that do; no move makes a pipeline take less than
-        `bound_s`.
+        `start` has fast cuts; where they do not fit into memory, the fastest that do are returned. However layers
+        are moved, the pipeline takes `bound_s` at least.
         """
         if not self._is_better(self.least_s(bounds, bound_s)) or self._is_hopeless(bounds, start):
             return None
@@ -298,7 +305,7 @@ class Search:
             return start
         if start.shape.stages_per_rank == 1 and not self.model.is_folded:
             needs = StageNeeds.of(self.model, self.evaluator.frame(start))
-            cuts = needs.fastest(bounds, self.best_s)
+            cuts = needs.fastest(bounds, self._most_s(bounds))
             start = Proposal(start.shape, cuts or ())
             if cuts is None or self._is_hopeless(bounds, start):
                 return None
@@ -313,19 +320,21 @@ class Search:
 
     def _starts(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[float, tuple[Cut, ...]]]:
         """Yields cuts from which layers are moved, two for each share of ranks, with what no cut there beats."""
+        limit_s = self._most_s(bounds)
         if shape.stages_per_rank == 1:
             for replicas in replicas_of(self.options, shape):
-                found = bounds.best_cuts(replicas, self.best_s)
+                found = bounds.best_cuts(replicas, limit_s)
                 if found is not None:
                     yield found
                     # Those meet a bound of each stage alone, with early stages as long as it allows: lopsided.
                     firsts = minimax_cuts(self._work_s(shape), shape.num_stages)
                     ends = (*firsts[1:], self.model.num_layers)
                     yield found[0], tuple(zip(firsts, ends, replicas, strict=True))
-        elif (least_s := bounds.frozen_s + bounds.work_s) < self.best_s:
+        elif (least_s := bounds.frozen_s + bounds.work_s) < limit_s:
             work_s = self._work_s(shape)
             slacks = (0.0, *(uneven - 1 for uneven in UNEVEN if shape.spec.opposite))
             starts = [self.even_cuts(work_s, shape, slack) for slack in slacks]
+            starts.append(self.even_cuts(self.resident_bytes(shape), shape))
             if shape.spec.nested and self.model.backbone.skips:
                 least, crossing = max(work_s), self.model.nested_bytes
                 limits = [max(uneven * sum(work_s) / shape.num_ranks, least) for uneven in UNEVEN]

@@ -64,7 +64,7 @@ class TickCosts:
         feedback: Time on the link from the last stage back to the first.
         reduce: Gradient reduction at the end.
         exchange: Exchange of frozen results.
-        holds_sender: As in `PipelineCosts`, and so are the methods.
+        holds_sender: See `PipelineCosts`, whose methods these are, too.
     """
 
     forward: PerStage = 1

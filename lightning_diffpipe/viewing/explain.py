@@ -272,8 +272,9 @@ def _tries(
     for spec in SCHEDULES.values():
         if spec.advice:
             what = f"{spec.advice} (schedule={spec.name})"
-            number = {"num_stages": "auto"} if spec.place else {}
-            yield _Try(what, {**free, **number, "schedule": spec.name}, profile)
+            cut_anew = {**free, "num_stages": "auto"} if spec.place else free
+            base = cut_anew if spec.place or spec.splits_backward else same
+            yield _Try(what, {**base, "schedule": spec.name}, profile)
     finer, name = _with_largest_layer_split(plan, profile)
     yield _Try(f"splitting layer {name} in two", free, finer)
     yield _Try(BEST, {**any_shape, "schedule": "auto"}, profile)

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
@@ -148,6 +148,22 @@ def test_stages_before_a_schedule_run_as_passes_that_were_planned(spec):
         base = Placement.of_replicas([1] * S)
         three = Placement(3 * base.stage_ranks, no_grad=frozenset(range(2 * S)))
         assert widened(planned, three) == schedule_of_passes(spec, base, three, M)
+
+
+@pytest.mark.parametrize("spec", [s for s in SCHEDULES.values() if s.flushes and not s.opposite])
+def test_passes_of_which_any_stages_have_gradients_end(spec):
+    """History: interleaved ranks waited for each other where the last stage of the first pass had a gradient."""
+    for ranks, passes in product((2, 3), (2, 3)):
+        base = spec.place(2 * ranks, ranks) if spec.place else Placement.of_replicas([1] * ranks)
+        size = base.num_stages
+        for number in range(1, size + 1):
+            for without in combinations(range(size), number):
+                earlier = product(range(0, (passes - 1) * size, size), without)
+                no_grad = frozenset(first + stage for first, stage in earlier)
+                placement = replace(base, stage_ranks=passes * base.stage_ranks, no_grad=no_grad)
+                schedule = lower(schedule_of_passes(spec, base, placement, ranks))
+                check_laws(schedule)
+                simulate(schedule)
 
 
 def test_passes_come_before_a_schedule_without_its_frozen_work():

@@ -323,6 +323,22 @@ def test_a_pass_that_some_microbatches_take_is_planned_by_its_share():
         replace(half, backbones=(*half.backbones, replace(half.backbones[0], name="other")))
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "auto"])
+@pytest.mark.parametrize("num_without", [1, 2])
+def test_a_pass_whose_last_layers_have_gradients_is_planned(num_without, schedule):
+    """History: a bare assertion, as ranks with several stages waited for each other's gradients."""
+    (backbone,) = equal_profile(8).backbones
+    layers = (
+        *(replace(layer, gradient=False) for layer in backbone.layers[:num_without]),
+        *backbone.layers[num_without:],
+    )
+    twice = replace(backbone, layers=layers, passes=((0, 4), (4, 8)))
+    profile = replace(equal_profile(8), backbones=(twice,))
+    stages = "auto" if schedule == "auto" else 4
+    options = PlanOptions(8, stages, 4, data_parallel=1, schedule=schedule)
+    assert find_plan(profile, Cluster(2), options).num_passes == 2
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("seed", seeds(20, 6))
 def test_passes_are_cut_alike_where_that_is_fastest(seed, schedule):
@@ -653,6 +669,7 @@ def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
 @pytest.mark.slow
 def test_two_hundred_layers_on_64_ranks_are_planned_in_two_seconds():
     assert num_calls(200, 64, 512) < 10e6
+    assert num_calls(200, 64, 512, filling="auto") < 16e6
 
 
 @pytest.mark.parametrize("seed", seeds(20, 10))

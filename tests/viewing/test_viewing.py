@@ -187,6 +187,20 @@ def test_what_would_help_is_found_without_a_flush_too(schedule):
     assert not any(words.startswith("2 microbatches") for words in advice)
 
 
+def test_another_order_is_promised_with_the_stages_of_the_plan():
+    """History: what it gave with other cuts was promised of `schedule=1f1b_deep` alone."""
+    backbone = equal_profile(8).backbones[0]
+    first = replace(backbone.layers[0], forward_s=Seconds.per_sample(8.0))
+    uneven = replace(backbone, layers=(first, *backbone.layers[1:]))
+    profile = replace(equal_profile(8), backbones=(uneven,))
+    cluster = Cluster(2, p2p=Link(1e-3), all_reduce=Link(1e-3))
+    options = PlanOptions(16, 2, 4, 1, 1, partition="uniform")
+    plan = find_plan(profile, cluster, options)
+    changes = {c.description: c.iteration_s for c in explain(plan, profile, cluster).changes}
+    alone = find_plan(profile, cluster, replace(options, schedule="1f1b_deep"))
+    assert changes["another order (schedule=1f1b_deep)"] == alone.planned.iteration_s
+
+
 def test_no_advice_is_to_have_none_of_something():
     """History: "0 microbatches" and "0 stages" were told as what would help."""
     profile = equal_profile(8)
