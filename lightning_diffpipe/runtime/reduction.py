@@ -45,22 +45,25 @@ HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 """By parameter, hooks on its gradient and those that follow its accumulation, by number."""
 
 
-class _Aside(OrderedDict[int, Callable[..., Any]]):
-    """In the place of hooks that are set aside: hands on what is put or removed meanwhile, and is empty for torch.
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class _Forwarding(OrderedDict[int, Callable[..., Any]]):
+    """Is empty for torch, and forwards what is registered or removed to the hooks that it replaces for a while.
 
     Args:
-        hooks: Those set aside, which keep this alive, as what `register_hook` returned does not.
+        hooks: Those replaced. They refer to this, as the handles that `register_hook` returns do so weakly.
     """
 
     def __init__(self, hooks: Any) -> None:
         super().__init__()
         self.hooks = hooks
-        hooks.aside = self
+        hooks.forwarding = self
 
     @classmethod
-    def of(cls, hooks: Any) -> _Aside:
-        """Returns the one of these hooks, to which handles of some of them refer."""
-        return hooks.aside if hasattr(hooks, "aside") else cls(hooks)
+    def of(cls, hooks: Any) -> _Forwarding:
+        """Returns the one for these hooks; handles of hooks that were registered inside refer to it."""
+        return hooks.forwarding if hasattr(hooks, "forwarding") else cls(hooks)
 
     def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
         self.hooks[number] = hook
@@ -79,24 +82,17 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks. A hook may put another one, which is called from the next batch on.
     """
-    hooks = {
-        p: (p._backward_hooks or {}, p._post_accumulate_grad_hooks or {})
-        for p in parameters
-        if p._backward_hooks or p._post_accumulate_grad_hooks
-    }
-    for parameter, (of_gradient, after) in hooks.items():
-        if of_gradient:
-            parameter._backward_hooks = _Aside.of(of_gradient)
-        if after:  # with None in their place torch would still call them
-            parameter._post_accumulate_grad_hooks = _Aside.of(after)
+    replaced = [
+        (p, kind, held) for p in parameters for kind in _KINDS if (held := getattr(p, kind))
+    ]
+    hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
+    for parameter, kind, held in replaced:  # with None in their place torch would still call some
+        setattr(parameter, kind, _Forwarding.of(held))
     try:
         yield hooks
     finally:
-        for parameter, (of_gradient, after) in hooks.items():
-            if of_gradient:
-                parameter._backward_hooks = of_gradient
-            if after:
-                parameter._post_accumulate_grad_hooks = after
+        for parameter, kind, held in replaced:
+            setattr(parameter, kind, held)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import inspect
 import itertools
 import logging
 import traceback
@@ -218,7 +219,8 @@ def refuse_copies(trainer: Any, pipeline: Any) -> None:
 
 def _nan_copies(held: Any, names: Collection[str]) -> list[str]:
     found = {n: held[n] for n in names if n in held} if isinstance(held, dict) else {}
-    return sorted(n for n, v in found.items() if isinstance(v, Tensor) and bool(v.isnan().all()))
+    copies = ((n, v) for n, v in found.items() if isinstance(v, Tensor) and not is_placeholder(v))
+    return sorted(n for n, v in copies if v.numel() and bool(v.isnan().all()))
 
 
 _AFTER_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -229,22 +231,30 @@ def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
     """Warns of hooks in whose code norms of gradients are taken: each rank has those of its own stages."""
     for owner in (module, *trainer.callbacks):
         for hook, names in _hooks_of(type(owner)):
-            if hook in _AFTER_GRADIENTS and any(wanted <= names for wanted in _OF_GRADIENTS):
+            looks = (
+                any(wanted <= names for wanted in _OF_GRADIENTS) and "gradient_norm" not in names
+            )
+            if hook in _AFTER_GRADIENTS and looks:
                 rank_zero_warn(
-                    f"{type(owner).__name__}.{hook} looks at norms of gradients, and a rank has those of its own "
-                    "stage only: what it logs is that of one stage. self.trainer.strategy.gradient_norm(), on all "
-                    "ranks, gives the norm over all stages"
+                    f"{type(owner).__name__}.{hook} seems to take norms of gradients, and a rank has those of its "
+                    "own stage only: what it logs is that of one stage. self.trainer.strategy.gradient_norm(), on "
+                    "all ranks, gives the norm over all stages"
                 )
 
 
 def _hooks_of(kind: type) -> Iterator[tuple[str, set[str]]]:
-    """Yields the hooks that a class of the user's defines, with names of attributes and globals in their code."""
+    """Yields the hooks that a class of the user's runs, with names of attributes and globals in their code."""
+    overridden: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("lightning", "lightning_diffpipe", "torch"):
             continue
         for hook, function in vars(base).items():
             if hook.startswith("on_") and isinstance(function, types.FunctionType):
-                yield hook, _names_in(function.__code__)
+                names = _names_in(function.__code__)
+                if hook not in overridden:
+                    yield hook, names
+                if "super" not in names:
+                    overridden.add(hook)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -267,8 +277,8 @@ class ResultsForHooks:
         self.losses.append(loss.detach())      in the step, once for each microbatch, on the last stage only
         torch.stack(self.losses).mean()        in on_train_epoch_end, on all ranks
 
-    Neither is an error where it is written. So after the first batch, attributes that the step has changed are
-    looked for among the names in the code of hooks, and named.
+    Neither is an error where it is written. So after the first step, attributes that it has changed are looked for
+    among the names in the code of hooks, and named.
 
     Args:
         module: The root, before its first batch.
@@ -283,19 +293,21 @@ class ResultsForHooks:
             for owner in (*callbacks, module)
             for hook, names in _hooks_of(type(owner))
             for name in names
-            if owner is module or not hasattr(owner, name)  # it may be a callback's own
+            if owner is module or inspect.getattr_static(owner, name, None) is None  # else its own
         }
         self._left = sorted(name for owner, name in left if not owner and name in self._read)
-        self._sizes = self._sizes_now()
 
-    def warn(self) -> None:
-        """Looks after the first batch what is there now; in a list of losses on the last stage only."""
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Runs the first step inside, and warns of what it leaves; in a list of losses on the last stage only."""
+        before = self._sizes_now()
+        yield
         held = vars(self._module)
         for name in self._left:
             if name not in held or type(held[name]) not in _EQUAL_ON_ALL_RANKS:
                 self._say(name, "sets")
         for name, size in self._sizes_now().items():
-            if self._sizes.get(name, size) != size:
+            if before.get(name, size) != size:
                 self._say(name, "puts something into")
 
     def _say(self, name: str, how: str) -> None:
@@ -531,7 +543,9 @@ def foreign_writes_named(strategy: Any) -> Iterator[None]:
         if not users:
             raise
         frame, place = users[-1]
-        named = _tensors_of(place.line or "", {**frame.f_globals, **frame.f_locals})
+        named: list[Tensor] = []
+        with contextlib.suppress(Exception):  # of the user's own properties, too
+            named = _tensors_of(place.line or "", {**frame.f_globals, **frame.f_locals})
         is_foreign = any(map(is_placeholder, named))
         if not is_foreign and any(0 in tensor.stride() for tensor in named):
             raise  # an expanded tensor of the user's own
@@ -551,11 +565,8 @@ def _tensors_of(line: str, values: Mapping[str, Any]) -> list[Tensor]:
             return getattr(value_of(node.value), node.attr, None)
         return values.get(node.id) if isinstance(node, ast.Name) else None
 
-    found: list[Tensor] = []
-    with contextlib.suppress(SyntaxError):
-        nodes = [n for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Name | ast.Attribute)]
-        found += [value for value in map(value_of, nodes) if isinstance(value, Tensor)]
-    return found
+    nodes = [n for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Name | ast.Attribute)]
+    return [value for value in map(value_of, nodes) if isinstance(value, Tensor)]
 
 
 def refuse_unrunnable(schedule: Schedule, pieces: Cut) -> None:

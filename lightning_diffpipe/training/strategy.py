@@ -419,7 +419,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
-        if trainer.fit_loop.batch_idx == 0:
+        if (
+            trainer.fit_loop.batch_idx < 2
+        ):  # hooks before the first batch, or after it, may have made some
             refuse_copies(trainer, pipeline)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if pipeline.stop_ahead_if_changed() and pipeline.fills:
@@ -440,15 +442,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.watch.before_step(batch, arguments)
         upcoming, self.upcoming = self.upcoming, []
         later = lambda n: (arguments[0] + n, *arguments[1:]) if arguments else ()
-        result = pipeline.engine.run_step(
-            batch,
-            number,
-            accumulate,
-            reduce_gradients=not self._accumulating,
-            arguments=arguments,
-            upcoming=[(coming, later(n)) for n, coming in upcoming],
-            alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
-        )
+        with self._results_named():
+            result = pipeline.engine.run_step(
+                batch,
+                number,
+                accumulate,
+                reduce_gradients=not self._accumulating,
+                arguments=arguments,
+                upcoming=[(coming, later(n)) for n, coming in upcoming],
+                alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
+            )
         ends_window = self.max_diverged_steps is not None and not self._accumulating
         self._look_at(result, batch, arguments, number, ends_window)
         # What layers wrote themselves does not count.
@@ -482,7 +485,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._under_way.append((batch, arguments))
         alarm = pipeline.watch.has_diverged(self.max_diverged_steps)
         self._restore_gradients()
-        self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
+        with self._results_named():
+            self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
         self._take_gradients()
         is_last_step = 0 < trainer.max_steps <= trainer.global_step + 1
         if loop.batch_progress.is_last_batch or is_last_step:
@@ -491,6 +495,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.read_ahead.note(before_update=True)
         loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
         return loss.to(pipeline.loss_dtype).requires_grad_()
+
+    def _results_named(self) -> contextlib.AbstractContextManager[None]:
+        """Names, of the first step, what it leaves for hooks."""
+        results, self._for_hooks = self._for_hooks, None
+        return contextlib.nullcontext() if results is None else results.named()
 
     def _log_finished(self) -> list[StepResult]:
         """Logs the results of batches that have come back, and looks whether training diverges."""
@@ -537,9 +546,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Looks whether training diverges or the step has changed, and logs here what the last stage has logged."""
         assert self.lightning_module is not None
         assert self._metric_sync is not None
-        if self._for_hooks is not None:
-            self._for_hooks.warn()
-            self._for_hooks = None
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
         watch.after_step(result, batch, arguments, number, ends_window)

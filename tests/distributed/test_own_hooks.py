@@ -1,6 +1,7 @@
 """What hooks of a user's own read, keep and decide on ranks of which each has a part of the model."""
 
 import logging
+import warnings
 
 import lightning as L
 import pytest
@@ -58,17 +59,20 @@ def test_backward_hooks_on_layers_are_refused():
 
 
 class KeepsResults(TinyDiffusion):
-    """As Lightning's own guide to version 2 has it, and an average beside."""
+    """As Lightning's own guide to version 2 has it, and an average beside; batches are counted in a hook."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.losses, self.average = [], 0.0
+        self.losses, self.average, self.batches = [], 0.0, []
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.losses.append(loss.detach())
         self.average = 0.9 * self.average + 0.1 * loss.detach()
         return loss
+
+    def on_train_batch_start(self, *args):
+        self.batches.append(len(self.batches))
 
     def on_train_batch_end(self, *args):
         self.shown = float(self.average)
@@ -97,21 +101,65 @@ def test_results_that_a_step_keeps_for_hooks_are_named():
     first, last = run_ranks(said, 2, KeepsResults)
     for text in (first, last):
         assert "sets self.average, and KeepsResults.on_train_batch_end reads it." in text
+        assert "self.batches" not in text
     assert "puts something into self.losses, and KeepsResults.on_train_epoch_end reads it" in last
 
 
 def test_norms_of_gradients_in_hooks_are_named():
     """History: each rank logged that of its own stage, without a word."""
     first, _ = run_ranks(said, 2, LooksAtGradients)
-    assert "LooksAtGradients.on_before_optimizer_step looks at norms of gradients" in first
+    assert "LooksAtGradients.on_before_optimizer_step seems to take norms of gradients" in first
+
+
+class AsTheGuideSays(TinyDiffusion):
+    """Overrides a hook, holds its weights by name, and has a property that is not there before training."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.by_name = {**dict(self.named_parameters()), "encoder": torch.empty(0)}
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norm = self.trainer.strategy.gradient_norm()
+
+
+class Summary(L.Callback):
+    num_batches = 0
+
+    @property
+    def share(self):
+        return 1 / self.num_batches
+
+    def on_train_batch_end(self, *args):
+        self.num_batches += 1
+
+    def on_train_epoch_end(self, *args):
+        self.last = self.share
+
+
+def test_what_hooks_may_read_is_trained_without_a_word():
+    """History: properties were run, weights by name were called copies, and the cure was warned of."""
+    options = {"max_steps": 3, "callbacks": [Summary()]}
+    settings = Settings(module_class=AsTheGuideSays, trainer=options)
+    expected = reference(Settings(trainer={"max_steps": 3}), 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    outcomes = run_ranks(fit_in_silence, 2, settings)
+    assert_equal_runs(outcomes, expected)
+
+
+def fit_in_silence(rank, settings):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*norms of gradients")
+        return fit(rank, settings, 2)
 
 
 class Averages(L.Callback):
-    """Averages weights by the epoch, as scripts do by hand, for the end."""
+    """Averages weights in a hook, as scripts do by hand, for the end."""
 
-    average = None
+    def __init__(self, hook):
+        self.average = None
+        setattr(self, hook, self.add)
 
-    def on_train_epoch_end(self, trainer, module):
+    def add(self, trainer, module, *args):
         state = module.state_dict()
         self.average = {
             n: (v + (self.average or state)[n]) / 2 if v.is_floating_point() else v
@@ -122,11 +170,22 @@ class Averages(L.Callback):
         module.load_state_dict(self.average)
 
 
-@pytest.mark.parametrize("max_epochs", [1, 10**6])  # which no test could wait for
-def test_averages_by_hand_are_refused(max_epochs):
+@pytest.mark.parametrize(
+    ("hook", "max_epochs", "size"),
+    [
+        ("on_train_epoch_end", 1, 24),
+        (
+            "on_train_epoch_end",
+            10**6,
+            24,
+        ),  # for whose end, as for that of the next, no test could wait
+        ("on_train_batch_end", 1, 10**5),
+    ],
+)
+def test_averages_by_hand_are_refused(hook, max_epochs, size):
     """History: the module that came out of training had NaN for weights, without an error."""
-    options = {"callbacks": [Averages()], "max_epochs": max_epochs}
-    settings = Settings(trainer=options, strategy={"num_stages": 2})
+    options = {"callbacks": [Averages(hook)], "max_epochs": max_epochs}
+    settings = Settings(data={"size": size}, trainer=options, strategy={"num_stages": 2})
     with pytest.raises(
         RankError, match=r"Averages.average has a copy of .* lightning_diffpipe.EMA"
     ):

@@ -115,6 +115,22 @@ def test_hooks_that_a_hook_puts_or_removes(register):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_after_one_that_removes_itself_are_called(register):
+    """History: where no hook was left, what had stood in their place stayed there for good."""
+    weight, seen = nn.Parameter(torch.zeros(2)), []
+    once = getattr(weight, register)(lambda _: once.remove())
+    with hooks_off([weight]) as hooks:
+        weight.sum().backward()
+        call_hooks(weight, hooks)
+    getattr(weight, register)(lambda _: seen.append("later"))
+    with hooks_off([weight]) as hooks:
+        weight.sum().backward()
+        call_hooks(weight, hooks)
+    weight.sum().backward()
+    assert seen == ["later", "later"]
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_layer_that_all_holders_leave_out_gets_no_gradient(parts, monkeypatch, more):
     """History: it got zeros, by which Adam's moments and weight decay moved it, in forms without the layer."""
