@@ -35,7 +35,8 @@ from lightning_diffpipe.sampling.loop import (
     attention_processors,
     latents_name,
     predicted_zeros,
-    with_own_generators,
+    restored,
+    snapshot,
 )
 from lightning_diffpipe.sampling.record import Answer, Controlled, LoopEnds, Record, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
@@ -205,7 +206,7 @@ class Call:
             timesteps=self.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
-            step_kwargs=with_own_generators(self.step_arguments, self.whole.device),
+            step_kwargs=restored(self.step_arguments, self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, begun),
             stepped=stepped,
@@ -586,7 +587,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
             found.whole, found.scheduler = sample, copy.deepcopy(scheduler)
             found.scheduler.__class__ = type(scheduler).__mro__[1]
             found.by_place = attention_processors(call.parts) != processors
-            found.step_arguments = with_own_generators(dict(list(arguments.items())[4:]))
+            found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
             found.step_arguments.pop("return_dict", None)
             if sample.ndim > 3 and not prediction.isnan().any():
                 found.channels = sample.shape[1]

@@ -151,7 +151,7 @@ class PipelineCall:
                 own[name] = self._method(shell, name, record, turns)
         own["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
-        arguments = with_own_generators(self.arguments)  # every run draws the same
+        arguments = restored(snapshot(self.arguments))  # every run draws the same
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # as if it had run once
@@ -197,7 +197,9 @@ class PipelineCall:
         return {
             "pipeline": shell,
             "method": self.method,
-            "arguments": moved({n: v for n, v in self.arguments.items() if not callable(v)}, "cpu"),
+            "arguments": snapshot(
+                moved({n: v for n, v in self.arguments.items() if not callable(v)}, "cpu")
+            ),
             "parts": {"scheduler": self.parts["scheduler"]},
             "names": self.names,
             "absent": self.absent,
@@ -210,7 +212,7 @@ class PipelineCall:
     ) -> PipelineCall:
         """Returns the same on another rank, with its parts, and with functions, which do not travel."""
         assert self.record is not None
-        arguments = moved(with_own_generators(self.arguments, device), device)
+        arguments = moved(restored(self.arguments, device), device)
         twin = copy.copy(self.pipeline)
         if isinstance(twin, nn.Module):
             vars(twin)["_device"] = device
@@ -332,19 +334,37 @@ def attention_processors(parts: Mapping[str, Any]) -> list[tuple[nn.Module, Any]
     return [(layer, layer.processor) for layer in layers]
 
 
-def with_own_generators(
-    arguments: Mapping[str, Any], device: torch.device | None = None
-) -> dict[str, Any]:
-    """Copies the generators among arguments, of which samples may share one; to `device` if it is of their type."""
+def snapshot(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with the states of their generators in place of these; samples may share one."""
+    known: dict[int, _Generator] = {}
+
+    def taken(generator: torch.Generator) -> _Generator:
+        state = _Generator(generator.get_state(), str(generator.device))
+        return known.setdefault(id(generator), state)
+
+    return pytree.tree_map_only(torch.Generator, taken, dict(arguments))
+
+
+def restored(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Returns arguments with generators of their own, in the states that were taken; of `device` if of its type."""
     known: dict[int, torch.Generator] = {}
 
-    def own(given: torch.Generator) -> torch.Generator:
-        if id(given) not in known:
-            where = device if device and device.type == given.device.type else given.device
-            known[id(given)] = torch.Generator(where).set_state(given.get_state())
-        return known[id(given)]
+    def made(taken: _Generator) -> torch.Generator:
+        if id(taken) not in known:
+            own = torch.device(taken.device)
+            generator = torch.Generator(device if device and device.type == own.type else own)
+            known[id(taken)] = generator.set_state(taken.state)
+        return known[id(taken)]
 
-    return pytree.tree_map_only(torch.Generator, own, dict(arguments))
+    return pytree.tree_map_only(_Generator, made, dict(arguments))
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """A random number generator on its way to another process, or to another run."""
+
+    state: Tensor
+    device: str
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -333,13 +333,15 @@ class DiffusersFolder:
             )
             for number, lora in enumerate(self._loras)
         }
-        variant, more = self._options["variant"], []
+        variant, more, configs = self._options["variant"], [], dict[str, str]()
         if _class_of_each(self._index[name][1]) is not None:
             more = _folders_of(self._path, name)[1:]
         for folder in more:
-            weights = Identity.of_folder(folder, variant, {}).weights
-            added |= {f"{folder.name}: {tensor}": digest for tensor, digest in weights.items()}
-        return Identity.of_folder(self._path / name, variant, added)
+            other = Identity.of_folder(folder, variant, {})
+            configs |= {f"{folder.name}: {key}": text for key, text in other.config.items()}
+            added |= {f"{folder.name}: {tensor}": text for tensor, text in other.weights.items()}
+        first = Identity.of_folder(self._path / name, variant, added)
+        return replace(first, config={**first.config, **configs})
 
 
 def _model_index(

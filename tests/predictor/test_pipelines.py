@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import json
 import shutil
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -22,7 +24,7 @@ from lightning_diffpipe.model_sources import check_request, open_source
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
-from lightning_diffpipe.sampling.loop import Step, with_own_generators
+from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
@@ -703,22 +705,14 @@ def test_a_scheduler_whose_numbers_are_on_the_device_counts_along():
 
 def test_a_generator_of_a_gpu_is_that_of_the_own_one_on_other_ranks(monkeypatch):
     """History: rank 1 drew with a generator of rank 0's GPU for tensors of its own, which torch refuses."""
-
-    class Generator:
-        def __init__(self, device):
-            self.device = torch.device(device)
-
-        def get_state(self):
-            return self
-
-        def set_state(self, state):
-            return self
-
-    monkeypatch.setattr(torch, "Generator", Generator)
-    given = {"generator": [Generator("cuda:0"), Generator("cpu")]}
-    for device, expected in ((torch.device("cuda:1"), "cuda:1"), (None, "cuda:0")):
-        own = with_own_generators(given, device)["generator"]
-        assert [str(each.device) for each in own] == [expected, "cpu"]
+    made = []
+    monkeypatch.setattr(
+        torch, "Generator", lambda device: made.append(str(device)) or mock.MagicMock()
+    )
+    taken = {"generator": [_Generator(torch.empty(0), "cuda:0"), _Generator(torch.empty(0), "cpu")]}
+    restored(taken, torch.device("cuda:1"))
+    restored(taken)
+    assert made == ["cuda:1", "cpu", "cuda:0", "cpu"]
 
 
 def test_no_loop_is_left_behind(folder_of):
@@ -971,6 +965,20 @@ def test_a_part_that_another_class_of_pipeline_does_not_take_is_not_read(saved, 
     path = shutil.copytree(saved("controlnet")[0], tmp_path / "without")
     shutil.rmtree(path / "controlnet")
     Predictor.from_pretrained(path, "single", pipeline_class="StableDiffusionPipeline")
+
+
+def test_configs_of_all_controlnets_are_compared(saved, tmp_path):
+    """History: ranks drew with other configs than rank 0 where these were not those of the first."""
+    path, _, _ = saved("several_controlnets")
+    digests = set()
+    for order in ("rgb", "bgr"):
+        folder = shutil.copytree(path, tmp_path / order)
+        config = folder / "controlnet_1" / "config.json"
+        read = json.loads(config.read_text())
+        config.write_text(json.dumps(read | {"controlnet_conditioning_channel_order": order}))
+        source = open_source(folder, False, torch.device("cpu"), torch.float32)
+        digests.add(source.identity("controlnet").digest)
+    assert len(digests) == 2
 
 
 def test_each_of_several_controlnets_is_looked_at(saved, tmp_path):

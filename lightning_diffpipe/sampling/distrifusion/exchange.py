@@ -194,9 +194,12 @@ class _Input:
 
     def is_in(self, x: Tensor) -> bool:
         """Returns whether a tensor is this one, or a view of all of it, and has not been written to since."""
+        # A tensor and its views share a version; another one over the same memory, as `x.data` is, has its own.
+        owners = [y if y._base is None else y._base for y in (x, self.tensor)]
         same_place = (x.data_ptr(), x.stride()) == (self.tensor.data_ptr(), self.tensor.stride())
         same_form = (x.shape, x.dtype) == (self.tensor.shape, self.tensor.dtype)
-        return same_place and same_form and x._version == self.version
+        same_owner = owners[0] is owners[1]
+        return same_owner and same_place and same_form and x._version == self.version
 
 
 class Constants:
@@ -238,5 +241,6 @@ class Constants:
             given = next(known, None) or _Input(x.clone(), x, x._version)
             self._inputs = [*(other for other in self._inputs if other is not given), given]
         out = compute()
-        self._stored[name] = given, out, out._version
+        if not out.is_inference():
+            self._stored[name] = given, out, out._version
         return out

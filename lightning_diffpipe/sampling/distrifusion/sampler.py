@@ -53,7 +53,7 @@ from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, 
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
 from lightning_diffpipe.sampling.distrifusion.exchange import Exchange
 from lightning_diffpipe.sampling.distrifusion.moments import GroupNormRule
-from lightning_diffpipe.sampling.loop import with_own_generators
+from lightning_diffpipe.sampling.loop import restored, snapshot
 from lightning_diffpipe.sampling.rehearsal import (
     error_beside,
     failing,
@@ -438,8 +438,8 @@ def emulate(
     network = LoopbackNetwork(num_bands, device, link, timeout_s)
     given = dict(request.step_kwargs) | ({} if default is None else {"generator": default})
 
-    # A thread draws as if it were a process.
-    requests = [replace(request, step_kwargs=with_own_generators(given)) for _ in range(num_bands)]
+    taken = snapshot(given)  # a thread draws as if it were a process
+    requests = [replace(request, step_kwargs=restored(taken)) for _ in range(num_bands)]
 
     def band(links: Links) -> tuple[Tensor, DistriFusion]:
         sampler = DistriFusion(request.model, links, **options)

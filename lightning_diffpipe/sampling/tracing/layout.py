@@ -97,7 +97,7 @@ class Selection:
         elif self._run is not None:
             x.narrow(axis, *self._run).copy_(values)
         else:
-            x.index_copy_(axis, self._index_on(x.device), values)
+            x.index_copy_(axis, self._index_on(x.device), values.to(x.dtype))
 
     def _index_on(self, device: torch.device) -> Tensor:
         """Returns the index on a device; copied there once, as the host waits for a copy."""

@@ -282,10 +282,33 @@ def test_what_is_given_again_is_known_again(change, comparisons, num_calls):
     assert (first.num_calls, second.num_calls, comparisons) == (1, num_calls, 0)
 
 
-def test_texts_without_a_version_are_computed():
+@pytest.mark.parametrize("alias", [lambda x: x.data, lambda x: torch.from_numpy(x.numpy())])
+def test_texts_written_to_under_another_version_are_noticed(alias):
+    """History: other tensors over the same memory were taken for the one that had been copied."""
+    layer, constants, text = Counting(), Constants(frozenset({"0"})), torch.ones(1, 5, 4)
+    for value in (1.0, 2.0, 3.0):
+        text.fill_(value)
+        found = constants.get("0", alias(text), partial(layer, alias(text)))
+        assert torch.equal(found, F.linear(text, layer.weight))
+
+
+def test_a_result_that_was_written_to_is_no_longer_the_same_input():
+    first, second, text = Counting(), Counting(), torch.randn(1, 5, 4)
+    second.weight, constants = torch.randn(2, 3), Constants(frozenset({"0", "1"}))
+    for step in range(3):
+        hidden = constants.get("0", text, partial(first, text)).add_(step)
+        found = constants.get("1", hidden, partial(second, hidden))
+        wanted = F.linear(F.linear(text, first.weight) + step, second.weight)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_texts_without_a_version_are_computed(made_before):
     """In `torch.inference_mode` nothing tells whether a tensor has been written to."""
+    text = torch.ones(1, 5, 4)
     with torch.inference_mode():
-        layer, constants, text = Counting(), Constants(frozenset({"0"})), torch.ones(1, 5, 4)
+        text = text if made_before else text.clone()
+        layer, constants = Counting(), Constants(frozenset({"0"}))
         for step in range(3):
             text += step
             found = constants.get("0", text, partial(layer, text))

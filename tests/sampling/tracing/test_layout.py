@@ -309,3 +309,12 @@ def test_positions_are_copied_to_a_device_once():
     assert first.is_meta
     assert some._index_on(there.device) is first
     assert torch.equal(some.take(torch.arange(6), 0), torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize("index", [[0, 1], [0, 2], []])
+def test_rows_of_another_type_are_put_wherever_they_lie(index):
+    """History: rows that do not follow each other were refused by torch."""
+    x = torch.zeros(4, 2, dtype=torch.bfloat16)
+    Selection(4, torch.tensor(index, dtype=torch.long)).put(x, 0, torch.ones(len(index), 2))
+    assert x.sum() == 2 * len(index)
+    assert x[index].all()
