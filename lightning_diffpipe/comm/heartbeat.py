@@ -368,7 +368,8 @@ def _end_in_spite_of_gloo() -> None:
     """Ends this process some seconds after the last exit handler of Python: gloo's groups wait for what is left.
 
     They do so in a destructor, up to half an hour, where a peer is silent; only a thread in C goes on then. Others'
-    handlers may upload for long. Threads of Python go on meanwhile, and one of them puts off that end.
+    handlers may upload for long. Threads of Python go on meanwhile, and one of them puts off that end; a handler
+    that stops all of these for as long is cut short.
     """
     ends, nothing = threading.Event(), open(os.devnull, "w")  # noqa: PTH123, SIM115
     put_off = functools.partial(faulthandler.dump_traceback_later, _EXIT_S, exit=True, file=nothing)
@@ -383,8 +384,11 @@ def _end_in_spite_of_gloo() -> None:
         put_off()  # the thread may not get its turn any more
         ends.set()
 
-    threading.Thread(target=put_off_while_python_runs, name="diffpipe-exit", daemon=True).start()
     atexit.register(end)
+    with contextlib.suppress(RuntimeError):  # Python ends already
+        threading.Thread(
+            target=put_off_while_python_runs, name="diffpipe-exit", daemon=True
+        ).start()
 
 
 def _close(board: _Board, thread: threading.Thread) -> None:

@@ -655,7 +655,7 @@ def _connected(names: Sequence[str], port: int, within_s: float) -> socket.socke
         look_up = partial(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
         try:
             addresses = in_thread(look_up, "diffpipe-look-up").result(share_s)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of names that are none
             errors[name] = f"{name}: {str(error) or 'its name server does not answer'}"
             continue
         new = [each for each in addresses if each[-1] not in errors]

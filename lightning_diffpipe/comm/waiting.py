@@ -78,7 +78,7 @@ def in_thread(function: Callable[[], _Result], name: str) -> Future[_Result]:
 
 
 def _settle(future: Future[Any], functions: list[Callable[[], Any]]) -> None:
-    """Calls the only function of a list, to which nothing refers any more once it is over: it may hold buffers."""
+    """Calls the only function of a list, to which nothing refers once it has returned: it may hold buffers."""
     try:
         result = functions.pop()()
     except BaseException as error:

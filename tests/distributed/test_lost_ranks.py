@@ -302,9 +302,13 @@ def joined(monkeypatch):
     store.set("diffpipe/liveness/1", json.dumps([29123, "secret", 1, "rank0.example"]))
 
     def join(**addresses):
-        monkeypatch.setattr(
-            socket, "getaddrinfo", lambda name, *_, **__: addresses[name.partition(".")[0]]
-        )
+        def look_up(name, *_, **__):
+            found = addresses[name.partition(".")[0]]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
         watching.connect(1, 2, 1.0, store)
         return watching._lines
 
@@ -318,6 +322,13 @@ def test_all_addresses_of_rank_0_have_their_share_of_the_time_to_connect(joined,
         assert not joined(meeting=[first, second], rank0=[second])
     assert "cannot reach rank 0 at port 29123 of meeting.example or rank0.example" in caplog.text
     assert "(127.0.0.2: timed out; 127.0.0.3: timed out)" in caplog.text
+
+
+def test_a_name_that_is_none_is_said_with_the_addresses(joined, caplog):
+    """History: Python's words for a label of 64 characters ended training."""
+    with that_never_answers("127.0.0.2") as first:
+        assert not joined(meeting=[first], rank0=UnicodeError("label too long"))
+    assert "(127.0.0.2: timed out; rank0.example: label too long)" in caplog.text
 
 
 def test_rank_0_is_reached_at_its_own_name_where_the_meeting_place_leads_elsewhere(joined):

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_diffpipe.clock import Clock, CudaClock
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.planning.filling import encode_parts, num_groups_of
 from lightning_diffpipe.planning.instruction import (
@@ -572,14 +571,3 @@ def test_a_changed_batch_on_the_host_is_refused_at_once():
     ahead = ahead_of([torch.ones(4, 3)])
     with pytest.raises(ConfigurationError, match=r"batch 0 is not the one .* 12 of 12 compared"):
         ahead.take(torch.zeros(4, 3), 0)
-
-
-def test_a_call_in_a_thread_hands_over_its_error():
-    def fail():
-        raise TimeoutError("nothing came")
-
-    assert in_thread(lambda: 3, "test").result() == 3
-    pending = in_thread(fail, "test")
-    with pytest.raises(TimeoutError, match="nothing came"):
-        pending.result()
-    assert pending.done()
