@@ -53,7 +53,7 @@ from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import Encode, Instruction
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.stage import Message, MicrobatchWork
+from lightning_diffpipe.runtime.stage import MicrobatchWork, TensorMessage
 
 FillingMode = Literal["opportunistic", "planned"]
 
@@ -88,7 +88,7 @@ class FrozenWork:
 
     def __post_init__(self) -> None:
         self._results: dict[int, dict[TensorKey, Tensor]] = {}
-        self._arriving: list[tuple[EncodePart, int, Message, Tensor]] = []
+        self._arriving: list[tuple[EncodePart, int, TensorMessage, Tensor]] = []
         self._exchange: PendingWork | None = None
 
     @property
@@ -179,10 +179,10 @@ class FrozenWork:
     def _keys(self, part: EncodePart, stage: int) -> tuple[TensorKey, ...]:
         return self.works[part.microbatch].partitioned.cut.stages[stage].frozen_received
 
-    def _message(self, part: EncodePart, stage: int) -> Message:
+    def _message(self, part: EncodePart, stage: int) -> TensorMessage:
         graph, keys = self.works[part.microbatch].partitioned.graph, self._keys(part, stage)
         specs = [graph.spec(key).of_samples(part.num_samples) for key in keys]
-        return Message(keys, MessageLayout.of(specs))
+        return TensorMessage(keys, MessageLayout.of(specs))
 
     def _rows(self, part: EncodePart, stage: int) -> dict[TensorKey, Tensor]:
         """Returns this part's own rows of its results."""

@@ -39,7 +39,7 @@ from lightning_diffpipe.comm.transport import MessageKey, Parcel, PendingWork, T
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.step import LoggedMetric
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.runtime.stage import Message, MicrobatchWork, StageRunner
+from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, TensorMessage
 
 Entries = dict[str, dict[str, Any]]
 """Options of `self.log` calls by name."""
@@ -284,7 +284,7 @@ class ChainEnds:
         firsts = placement.first_stages
         self._last_stages = tuple(placement.backbone_of(first)[-1] for first in firsts)
         self._reporter = placement.rank_of(self._last_stages[-1], 0)
-        self._arriving: list[tuple[MicrobatchWork, int, Message, Tensor]] = []
+        self._arriving: list[tuple[MicrobatchWork, int, TensorMessage, Tensor]] = []
 
     def gather(self, works: Sequence[MicrobatchWork], transport: Transport) -> PendingWork | None:
         """Begins to send this rank's ends, or to receive those of others; `None` if there is one chain."""
@@ -295,7 +295,7 @@ class ChainEnds:
                 continue
             for work in works:
                 key, cut_step = MessageKey("end", stage, work.index), work.partitioned
-                message = Message.of(cut_step.graph, cut_step.cut.stages[stage].sent)
+                message = TensorMessage.of(cut_step.graph, cut_step.cut.stages[stage].sent)
                 if self.local_rank == rank:
                     # Nothing of a chain that this form of the step leaves out.
                     buffer = message.pack(work.ends.pop(stage, {}), self.runner.device)

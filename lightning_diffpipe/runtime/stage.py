@@ -37,7 +37,7 @@ from lightning_diffpipe.planning.schedule import Placement
 
 
 @dataclass(frozen=True)
-class Message:
+class TensorMessage:
     """Tensors that travel together, and where they lie in the buffer that is sent.
 
     Attributes:
@@ -49,7 +49,7 @@ class Message:
     layout: MessageLayout
 
     @classmethod
-    def of(cls, graph: LayerGraph, keys: tuple[TensorKey, ...]) -> Message:
+    def of(cls, graph: LayerGraph, keys: tuple[TensorKey, ...]) -> TensorMessage:
         """Returns the message of outputs of a graph's layers."""
         return cls(keys, MessageLayout.of([*map(graph.spec, keys)]))
 
@@ -95,7 +95,7 @@ class PartitionedStep:
                 view.remember(memo)
 
     @cached_property
-    def messages(self) -> dict[str, tuple[Message, ...]]:
+    def messages(self) -> dict[str, tuple[TensorMessage, ...]]:
         """By kind, for each stage, the message into it.
 
         An `"activation"` is what it receives from the stage before, a `"gradient"` that of what it sent to the
@@ -106,7 +106,7 @@ class PartitionedStep:
             "activation": [stage.message for stage in stages],
             "gradient": [*(stage.message_gradients for stage in stages[1:]), ()],
         }
-        message = partial(Message.of, self.graph)
+        message = partial(TensorMessage.of, self.graph)
         return {kind: tuple(map(message, each)) for kind, each in carried.items()}
 
 
