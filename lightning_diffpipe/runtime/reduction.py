@@ -49,7 +49,7 @@ _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _Forwarding(OrderedDict[int, Callable[..., Any]]):
-    """Is empty for torch, and forwards what is registered or removed to the hooks that it replaces for a while.
+    """A mapping that is empty for torch, and forwards what is registered or removed to the hooks that it replaces.
 
     Args:
         hooks: Those replaced. They refer to this, as the handles that `register_hook` returns do so weakly.
