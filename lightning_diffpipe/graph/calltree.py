@@ -37,6 +37,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.placement import DEVICE_OF
 from lightning_diffpipe.graph.side_effects import (
+    is_of,
     is_users,
     num_transforms_around,
     stays_whole,
@@ -156,8 +157,8 @@ def _refuse_collective(func: Any) -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     frames = traceback.extract_stack()
-    own = "/lightning_diffpipe/"  # the strategy, which Lightning asks to gather
-    users = lambda path: is_users(path) and own not in path.replace("\\", "/")
+    # The strategy is not the user's either, which Lightning asks to gather.
+    users = lambda path: is_users(path) and not is_of(path, "lightning_diffpipe")
     last = max((i for i, frame in enumerate(frames) if users(frame.filename)), default=0)
     called = (frame.name for frame in frames[last + 1 :] if frame.name != "wrapper")
     name = next(called, func._opname.strip("_"))
@@ -324,6 +325,12 @@ def callable_modules(root: nn.Module) -> list[str]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Returns whether something waits for the gradients of a module's inputs or outputs."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_global_backward_hooks() -> bool:
+    """Returns whether something waits for the gradients of inputs or outputs of all modules that there are."""
+    hooks = nn.modules.module
+    return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import re
@@ -27,6 +28,7 @@ from lightning_diffpipe.graph.calltree import (
     callable_modules,
     choose_layers,
     has_backward_hooks,
+    has_global_backward_hooks,
     uncalled_owners,
 )
 from lightning_diffpipe.graph.layer import (
@@ -179,7 +181,6 @@ class StepProbe:
         layers, fake = set(layers), self.fake_mode is not None
         tracer = Tracer(self.module, self.original, layers, containers, known, fake)
         out, returned, tail = self._followed(tracer)
-        self._refuse_new_hooks()
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
         seeded = known.seeded if known else _give_seeds(tracer.records)
@@ -213,6 +214,7 @@ class StepProbe:
             left=tracer.attributes.left(),
             counters=tracer.attributes.counters() if fake else {},
             changes_gradients=tracer.provenance.changes_gradients
+            or has_global_backward_hooks()
             or any(map(has_backward_hooks, self.module.modules())),
             batch_writes=frozenset(tracer.provenance.batch_writes),
         )
@@ -220,18 +222,21 @@ class StepProbe:
     def _refuse_new_hooks(self) -> None:
         """Refuses a step that puts hooks on modules, which would come on top of those of the runs before.
 
-        Models of transformers put some once and for all, and keep a private note of it, which stays.
+        Models of transformers put some once and for all, and make a private note of it, which stays. One that was
+        there before, as False say, is put back after runs.
 
         Raises:
             GraphError: It does.
         """
-        hooks, notes = _hooks_and_notes(self.module)
-        more = sorted(hooks - self._hooked[0])
-        if more and notes == self._hooked[1]:
+        (hooks_before, notes_before), (hooks, notes) = self._hooked, _hooks_and_notes(self.module)
+        self._hooked = hooks, notes
+        more = sorted(hooks - hooks_before)
+        noted = [note for note, is_true in notes.items() if is_true and note not in notes_before]
+        if more and not noted:
             raise GraphError(
-                f"the step puts a forward hook on {more[0][0]}, and leaves it there. It runs several times before "
-                "training, and later for every microbatch; put hooks in __init__ or in setup, once, or remove them "
-                "where the step ends"
+                f"the step puts a hook on {more[0][0] or 'the module'}, and leaves it there. It runs several times "
+                "before training, after which attributes are what they were, and later for every microbatch; put "
+                "hooks in __init__ or in setup, once, or remove them where the step ends"
             )
 
     def _followed(self, tracer: Tracer) -> tuple[Any, set[Any], set[Any]]:
@@ -266,7 +271,9 @@ class StepProbe:
         for held, numbers in self._counted:
             held.update(numbers)
         with torch.enable_grad(), self.fake_mode or contextlib.nullcontext():
-            return around(lambda: self.step(self.module, batch))
+            out = around(lambda: self.step(self.module, batch))
+        self._refuse_new_hooks()
+        return out
 
     def _call_tree(self) -> CallTree:
         tree, names = CallTree(self.module), self._callable()
@@ -417,12 +424,15 @@ class StepProbe:
         return dataclasses.replace(graph, layers=tuple(layers))
 
 
-def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], set[tuple[str, str]]]:
-    """Returns forward hooks of modules by owner and number, and private attributes that are True."""
-    hooks, notes = set(), set()
+def _hooks_and_notes(root: nn.Module) -> tuple[set[tuple[str, int]], dict[tuple[str, str], bool]]:
+    """Returns hooks of modules by owner and number, and private attributes with whether they are True."""
+    hooks: set[tuple[str, int]] = set()
+    notes: dict[tuple[str, str], bool] = {}
     for name, module in root.named_modules():
-        hooks |= {(name, key) for key in (*module._forward_hooks, *module._forward_pre_hooks)}
-        notes |= {(name, key) for key, v in vars(module).items() if key[0] == "_" and v is True}
+        on_outputs = module._forward_hooks, module._forward_pre_hooks
+        on_gradients = module._backward_hooks, module._backward_pre_hooks
+        hooks |= {(name, key) for key in itertools.chain(*on_outputs, *on_gradients)}
+        notes |= {(name, key): v is True for key, v in vars(module).items() if key[0] == "_"}
     return hooks, notes
 
 

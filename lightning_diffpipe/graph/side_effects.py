@@ -23,6 +23,7 @@ runs make up for it, and what nothing can make up for is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import itertools
@@ -34,6 +35,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Attribute
 from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES
 
 _TRANSFORMS = {"Vmap": "torch.vmap", "Grad": "torch.func.grad or vjp", "Jvp": "torch.func.jvp"}
-_OWN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_diffpipe/graph/")
+_OWN = ("torch", "lightning", "lightning_utilities", "lightning_diffpipe.graph")
 _INSIDE = "inside the forward of one small module, which then becomes one layer"
 
 
@@ -122,10 +124,17 @@ def stays_whole(name: str, doing: str) -> str:
     )
 
 
+@functools.cache
+def is_of(path: str, *packages: str) -> bool:
+    """Returns whether a file that runs lies in a package, wherever that is; folders of users may have its name."""
+    loaded = [sys.modules[package] for package in packages if package in sys.modules]
+    folders = [folder for package in loaded for folder in package.__path__]
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
 def is_users(path: str) -> bool:
     """Returns whether code of a file is the user's, or of a model: not of torch, Lightning or a probe."""
-    path = path.replace("\\", "/")
-    return not any(own in path for own in _OWN)
+    return not is_of(path, *_OWN)
 
 
 def caller(into: str = "") -> str:
@@ -238,15 +247,22 @@ def generators_preserved(root: nn.Module) -> Iterator[None]:
 
 def _restorer(generator: Any) -> Callable[[], Any]:
     """Returns what puts a generator back to where it is now."""
+    state, put_back = _state_and_setter(generator)
+    return partial(put_back, state)
+
+
+def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the state of a generator, and what gives it another."""
     if isinstance(generator, SobolEngine):
-        number = generator.num_generated
-        return lambda: generator.reset().fast_forward(number) if number else generator.reset()
+        engine = generator
+        go_to = lambda number: engine.reset().fast_forward(number) if number else engine.reset()
+        return engine.num_generated, go_to
     if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
+        return generator.getstate(), generator.setstate
     bits = getattr(generator, "bit_generator", None)
     if bits is not None:
-        return partial(setattr, bits, "state", bits.state)
-    return partial(generator.set_state, generator.get_state())
+        return bits.state, partial(setattr, bits, "state")
+    return generator.get_state(), generator.set_state
 
 
 def _of_files(root: nn.Module, wanted: Callable[[Any], bool]) -> dict[str, Any]:
@@ -287,9 +303,8 @@ def _is_host(value: Any) -> bool:
 
 
 def _state_of(generator: Any) -> bytes:
-    return pickle.dumps(
-        generator.num_generated if isinstance(generator, SobolEngine) else generator
-    )
+    # Not the generator, of which a class of the user's own may not be picklable.
+    return pickle.dumps(_state_and_setter(generator)[0])
 
 
 _MISSING = object()

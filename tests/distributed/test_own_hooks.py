@@ -210,7 +210,7 @@ class HookInHook(TinyDiffusion):
 def test_a_hook_that_a_step_puts_on_a_module_is_refused():
     """History: it was put on a copy that is looked at before training, and lost."""
     settings = Settings(module_class=HookInHook, strategy={"num_stages": 2})
-    with pytest.raises(RankError, match=r"the step puts a forward hook on blocks.1, and leaves it"):
+    with pytest.raises(RankError, match=r"the step puts a hook on blocks.1, and leaves it"):
         run_ranks(fit, 2, settings, 2)
 
 
