@@ -447,23 +447,58 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
+_MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
+_MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
 
 
-def _containers(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Yields a container, and those inside of it."""
-    if depth and type(value) in _CONTAINERS:
-        yield value
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _containers(inner, depth - 1)
+def _containers(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+    """Yields containers among values, and those inside of them."""
+    for value in values:
+        if type(value) in _CONTAINERS:
+            yield value
+            if depth > 1 and len(value) <= _MOST_ENTRIES:
+                inside = value.values() if isinstance(value, dict) else value
+                yield from _containers(inside, depth - 1)
+
+
+def _may_be_written(value: Any) -> bool:
+    """Returns whether an attribute is a small tensor of which code may keep a state in place."""
+    return (
+        type(value) is Tensor
+        and not (value.requires_grad or value.is_meta)
+        and value.layout is torch.strided
+        and 0 not in value.stride()  # torch refuses to write into expanded ones
+        and value.nbytes <= _MOST_BYTES
+    )
+
+
+@contextlib.contextmanager
+def _tensors_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores small tensors that are plain attributes of modules, however they are written in place."""
+    tensors = [value for m in modules for value in vars(m).values() if _may_be_written(value)]
+    values = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.requires_grad and not tensor._is_view():
+                tensor.detach_()  # the graph of what was added to it
+            # Memory of the host may be read-only; for a GPU to compare it would have to be waited for.
+            if tensor.device.type != "cpu" or not torch.equal(tensor, value):
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.copy_(value)
 
 
 @contextlib.contextmanager
 def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Restores what a real run changes: buffers, metrics, counters and lists, training flags, random numbers.
 
+    Tensors that are plain attributes are restored, too. Those above 1 MiB, which may be tables, are not copied, so
+    that what is written into them stays. So do changes of containers inside of one with more than 1000 entries.
+
     Args:
-        root: The module whose step is run; its lists are restored in any case.
+        root: The module whose step is run; its lists and tensors are restored in any case.
         modules: What the run may change otherwise; all modules if not given.
     """
     modules = list(root.modules() if modules is None else modules)
@@ -480,11 +515,9 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
     containers = [
         (value, value.copy())
         for module in {root, *modules}
-        for key, held in vars(module).items()
-        if key not in _OF_EVERY_MODULE
-        for value in _containers(held)
+        for value in _containers(v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE)
     ]
-    with rng.preserved(host=True):
+    with rng.preserved(host=True), _tensors_restored({root, *modules}):
         try:
             yield
         finally:

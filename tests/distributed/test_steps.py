@@ -296,8 +296,10 @@ class CountsCalls(TinyDiffusion):
     def __init__(self):
         super().__init__()
         self.calls, self.seen, self.stats, self._last = 0, [], {"losses": deque()}, torch.zeros(())
+        self.started = torch.zeros(())
 
     def training_step(self, batch, batch_idx):
+        self.started += 1
         loss = super().training_step(batch, batch_idx)
         self.calls += 1
         self.seen.append(loss.item())
@@ -309,12 +311,13 @@ class CountsCalls(TinyDiffusion):
         assert self.calls == len(self.seen) == 0, "runs before training were counted"
         assert not self.stats["losses"], "runs before training are in what a dict holds"
         assert not self._last
+        assert not self.started, "runs before training are in what is written in place"
 
 
 def test_runs_before_training_do_not_count():
     module = CountsCalls()
     fit_alone(module, profile="measure", num_microbatches=1, num_stages=1, verify=True)
-    assert module.calls == len(module.seen) == 2
+    assert module.calls == len(module.seen) == module.started == 2
 
 
 def test_rows_of_the_guide_name_tests_that_exist():
