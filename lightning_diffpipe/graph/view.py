@@ -170,11 +170,11 @@ class View:
 
     @cached_property
     def restored(self) -> Attributes:
-        """All that glue sets, which a run puts back."""
+        """Attributes that a run puts back: all that the code between layers sets."""
         return Attributes(self.root, self.graph.toggled | self.graph.left)
 
     def walked(self, run: StubbedRun, call: Callable[[], Any], seed: int) -> None:
-        """Lets a run answer the step from a seed; what it draws and sets is put back."""
+        """Lets a run answer the step from a seed; random numbers and the attributes in `restored` are put back."""
         host = self.graph.host_random
         with rng.preserved(host), self.restored.preserved(), self.interception.running(run):
             rng.seed_all(seed, host)
@@ -398,12 +398,15 @@ class StageView(View):
 
     @cached_property
     def restored(self) -> Attributes:
-        """What the step would have put back itself, and counters."""
+        """Attributes that a run puts back: flags that the step itself resets, and counters.
+
+        What the step leaves set remains.
+        """
         return Attributes(self.root, self.graph.toggled | self.graph.counters.keys())
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:
-        """Parameters that get gradients here."""
+        """The parameters that get gradients here."""
         names = self.cut.parameters & self.graph.trained
         return [p for name, p in self.root.named_parameters() if name in names]
 

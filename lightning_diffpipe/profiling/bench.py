@@ -275,7 +275,7 @@ class Subject:
 
     @property
     def probed(self) -> Any:
-        """As many samples as were probed."""
+        """The part of the batch with as many samples as the probe saw."""
         return self.samples(self.graph.num_samples)
 
     def samples(self, count: int | None) -> Any:
