@@ -317,9 +317,11 @@ def train(config: DictConfig) -> Any:
     )
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
     module = module_of(config)
-    if config.save_lora is not None:
-        with raised_by_all():
-            module.lora_weights(config.save_lora_names)  # what cannot be written is refused now
+    with raised_by_all():  # what cannot be written is refused now
+        if config.save_lora is not None:
+            module.lora_weights(config.save_lora_names)
+        if config.save_to is not None and hasattr(module, "refuse_folder"):
+            module.refuse_folder(config.save_to)
     data = _data_for(module, config)
     with _runs_ended(trainer):
         path = config.ckpt_path

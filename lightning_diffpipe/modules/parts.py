@@ -33,6 +33,7 @@ import diffusers
 import huggingface_hub
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ from lightning_diffpipe.modules.adapters import (
     settings_of,
     write_lora,
 )
-from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel
+from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import refuse_adapted
@@ -244,12 +245,46 @@ class PartsModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Looks which weights are as they were read, so that checkpoints need not have them."""
-        self._left_out = {} if self._base is None else self._base.left_out(self.parts)
+        self._left_out = {}
+        # Lightning's averages have all weights, and are loaded as a whole.
+        if self._base is not None and not any(
+            isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks
+        ):
+            self._left_out = self._base.left_out(self.parts)
+
+    def _absent(self) -> dict[str, frozenset[str]]:
+        """Returns, by part, names of weights to leave out; none of a part that has begun to be trained since."""
+        return {
+            name: names
+            for name, names in self._left_out.items()
+            if names <= dict(frozen_weights(self.parts.get(name))).keys()
+        }
 
     def without_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the entries of a state dict that a checkpoint needs; others are in the model below adapters."""
-        left = {f"{part}.{name}" for part, names in self._left_out.items() for name in names}
+        left = {f"{part}.{name}" for part, names in self._absent().items() for name in names}
         return {name: value for name, value in state.items() if name not in left}
+
+    def leave_to_base(self, checkpoint: dict[str, Any]) -> None:
+        """Takes weights out of a checkpoint that are in the model below adapters, and notes where that is.
+
+        `on_save_checkpoint` does so, and `DiffPipeStrategy`, which leaves them out in any case: also for a subclass
+        whose `on_save_checkpoint` does not call this one.
+        """
+        absent = self._absent()
+        if self._base is not None and absent:
+            digests = {name: self._base.digests[name] for name in absent}
+            checkpoint[BASE_KEY] = BaseModel(self._base.path, digests).record()
+            checkpoint["state_dict"] = self.without_base(checkpoint["state_dict"])
+
+    def refuse_folder(self, path: str | Path) -> None:
+        """Refuses a folder for `save_pretrained`, before training.
+
+        Raises:
+            ConfigurationError: Checkpoints leave weights to it.
+        """
+        if self._base is not None:
+            self._base.refuse_folder(path)
 
     def _note_base(self, path: str | Path, names: Collection[str]) -> None:
         """Notes from where parts of these names have been read, to which checkpoints of adapters leave them."""
@@ -376,7 +411,11 @@ class PartsModule(L.LightningModule):
         Args:
             path: Folder to write into; parts of other modules in it are kept.
             dtype: Type of the stored weights; `None` keeps the present one.
+
+        Raises:
+            ConfigurationError: Checkpoints of adapters leave weights to that folder.
         """
+        self.refuse_folder(path)
         if not is_first_process():
             return
         folder = Path(path)
@@ -446,11 +485,7 @@ class PartsModule(L.LightningModule):
 
         Weights below adapters that are as they were read from a folder are left out, and the folder is noted.
         """
-        # Lightning's averages of weights are loaded as a whole.
-        if self._base is not None and self._left_out and "current_model_state" not in checkpoint:
-            digests = {name: self._base.digests[name] for name in self._left_out}
-            checkpoint[BASE_KEY] = BaseModel(self._base.path, digests).record()
-            checkpoint["state_dict"] = self.without_base(checkpoint["state_dict"])
+        self.leave_to_base(checkpoint)
         checkpoint[_FILES_KEY] = {
             name: {
                 "class": _index_entry(part),
@@ -461,7 +496,6 @@ class PartsModule(L.LightningModule):
         }
         checkpoint[_INDEX_KEY] = self.pipeline_index
 
-    @raised_by_all()
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Compares the adapters of the checkpoint with those of the module, and completes its weights.
 
@@ -470,11 +504,12 @@ class PartsModule(L.LightningModule):
                 model.
         """
         weights = checkpoint.get("state_dict", {})
-        for name, stored in checkpoint.get(_FILES_KEY, {}).items():
-            if self.strict_loading and weights and name in self.parts and "adapters" in stored:
-                prefix = f"{name}."
-                names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
-                refuse_others(name, self.parts[name], stored["adapters"], names)
+        with raised_by_all():
+            for name, stored in checkpoint.get(_FILES_KEY, {}).items():
+                if self.strict_loading and weights and name in self.parts and "adapters" in stored:
+                    prefix = f"{name}."
+                    names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
+                    refuse_others(name, self.parts[name], stored["adapters"], names)
         base = BaseModel.recorded(checkpoint)
         if weights and base.digests:
             remedy = "open the module from that model, and train from the checkpoint again"
@@ -485,8 +520,9 @@ class PartsModule(L.LightningModule):
     ) -> dict[str, Tensor]:
         """Returns the weights of a checkpoint with those that it leaves to its base, from which the parts are."""
         found = dict(weights)
-        for name in base.digests.keys() & self.parts.keys():
-            own, prefix = self.parts[name].state_dict(), f"{name}."
+        parts = self.parts
+        for name in [name for name in base.digests if name in parts]:
+            own, prefix = parts[name].state_dict(), f"{name}."
             stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
             whole = base.completed(name, own, stored, remedy)
             found |= {prefix + key: value for key, value in whole.items()}
@@ -511,6 +547,7 @@ class PartsModule(L.LightningModule):
         Raises:
             CheckpointError: The file is no checkpoint of such a module, or the model below its adapters is not
                 there, or another one.
+            ConfigurationError: There is a `base`, and the checkpoint needs none.
         """
         checkpoint = read_checkpoint(path, cls.__name__)
         below = BaseModel.recorded(checkpoint, base)
@@ -531,7 +568,8 @@ class PartsModule(L.LightningModule):
         below = BaseModel(below.path, {n: d for n, d in below.digests.items() if n in parts})
         kept = module._completed(kept, below, f"give that model: {_BASE_REMEDY}")
         module.load_state_dict(kept, strict=not replaced)
-        module._base = below if below.digests else None
+        stores_all = module._lora is not None and module._lora.store_all
+        module._base = below if below.digests and not stores_all else None
         return module
 
 
@@ -597,6 +635,7 @@ def checkpoint_part_weights(
 
     Raises:
         CheckpointError: The checkpoint leaves weights to that model, which is not there or another one.
+        ConfigurationError: There is a `base`, and the checkpoint needs none.
     """
     prefix, stored = f"{name}.", checkpoint[_FILES_KEY][name]
     weights = checkpoint_weights(checkpoint, ema).items()

@@ -169,6 +169,10 @@ class CheckpointHooks(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Writes a checkpoint, on rank 0."""
+        # It says where the weights are that `_needed` has left out, whatever hooks a subclass of the module has.
+        leave_to_base = getattr(self.lightning_module, "leave_to_base", None)
+        if leave_to_base is not None:
+            leave_to_base(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.last_saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
 

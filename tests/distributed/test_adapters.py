@@ -1,8 +1,8 @@
-"""Training of adapters goes on from a checkpoint on another number of stages."""
+"""Training of adapters goes on from a checkpoint, also on another number of stages."""
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
@@ -13,9 +13,26 @@ from tests.ranks import run_in_turn, run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def train(rank, world_size, model, folder, epochs, resumed, store_all):
+class Own(PipelineDiffusion):
+    """Has a hook that does not call the one it replaces."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["own"] = True
+
+
+def train(
+    rank,
+    world_size,
+    model,
+    folder,
+    epochs,
+    resumed,
+    store_all,
+    cls=PipelineDiffusion,
+    averages=False,
+):
     """Trains adapters of a tiny Flux on two batches in each epoch; saves after each."""
-    module = PipelineDiffusion.from_pretrained(
+    module = cls.from_pretrained(
         model,
         lora=Lora(rank=2, store_all=store_all),
         call={"max_sequence_length": 8},
@@ -26,12 +43,13 @@ def train(rank, world_size, model, folder, epochs, resumed, store_all):
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, 4, 3, 32, 32, generator=generator, dtype=torch.float64)
     batches = [{"image": each, "caption": ["a", "cat", "b 1", "x"]} for each in images]
+    own = [EMAWeightAveraging(decay=0.5)] if averages else []
     trainer = quiet_trainer(
         devices=world_size,
         strategy=quick_strategy(num_stages=world_size, num_microbatches=2),
         max_epochs=epochs,
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), *own],
     )
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resumed)
     return {n: p.detach() for n, p in module.named_parameters() if ".lora_" in n}
@@ -60,3 +78,19 @@ def test_they_go_on_from_a_checkpoint_on_other_stages(store_all, tmp_path):
     ]
     assert kept[0] == kept[1]
     assert any(n.endswith(".weight") for n in kept[0]) == store_all
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_they_go_on_with_averages_of_lightning_and_a_hook_of_ones_own(averages, tmp_path):
+    """History: the strategy left weights out that averages have, and that only another hook says where they are."""
+    model, folder = tmp_path / "model", tmp_path / "one"
+    tiny.build("flux", tmp_path / "parts").save_pretrained(model)
+    straight = run_ranks(train, 1, 1, model, folder, 2, None, False, Own, averages)[0]
+    saved = torch.load(folder / "epoch=0.ckpt")
+    assert saved["own"]
+    assert ("diffpipe_base" in saved) != averages
+    assert any(n.startswith("vae.") for n in saved["state_dict"]) == averages
+    start = folder / "epoch=0.ckpt"
+    resumed = run_ranks(train, 1, 1, model, tmp_path, 2, start, False, Own, averages)[0]
+    for name, value in straight.items():
+        torch.testing.assert_close(resumed[name], value, rtol=0, atol=1e-10)

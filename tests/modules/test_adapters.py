@@ -7,6 +7,7 @@ import warnings
 from importlib.resources import files
 
 import diffusers
+import lightning as L
 import peft
 import pytest
 import safetensors.torch
@@ -17,7 +18,7 @@ from torch import nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, Lora, PipelineDiffusion, adapters
-from lightning_diffpipe.modules.base_model import digest_of
+from lightning_diffpipe.modules.base_model import BaseModel, digest_of
 from lightning_diffpipe.sampling.skeleton import load_weights
 from tests.command import call
 from tests.modules.tiny_parts import fit
@@ -135,7 +136,7 @@ def test_adapters_of_a_class_outside_of_diffusers_are_written(adapted, tmp_path)
 def trained(make_model, batch, tmp_path):
     """Trains adapters of a model in a folder, and returns the module and what the checkpoint holds."""
 
-    def train(path=tmp_path / "a.ckpt", change=None, **options):
+    def train(path=tmp_path / "a.ckpt", change=None, callbacks=(), **options):
         if not (tmp_path / "model").exists():
             make_model("unet").save_pretrained(tmp_path / "model")
         lora = Lora(rank=2, **options)
@@ -148,7 +149,7 @@ def trained(make_model, batch, tmp_path):
                     parameter.normal_(std=0.3)
             if change is not None:
                 change(module)
-        fit(module, batch, tmp_path).save_checkpoint(path)
+        fit(module, batch, tmp_path, callbacks=[*callbacks]).save_checkpoint(path)
         return module, torch.load(path)
 
     return train
@@ -199,7 +200,7 @@ def test_a_predictor_reads_the_model_below_adapters(trained, tmp_path):
 
 
 def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
-    module, checkpoint = trained()
+    _, checkpoint = trained()
     other = make_model("unet")
     with torch.no_grad():
         other.unet.conv_in.weight.add_(0.01)
@@ -213,10 +214,74 @@ def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
     )
     with pytest.raises(
         CheckpointError, match=r"the unet here has other weights .*; open the module"
-    ):
+    ) as raised:
         now.on_load_checkpoint(checkpoint)
-    # Precision makes no other model.
-    module.to(torch.bfloat16).on_load_checkpoint(torch.load(tmp_path / "a.ckpt"))
+    # History: it was left to rank 0 to say, whose host may have the right folder.
+    assert not raised.value.is_of_all_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_precision_makes_no_other_model(dtype, trained, tmp_path):
+    """History: values that float16 rounds first are others in bfloat16, so that such runs were refused."""
+    module, _ = trained()
+    left_out = module._base.left_out(module.parts)
+    module.to(dtype).on_load_checkpoint(torch.load(tmp_path / "a.ckpt"))
+    assert left_out.keys() == {"unet", "vae", "text_encoder"}
+    assert module._base.left_out(module.parts) == left_out
+
+
+def test_the_order_of_parts_is_that_in_the_file():
+    """History: it was that of hashes, so that ranks said different errors, and files differed."""
+    parts = {name: nn.Linear(1, 1).requires_grad_(False) for name in "jbgcahdief"}
+    base = BaseModel.of("nowhere", parts)
+    assert list(base.left_out(parts)) == list("jbgcahdief")
+
+
+class Unfreezes(L.Callback):
+    """Trains the autoencoder from the second batch on."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            module.vae.quant_conv.requires_grad_(True)
+            module.vae.quant_conv.weight.data.add_(1)
+
+
+def test_what_a_callback_begins_to_train_is_stored(trained, tmp_path):
+    """History: it was left to the folder, whose digest still fitted, and loading gave the weights from before."""
+    module, checkpoint = trained(callbacks=[Unfreezes()])
+    assert checkpoint["diffpipe_base"]["digests"].keys() == {"unet", "text_encoder"}
+    loaded = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")
+    torch.testing.assert_close(loaded.vae.state_dict(), module.vae.state_dict(), rtol=0, atol=0)
+
+
+def test_the_folder_below_adapters_is_not_written_over(trained, tmp_path):
+    """History: every checkpoint of the run was lost, as the model that it needs was another one."""
+    module, _ = trained()
+    for each in (module, LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")):
+        with pytest.raises(ConfigurationError, match=r"model has the model below .*store_all=true"):
+            each.save_pretrained(tmp_path / "saved" / ".." / "model")
+    LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt").save_pretrained(tmp_path / "saved")
+    trained(store_all=True)[0].save_pretrained(tmp_path / "model")
+
+
+def test_a_base_is_kept_by_its_whole_path_or_not_at_all(trained, tmp_path, monkeypatch):
+    """History: a folder named from here was looked for elsewhere later, and `store_all` had no effect."""
+    trained()
+    monkeypatch.chdir(tmp_path)
+    for store_all in (False, True):
+        lora = Lora(rank=2, store_all=store_all)
+        module = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt", base="model", lora=lora)
+        assert module._base is None if store_all else module._base.path == str(tmp_path / "model")
+
+
+def test_a_base_that_nothing_is_read_from_is_refused(trained, tmp_path):
+    """History: it was ignored, as if it were that of the checkpoint."""
+    trained(store_all=True)
+    said = r"base=other is for checkpoints .*; leave it out"
+    with pytest.raises(ConfigurationError, match=said):
+        LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt", base="other")
+    with pytest.raises(ConfigurationError, match=said):
+        open_source(tmp_path / "a.ckpt", False, torch.device("cpu"), torch.float32, base="other")
 
 
 def test_a_digest_sees_first_and_last_of_many_values():
@@ -313,8 +378,8 @@ def test_names_that_cannot_be_given_are_refused(tmp_path):
             module.save_lora(tmp_path, names)
 
 
-def test_names_that_collide_are_refused_before_training(tmp_path, capsys, monkeypatch):
-    """History: only what is no regular expression was; two tensors of one name were found when all was trained."""
+def test_what_cannot_be_written_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    """History: two tensors of one name were found when all was trained, and so was a folder that must stay."""
     tiny.build("flux", tmp_path / "a").save_pretrained(tmp_path / "model")
     model = ("model=pretrained", f"model.path={tmp_path / 'model'}", "adapter=lora")
     saved = (f"save_lora={tmp_path / 'saved'}", "save_lora_names={lora_.: x}", "trainer.devices=1")
@@ -322,6 +387,10 @@ def test_names_that_collide_are_refused_before_training(tmp_path, capsys, monkey
     code, _, err = call(capsys, monkeypatch, "train", *model, *saved, *further)
     assert code != 0
     assert "save_lora_names give two tensors of the LoRA the name transformer." in err
+    over = (f"save_to={tmp_path / 'model'}", *further)
+    code, _, err = call(capsys, monkeypatch, "train", *model, "trainer.devices=1", *over)
+    assert code != 0
+    assert f"{tmp_path / 'model'} has the model below the adapters" in err
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
