@@ -140,7 +140,7 @@ class OneStep:
         neutral: A value of `condition` that any model takes.
         arguments: Of every call, guidance off.
         unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
-        time: What a pipeline that wants one number is told; None where it takes those of the samples.
+        time: The time given to a pipeline that takes one for all samples; None where it takes those of the samples.
         places: Where the denoiser is given sizes, and the time if the pipeline is told one.
         refused_picture: Why training cannot follow what becomes of the picture, if it cannot.
         picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.

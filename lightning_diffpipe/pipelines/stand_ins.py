@@ -1,7 +1,7 @@
 """What takes the place of a pipeline's parts while its `__call__` runs for something else than a picture.
 
 A `StandIn` has some members of its own and passes on everything else, so that configs and types are those of the
-real part. What those of training do is told by the functions that make them; `trial.py` makes further ones.
+real part. The functions below make those of training; `trial.py` makes further ones.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ class Place:
     """Where a denoiser is given a number that belongs to a sample, such as the height of its picture.
 
     Attributes:
-        leaf: Which of the tensors among the denoiser's arguments, in the order of `pytree`.
+        path: Where it stands in `(args, options)` of the denoiser, as `given` has it: of lists before it the number
+            of entries does not count, which may be that of the samples.
         argument: Of the pipeline's call, whose value it is.
         entry: Which number of that value.
         column: Along the last axis of the tensor; None if it has this number only.
@@ -210,12 +211,31 @@ class Place:
         offset: See `factor`.
     """
 
-    leaf: int
+    path: pytree.KeyPath
     argument: str
     entry: int = 0
     column: int | None = None
     factor: float = 1.0
     offset: float = 0.0
+
+
+def given(args: Sequence[Any], options: Mapping[str, Any]) -> dict[pytree.KeyPath, Any]:
+    """Returns what a denoiser is given, by where it stands in tuples, lists and mappings.
+
+    Example:
+        >>> for path, value in given((["a", "b"], "c"), {"sizes": {"height": 64}}).items():
+        ...     print(pytree.keystr(path), value)
+        [0][0][0] a
+        [0][0][1] b
+        [0][1] c
+        [1]['sizes']['height'] 64
+    """
+    return dict(_flat((args, options))[0])
+
+
+def _flat(tree: Any) -> tuple[list[tuple[pytree.KeyPath, Any]], pytree.TreeSpec]:
+    # Outputs of transformers and diffusers, which are mappings, too, have no paths.
+    return pytree.tree_flatten_with_path(tree, lambda node: type(node) not in (tuple, list, dict))
 
 
 def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor]) -> Any:
@@ -229,16 +249,17 @@ def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor])
     known = [place for place in places if place.argument in values]
 
     def call(*args: Any, **options: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, options))
+        found, structure = _flat((args, options))
+        leaves = dict(found)
         for place in known:
-            common = leaves[place.leaf]
+            common = leaves[place.path]
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
-            leaves[place.leaf] = own = numbers.to(common)
+            leaves[place.path] = own = numbers.to(common)
             if place.column is not None:
                 columns = list(common.unbind(-1))
                 columns[place.column] = own
-                leaves[place.leaf] = torch.stack(columns, -1)
-        args, options = pytree.tree_unflatten(leaves, structure)
+                leaves[place.path] = torch.stack(columns, -1)
+        args, options = pytree.tree_unflatten(leaves.values(), structure)
         return real(*args, **options)
 
     return StandIn(real, call=call) if known else real

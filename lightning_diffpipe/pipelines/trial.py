@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
-from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn
+from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given
 
 
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
@@ -201,19 +201,20 @@ class Trial:
         for time in times:
             self._step.time = time
             self._decoded(torch.zeros, (time,) * 3)
-            calls.append(pytree.tree_leaves(self._given))
-        changed = [
-            (leaf, values)
-            for leaf, values in enumerate(zip(*calls, strict=True))
-            if not _is_row(values[0], values[2], 0, 0)
-        ]
-        if len(changed) == 1 and changed[0][1][0].shape in ((), (1,), (3,)):
-            low, middle, high = (value.float() for value in changed[0][1])
+            calls.append(given(*self._given))
+        changed = {
+            path: [call[path] for call in calls]
+            for path, value in calls[0].items()
+            if not _is_row(value, calls[2][path], 0, 0)
+        }
+        path, values = next(iter(changed.items()), ((), ()))
+        if len(changed) == 1 and getattr(values[0], "shape", None) in ((), (1,), (3,)):
+            low, middle, high = (value.float() for value in values)
             factor = (high - low) / (times[2] - times[0])
             if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
                 line = (x.flatten()[0].item() for x in (factor, low - times[0] * factor))
                 self._step.time = times[1]
-                return Place(changed[0][0], TIME, 0, None, *line)
+                return Place(path, TIME, 0, None, *line)
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
             f"{len(changed)} of those it gives change with the time"
@@ -291,11 +292,12 @@ class Trial:
             values = itertools.count(first, 2)
             sizes.append({name: (next(values), next(values)) for name in self._step.sizes})
             self._decoded(torch.zeros, further=sizes[-1])
-            calls.append(pytree.tree_leaves(self._given))
+            calls.append(given(*self._given))
         entries = itertools.product(self._step.sizes, range(2))
         of = {(sizes[0][name][i], sizes[1][name][i]): (name, i) for name, i in entries}
         places = []
-        for leaf, pair in enumerate(zip(*calls, strict=True)):
+        for path in calls[0]:
+            pair = [call[path] for call in calls]
             if not isinstance(pair[0], Tensor) or torch.equal(*pair):
                 continue
             for column, values in enumerate(zip(*(x.unbind(-1) for x in pair), strict=True)):
@@ -307,7 +309,7 @@ class Trial:
                         f"{self._step.name} does not tell its denoiser {', '.join(self._step.sizes)} by the "
                         "numbers themselves; give one value for all samples in `call` (model.call)"
                     )
-                places.append(Place(leaf, *of[numbers], column))
+                places.append(Place(path, *of[numbers], column))
         return tuple(places)
 
     def tail(self) -> Tail:

@@ -619,6 +619,27 @@ class OneTimePipeline(OwnPipeline):
         return (self.vae.decode(latents.transpose(1, 2).flatten(0, 1) / 2).sample,)
 
 
+class ListingUNet(diffusers.UNet2DConditionModel):
+    """Takes a list with the states of each sample, and the time after it."""
+
+    def forward(self, states, sample, timestep):
+        return super().forward(sample, timestep, torch.stack(states))
+
+
+class ListingPipeline(OwnPipeline):
+    """Wants the time as one number, and gives its denoiser a list before it."""
+
+    @torch.no_grad()
+    def __call__(self, prompt, height=8, width=8, num_inference_steps=10):
+        latents = torch.randn(len(prompt), 4, height // 2, width // 2)
+        states = [torch.full((3, 16), float(len(p))) for p in prompt]
+        self.scheduler.set_timesteps(num_inference_steps)
+        for t in self.scheduler.timesteps:
+            noise = self.unet(states, latents, torch.full((1,), t.item())).sample
+            latents = self.scheduler.step(noise, t, latents).prev_sample
+        return (self.vae.decode(latents).sample,)
+
+
 def randn_tensor(shape):
     return torch.randn(shape)
 
@@ -675,6 +696,21 @@ def test_a_pipeline_that_knows_one_time_is_given_that_of_each_sample():
     noisy, t, target = discrete(module, latents[:, :, None])
     predicted = module.unet(noisy[:, :, 0], 3 * t + 1, torch.zeros(3, 3, 16)).sample
     torch.testing.assert_close(got, F.mse_loss(predicted, target[:, :, 0]))
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_a_list_with_an_entry_for_each_sample_does_not_move_the_time(num):
+    """History: the time was found by how many values come before it, so that such a pipeline was refused."""
+    torch.manual_seed(0)
+    unet = ListingUNet.from_config(tiny_unet().config)
+    pipeline = ListingPipeline(unet, tiny.vae(), diffusers.DDPMScheduler())
+    module = PipelineDiffusion(pipeline, caption_dropout=0.0)
+    batch = {"image": torch.randn(num, 3, 8, 8), "caption": [*CAPTIONS, "four"][:num]}
+    got = loss_of(module, batch)
+    torch.manual_seed(0)
+    noisy, t, target = discrete(module, module.vae.encode(batch["image"]).latent_dist.sample())
+    states = [torch.full((3, 16), float(len(c))) for c in batch["caption"]]
+    torch.testing.assert_close(got, F.mse_loss(module.unet(states, noisy, t).sample, target))
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-3, 1e-5])
