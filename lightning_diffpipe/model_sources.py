@@ -86,7 +86,7 @@ def open_source(
     opening = Opening(dtype, **options)
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
-        _refuse_variant(opening, path)
+        _refuse_folder_options(opening, path)
         return _checkpoint(Path(path), leads, device, opening)
     if opening.base is not None:
         raise ConfigurationError(
@@ -99,7 +99,7 @@ def open_source(
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
     if index.get("_class_name") in _MODULES:
-        _refuse_variant(opening, path)
+        _refuse_folder_options(opening, path)
         cls = _MODULES[index["_class_name"]]
         return _stored_module(
             cls,
@@ -115,7 +115,7 @@ def open_source(
     return DiffusersFolder(folder, leads, device, opening)
 
 
-def _refuse_variant(opening: Opening, path: str | Path) -> None:
+def _refuse_folder_options(opening: Opening, path: str | Path) -> None:
     """Raises ConfigurationError for options of diffusers folders."""
     others = [n for n in ("variant", "pipeline_class", "ip_adapters") if getattr(opening, n)]
     if given := [*opening.parts, *(f"vae_{each}" for each in opening.vae), *others]:

@@ -70,7 +70,7 @@ def test_what_only_prints_composes_its_config_once(arguments, capsys, monkeypatc
     assert len(composed) == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["train", "--cfg", "job"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_gone_is_no_error(arguments, unbuffered):
     """History: `diffpipe plan --help | head` ended with a traceback."""

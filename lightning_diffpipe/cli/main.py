@@ -78,6 +78,8 @@ _FLAGS = (
     *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
     *_VALUED,
 )
+# Of those the ones that print something, and run nothing.
+_PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes, sweeps and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff")
 _CONF = "pkg://lightning_diffpipe.conf"
@@ -227,7 +229,9 @@ def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
         with _reader_may_leave():
             task(_composed(name, settings))
     else:
-        hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
+        prints = name in _PRINTING or {f.partition("=")[0] for f in flags} & _PRINTED
+        with _reader_may_leave() if prints else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path=_CONF, config_name=name)(task)()
 
 
 @contextlib.contextmanager

@@ -120,10 +120,8 @@ def _has_several_controlnets(path: str) -> bool:
     file = Path(path) / "model_index.json"
     try:
         entry = json.loads(file.read_text()).get("controlnet")
-    except (
-        OSError,
-        ValueError,
-    ):  # what is wrong with it, or with a hub id, is said where it is opened
+    except (OSError, ValueError):
+        # What is wrong with it, or with a hub id, is said where it is opened.
         return False
     return isinstance(entry, list) and str(entry[-1]).startswith("Multi")
 

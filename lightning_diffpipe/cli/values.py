@@ -373,7 +373,15 @@ def require_writable(path: str | Path, called: str | None = None) -> None:
 
 
 def require_writable_folder(setting: str, path: str | None) -> None:
-    """Does the same on rank 0 for the folder of a setting, which need not be there; None is no folder."""
+    """Finds out on rank 0 whether the folder of a setting can be written, which need not be there.
+
+    Args:
+        setting: Its name, for the error.
+        path: Of the folder; None is no folder.
+
+    Raises:
+        ConfigurationError: It cannot be written.
+    """
     if path is not None and own_rank() == 0:
         require_writable(Path(path) / "any", f"{setting}={path}")
 
