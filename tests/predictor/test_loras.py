@@ -232,7 +232,7 @@ def test_models_of_the_project_take_loras(denoiser, kind, tmp_path):
     plain, path = tiny_latent_diffusion(denoiser), tmp_path / "folder"
     plain.save_pretrained(path)
     if kind == "checkpoint of a LoRA":
-        plain = with_adapters(path)
+        plain, path = with_adapters(path), tmp_path / "merged"
         plain.save_pretrained(path)
     module = with_adapters(path)
     if kind != "folder":
