@@ -289,9 +289,16 @@ def _values(
     if gradients is not None:
         names += (_GRADIENTS,)
         plain = [t._values() if t.is_sparse else t for t in gradients if t.numel()]
-        # Largest values, unlike sums and squares, do not overflow.
-        largest = torch._foreach_norm(plain, torch.inf) if plain else [torch.zeros(())]
-        all_finite = torch.stack(list(largest)).isfinite().all()
+        all_finite = _are_finite(plain) if plain else torch.ones((), dtype=torch.bool)
         finite = torch.cat([finite, all_finite.to(finite.device).reshape(1)])
     on_host, event = begin_copy_to_host(finite)
     return _Finite(names, on_host, result.loss, event, batch, arguments, number)
+
+
+def _are_finite(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].device.type == "cpu":
+        # Squares take the CPU a sixth of the time that largest values take, but may overflow.
+        all_finite = torch.stack(list(torch._foreach_norm(tensors))).isfinite().all()
+        if all_finite:
+            return all_finite
+    return torch.stack(list(torch._foreach_norm(tensors, torch.inf))).isfinite().all()

@@ -140,6 +140,19 @@ def test_a_gradient_that_nobody_puts_aside_is_refused():
         watch.after_step(result(1.0), BATCH, (), 7)
 
 
+@pytest.mark.parametrize("value", [1e30, float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_diverges_and_a_large_one_does_not(value):
+    """The square of a large one is not finite, either."""
+    ranks, module, watch = pipeline()
+    ranks.close()
+    watch.trained = {"norm.bias": module.norm.bias, "shift": module.shift}
+    for parameter in watch.trained.values():
+        parameter.grad = torch.ones(4)
+    module.norm.bias.grad[1], watch.idle = value, {}
+    watch.after_step(result(1.0), BATCH, (), 7)
+    assert watch.num_diverged == (value != 1e30)
+
+
 @pytest.fixture
 def late(monkeypatch):
     """A device whose values nobody waits for."""
