@@ -76,7 +76,7 @@ def test_one_device_is_of_the_kind_that_was_asked_for(trainer, device, output_di
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_composes_and_explains_itself(verb):
     config = composed(verb)
-    assert config.hydra.help.header.startswith(f"diffpipe {verb}: ")
+    assert config.hydra.help.template.startswith(f"diffpipe {verb}: ")
     assert config.hydra.run.dir.startswith(f"outputs/{verb}" if verb in WRITES else ".")
 
 

@@ -7,7 +7,6 @@ put back before the function runs, because Lightning starts further processes wi
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import functools
 import inspect
@@ -251,9 +250,8 @@ def _composed(name: str, settings: Sequence[str]) -> DictConfig:
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)
-    own = copy.deepcopy(config)
-    with flag_override(own, ["struct", "readonly"], False):
-        own.pop("hydra")
+    own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    OmegaConf.set_struct(own, True)
     return own
 
 
