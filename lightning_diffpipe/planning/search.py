@@ -46,10 +46,10 @@ MOST_CUTS_TRIED = 500
 """Up to so many ways to cut a shape, all are considered."""
 
 HOPELESS = 1.05
-"""Cuts whose bound is so many times the best step are not simulated: moving layers gains less than the bound is off."""
+"""Cuts whose bound is so many times the best step are not simulated."""
 
 WORTH_MOVING = 1.2
-"""Layers are moved from cuts whose step is below so many times the best: where links are slow, that gains up to 18 %."""
+"""Layers are moved from cuts whose step is below so many times the best; with slow links that gains up to 18 %."""
 
 UNEVEN = (1.02, 1.05)
 """With skips, cuts that send least are tried whose fullest rank works so many times the average; of chains that run
