@@ -1301,6 +1301,19 @@ def test_a_sweep_over_paths_that_hydra_cannot_read_has_a_job_for_each(tmp_path):
     assert _named("sample", ["path=a=1,b=2"]) == ["path='a=1,b=2'"]
 
 
+def test_a_home_that_the_shell_has_left_is_that_of_the_user(monkeypatch):
+    """History: bash keeps the `~` after a name with a dot, zsh any; a folder of that name was written into."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["hydra.run.dir=~/runs", "output=~/a=b", "output=~", "name=~/x", "~data"]
+    expected = [
+        "hydra.run.dir=/home/me/runs",
+        "output='/home/me/a=b'",
+        "output=/home/me",
+        *given[3:],
+    ]
+    assert _named("train", given) == expected
+
+
 def test_settings_may_stand_on_both_sides_of_flags():
     """History: argparse printed its usage, and `show` took a folder for the plan."""
     flags = ["-cd", "mine/lr=1", "--info"]

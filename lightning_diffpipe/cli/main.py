@@ -68,7 +68,7 @@ _PATHS = {
         "cluster_output",
         "output_dir",
     ),
-    *("plan", "profile", "before", "after", "controlnet"),
+    *("plan", "profile", "before", "after", "controlnet", "base", "dir", "dirpath", "save_dir"),
 }
 _VALUED = (  # flags of Hydra that take a value
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
@@ -115,11 +115,15 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 def _legible(argument: str, sweeps: bool) -> str:
     """Returns the argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows.
 
-    In a sweep commas are between paths, unless there is a file with them in its name.
+    A `~` that the shell has left there, as after a name with a dot, is the user's home. In a sweep commas are
+    between paths, unless there is a file with them in its name.
     """
     setting, equals, value = argument.partition("=")
     if not equals or setting.lstrip("+").rpartition(".")[2] not in _PATHS:
         return argument
+    if value == "~" or value.startswith("~/"):
+        value = str(Path(value).expanduser())
+        argument = f"{setting}={value}"
     try:
         OverridesParser.create().parse_overrides([argument])
     except OverrideParseException:
