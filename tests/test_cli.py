@@ -261,6 +261,25 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
         (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        # History: the last name alone was said to be left out, or what points to it not to be found.
+        (
+            ["train", "~trainer.accelerator"],
+            "there is no accelerator in the config, and this needs one; leave out ~trainer.accelerator",
+        ),
+        (
+            ["train", "~strategy"],
+            "there is no strategy in the config, and this needs one; leave out ~strategy",
+        ),
+        # History: the answer was how to write it in a file.
+        (
+            ["train", "+experiment=glyphs"],
+            "experiment has an option already; write experiment=... without +",
+        ),
+        # History: a type of error stood before the reason.
+        (
+            ["sample", "path=${built_in:nope}"],
+            "diffpipe sample: no built-in weights 'nope'; there are: ",
+        ),
         # History: these drew or trained to the end, and had nowhere to write.
         (
             ["sample", "output=/dev/null"],

@@ -386,12 +386,17 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
             f"{ambiguous[1]} is several values: {setting}=[{values}] is a list, '{setting}=\"{values}\"' a text, "
             "and -m runs one job for each"
         )
-    if absent := re.match(r"Key '(\w+)' is not in struct", str(error)):
-        return f"there is no {absent[1]} in the config, and this needs one; leave out ~{absent[1]}"
+    if chosen := re.match(r"Multiple values for ([\w/]+)\. To override", str(error)):
+        return f"{chosen[1]} has an option already; write {chosen[1]}=... without +"
+    absent = re.match(r"(?:Interpolation k|K)ey '(\w+)' (?:not found|is not in struct)", str(error))
+    deleted = [argument for argument in arguments if argument.startswith("~")]
+    if absent and deleted:
+        return f"there is no {absent[1]} in the config, and this needs one; leave out {' '.join(deleted)}"
     unknown = re.match(r"Could not override '(.*?)'", str(error))
     if unknown is None:
-        # What follows is about Hydra's inside.
-        return re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
+        # What follows is about Hydra's inside, as is the type of what a resolver says.
+        said = re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
+        return re.sub(r"^\w+ raised while resolving interpolation: ", "", said)
     suggestion = ""
     with contextlib.suppress(HydraException, OmegaConfBaseException):
         suggestion = _suggestion(name, unknown[1], arguments)
