@@ -30,6 +30,7 @@ _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
+_ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
@@ -78,7 +79,10 @@ def _refuse_values(values: dict[str, Any]) -> None:
     """Refuses what no process could work with, before there are several."""
     import torch
 
-    if not isinstance(getattr(torch, str(values["dtype"]), None), torch.dtype):
+    if values["output"] is None:
+        raise ConfigurationError("output=null names no folder; leave it out for a new one")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if getattr(torch, values["dtype"], None) not in dtypes:
         raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
     accelerator = values["trainer"]["accelerator"]
     if accelerator not in ("cpu", "gpu", "cuda"):
@@ -96,9 +100,17 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
     """Returns further arguments of the pipeline's call, with the pictures among them.
 
     Raises:
-        ConfigurationError: An argument is given twice, or a picture for each prompt cannot be read.
+        ConfigurationError: An argument is none of the call's, or given twice, or a picture cannot be read.
     """
     options = dict(values["options"] or {})
+    for group in ("options", "images"):
+        for name, value in (values[group] or {}).items():
+            if not str(name).isidentifier() or name == "self":
+                raise ConfigurationError(f"{group}.{name}={value} is no argument of a pipeline")
+            if name in (*_ASKED, "output_type"):
+                raise ConfigurationError(
+                    f"{group}.{name} is a setting of its own; write {name}={value}"
+                )
     for name, files in (values["images"] or {}).items():
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
@@ -273,8 +285,7 @@ def _opening(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
-    names = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
-    return {name: values[name] for name in names} | values["options"]
+    return {name: values[name] for name in _ASKED} | values["options"]
 
 
 def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:

@@ -45,6 +45,22 @@ from tests.rows import row
         (["timeout_s=0"], "timeout_s must be a number, and > 0; got 0"),
         (["options={negative_prompt: x}"], "LatentDiffusion takes no 'negative_prompt'"),
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
+        # History: tracebacks; and pictures that could not be written when they had been drawn.
+        (["dtype=int8"], "dtype='int8'; choose float32, bfloat16 or float16"),
+        (["output=null"], "output=null names no folder; leave it out for a new one"),
+        (["options={prompts: [b]}"], "options.prompts is a setting of its own; write prompts="),
+        (["options={self: 3}"], "options.self=3 is no argument of a pipeline"),
+        (["options={3: 3}"], "options.3=3 is no argument of a pipeline"),
+        (["images={3: a.png}"], "images.3=a.png is no argument of a pipeline"),
+        (
+            ["options={output_type: np}"],
+            "options.output_type is a setting of its own; write output_type=np",
+        ),
+        # History: it was never settled, and every step synchronous.
+        (
+            ["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.settled=nan"],
+            "sampler.settled must be a number >= 0; got nan",
+        ),
     ],
 )
 def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
