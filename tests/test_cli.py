@@ -481,6 +481,32 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "cannot write callbacks.final_checkpoint.path=/dev/null/x: Not a directory",
         ),
         ("ckpt_path=", "ckpt_path is empty; name a file, or last, or leave it out (null) to begin"),
+        # History: these ended in tracebacks, the first two at the end of the first epoch.
+        (
+            "trainer.val_check_interval=0",
+            "trainer.val_check_interval=0 validates after every 0 batches",
+        ),
+        (
+            "trainer.check_val_every_n_epoch=0",
+            "trainer.check_val_every_n_epoch must be a number >= 1; got 0",
+        ),
+        (
+            "data.validation_share=1",
+            "no glyph is left to train on with data.alphabets=['digits', 'latin', ",
+        ),
+        (
+            "data.alphabets=[]",
+            "no glyph is left to train on with data.alphabets=[] and validation_share",
+        ),
+        (
+            "ckpt_path=best",
+            "ckpt_path=best is of a run that goes on in one process, and this one begins",
+        ),
+        # History: black pictures.
+        (
+            "callbacks.samples.guidance_scale=nan",
+            "callbacks.samples.guidance_scale must be a number; got nan",
+        ),
         ("seed=abc", "seed must be a whole number or null; got 'abc'"),
         ("offline=maybe", "offline must be true or false; got 'maybe'"),
         ("model=glyph_unett", "there is no model=glyph_unett; did you mean model=glyph_unet?"),

@@ -59,10 +59,15 @@ def _refuse_trainer_values(config: DictConfig) -> None:
     import torch
 
     least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
-    least |= {"max_epochs": -1, "num_sanity_val_steps": -1}
+    least |= {"max_epochs": -1, "num_sanity_val_steps": -1, "check_val_every_n_epoch": 1}
     for name, bound in least.items():
         if config.trainer.get(name) is not None:
             require_number(f"trainer.{name}", config.trainer[name], bound)
+    if (interval := config.trainer.get("val_check_interval")) is not None and interval == 0:
+        raise ConfigurationError(
+            "trainer.val_check_interval=0 validates after every 0 batches; take more, or "
+            "trainer.limit_val_batches=0 for none"
+        )
     for name, node in (config.get("callbacks") or {}).items():
         if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
             require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
@@ -175,6 +180,11 @@ def _require_checkpoint(config: DictConfig) -> None:
         raise ConfigurationError(
             "ckpt_path is empty; name a file, or last, or leave it out (null) to begin anew"
         )
+    if path == "best":
+        raise ConfigurationError(
+            "ckpt_path=best is of a run that goes on in one process, and this one begins; name the file, or "
+            "take last"
+        )
     if path == "last":
         _require_last_checkpoints(config)
     elif path is None:
@@ -187,7 +197,7 @@ def _require_checkpoint(config: DictConfig) -> None:
                 f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
                 "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
             )
-    elif path not in ("best", "hpc") and not str(path).startswith("registry"):
+    elif path != "hpc" and not str(path).startswith("registry"):
         look_at(path)
 
 
