@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -620,12 +621,12 @@ class Verb:
         )
         self.capsys, self.monkeypatch = capsys, monkeypatch
 
-    def printed(self, **environment):
+    def printed(self, exit_code=2, **environment):
         with self.monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             code, _, err = call(self.capsys, self.monkeypatch, "show", "plan.json")
-        assert code == 2
+        assert code == exit_code
         return err
 
 
@@ -818,6 +819,24 @@ def test_a_rank_that_is_slow_to_end_does_not_make_a_failure_of_a_result(capsys, 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert launch.on_ranks(3, lambda: "pictures") == "pictures"
     assert "rank 1 had not ended 0.1 s after rank 0, and was killed" in capsys.readouterr().err
+
+
+def test_other_ranks_end_with_the_first(monkeypatch):
+    """History: of `sample`, they drew on until they missed it, and said so in thirty lines."""
+    others = [subprocess.Popen(["sleep", "60"])]
+    monkeypatch.setattr(launch, "_start_others", lambda *_: others)
+    monkeypatch.setattr(launch.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as end:
+        launch.on_ranks(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert (end.value.code, others[0].returncode) == (143, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "\ndiffpipe show: interrupted\n"), ("1", "")])
+def test_what_is_interrupted_ends_in_a_line(rank, printed, capsys, monkeypatch):
+    """History: on two ranks Ctrl-C was answered with 340 lines."""
+    verb = Verb(capsys, monkeypatch, KeyboardInterrupt())
+    assert verb.printed(130, RANK=rank) == printed
 
 
 def test_nobody_is_sent_to_torchvision():

@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import re
+import signal
 import string
 import sys
 import traceback
@@ -416,7 +417,7 @@ def _is_of_all_ranks(error: Exception) -> bool:
 
 
 def main() -> None:
-    """Runs the `diffpipe` command; exits with 2 if it was called wrongly."""
+    """Runs the `diffpipe` command; exits with 2 if it was called wrongly, with 130 if somebody ends it."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
@@ -444,3 +445,7 @@ def main() -> None:
             who = f"rank {rank}: " if rank else ""
             print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # a terminal sends it to all processes
+        if own_rank() == 0:
+            print(f"\ndiffpipe {name}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
