@@ -409,6 +409,12 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("strategy.num_replicas=[1,x]", "a list of whole numbers or 'auto'; got [1, 'x']"),
         ("strategy.schedule=1f1bb", "unknown strategy.schedule='1f1bb'; choose one of auto, 1f1b"),
         ("strategy.plan=nowhere.json", "strategy.plan=nowhere.json: there is no such file"),
+        # History: two processes started first, and probed the model.
+        ("strategy.plan=no.json", "strategy.plan=no.json is not JSON: Expecting value at line 1"),
+        (
+            "strategy.profile=no.json",
+            "strategy.profile=no.json is not JSON: Expecting value at line",
+        ),
         ("strategy.profile=fast", "strategy.profile=fast: there is no such file; choose measure,"),
         ("strategy.cluster=fast", "strategy.cluster must be 'measure', a Cluster or a mapping"),
         ("strategy.check_finite=maybe", "strategy.check_finite must be true or false; got 'maybe'"),
@@ -516,6 +522,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
 def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monkeypatch, tmp_path):
     """History: these ended in TypeErrors from inside of Lightning and torch, some after processes had started."""
     monkeypatch.chdir(tmp_path)
+    Path("no.json").touch()
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     code, _, err = call(capsys, monkeypatch, "train", "logger=none", setting)
     printed = [line for line in err.splitlines() if line.startswith("diffpipe train: ")]

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
 from lightning_diffpipe.cli.sampling import refuse_request
 from lightning_diffpipe.cli.values import (
+    file_errors,
     named,
     plain,
     require_writable,
@@ -29,6 +30,8 @@ from lightning_diffpipe.errors import (
     raised_by_all,
     require_number,
 )
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
 
 _RUN_ID = "wandb_run_id"
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
@@ -91,7 +94,9 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
     if hasattr(data, "require_listing") and own_rank() == 0:
         with named({"folder": "data.folder"}):
             data.require_listing()
-    with named({name: f"strategy.{name}" for name in ("num_stages", "num_replicas")}):
+    with named(
+        {name: f"strategy.{name}" for name in ("num_stages", "num_replicas", "data_parallel")}
+    ):
         trainer.fit(module, datamodule=data, ckpt_path=path)
 
 
@@ -210,14 +215,19 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
 
 
 def _require_files(config: DictConfig) -> None:
-    """Finds out before processes start whether files to plan with are there, and others can be written."""
+    """Finds out before processes start whether files to plan with can be read, and others can be written."""
     strategy = config.strategy if OmegaConf.is_dict(config.strategy) else {}
+    readers = {"plan": PipelinePlan, "profile": ModelProfile}
     for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
         value = strategy.get(name)
-        is_path = isinstance(value, str | int | float) and value not in choices
-        if is_path and own_rank() == 0 and not Path(str(value)).is_file():
+        if value in choices or not isinstance(value, str | int | float) or own_rank() != 0:
+            continue
+        file, called = Path(str(value)), f"strategy.{name}={value}"
+        if not file.is_file():
             known = "; choose measure, flops or a file" if name == "profile" else ""
-            raise ConfigurationError(f"strategy.{name}={value}: there is no such file{known}")
+            raise ConfigurationError(f"{called}: there is no such file{known}")
+        with file_errors("read", called):
+            readers[name].from_json(file.read_text(errors="replace"), called)
     require_writable_folder("output_dir", config.output_dir)
     for group in ("callbacks", "logger"):
         for name, node in (config.get(group) or {}).items():
