@@ -534,6 +534,7 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["profile", "output=null"], "output=null names no file; leave it out for profile.json"),
         (["profile", "sample_counts=[0]"], "sample_counts must be a list of whole numbers >= 1"),
         (["profile", "sample_counts=[]"], "such as [1,4,16], or null; got []"),
         (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "cluster.path is not given ("),

@@ -245,8 +245,10 @@ def num_ranks_of(values: dict[str, Any]) -> int:
         ConfigurationError: It is no number of processes.
     """
     num_ranks = values["trainer"]["devices"]
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigurationError(f"trainer.devices must be a number of processes; got {num_ranks}")
+    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
+        raise ConfigurationError(
+            f"trainer.devices must be a number of processes; got {num_ranks!r}"
+        )
     return num_ranks
 
 

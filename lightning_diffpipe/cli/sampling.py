@@ -30,6 +30,7 @@ _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
+_SWITCHES = {"ema", "verify", "record_freshness", "hide_unseen"}
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
@@ -200,6 +201,9 @@ def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
     from lightning_diffpipe.sampling.source import Settings
 
+    for name in _SWITCHES & values["sampler"].keys():
+        if not isinstance(value := values["sampler"][name], bool | None):
+            raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
     # None leaves out a part of the model; ema chooses weights.

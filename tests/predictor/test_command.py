@@ -47,6 +47,13 @@ from tests.rows import row
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
         # History: tracebacks; and pictures that could not be written when they had been drawn.
         (["dtype=int8"], "dtype='int8'; choose float32, bfloat16 or float16"),
+        (["trainer.devices=true"], "trainer.devices must be a number of processes; got True"),
+        (["num_threads=100000"], "num_threads must be a whole number >= 1 and <= 1024; got 100000"),
+        (["+sampler.ema=maybe"], "sampler.ema must be true or false; got 'maybe'"),
+        (
+            ["sampler=pipefusion", "+sampler.verify=7"],
+            "sampler.verify must be true or false; got 7",
+        ),
         (["output=null"], "output=null names no folder; leave it out for a new one"),
         (["options={prompts: [b]}"], "options.prompts is a setting of its own; write prompts="),
         (["options={self: 3}"], "options.self=3 is no argument of a pipeline"),
