@@ -1141,6 +1141,13 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(
         for name in ("model", "again")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    # History: a traceback with the names of all weights.
+    other = [f"ckpt_path={checkpoint}", "model.unet.block_out_channels=[32,64]", "output_dir=other"]
+    code, _, err = call(capsys, monkeypatch, "train", *settings, *other)
+    assert code == 2
+    assert (
+        f"ckpt_path={checkpoint} does not fit the module; choose the model" in err.splitlines()[-1]
+    )
     # History: no checkpoint was called so, and training began anew.
     further = ["trainer.max_steps=3", "ckpt_path=last", "output_dir=out"]
     code, _, err = call(capsys, monkeypatch, "train", *settings, *further)

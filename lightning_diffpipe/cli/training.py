@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import signal
+import textwrap
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,15 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
     with named(
         {name: f"strategy.{name}" for name in ("num_stages", "num_replicas", "data_parallel")}
     ):
-        trainer.fit(module, datamodule=data, ckpt_path=path)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=path)
+        except RuntimeError as error:
+            if path is None or "in loading state_dict for" not in str(error):
+                raise
+            reason = textwrap.shorten(str(error), 300)
+            raise CheckpointError(
+                f"ckpt_path={path} does not fit the module; choose the model that was trained: {reason}"
+            ) from error
 
 
 def _data_for(module: Any, config: DictConfig) -> Any:
