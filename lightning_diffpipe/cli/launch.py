@@ -147,6 +147,14 @@ def module_of(config: DictConfig) -> Any:
     return hydra.utils.instantiate(config.model)
 
 
+def say(text: str) -> None:
+    """Prints a text; if whoever reads has gone, such as `head`, to nobody: there may be files left to write."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def is_job_of_sweep(values: Any) -> bool:
     """Returns whether this is a job of a sweep that may start processes; under a launcher, they are there already.
 

@@ -19,6 +19,7 @@ from lightning_diffpipe.cli.launch import (
     on_ranks,
     prepare,
     refuse_missing_gpus,
+    say,
     share_cores,
 )
 from lightning_diffpipe.cli.values import named, plain, require_writable_folder, verb
@@ -237,8 +238,8 @@ def _sample(values: dict[str, Any]) -> Any:
         files.append(_GRID)
         pictures = _as_pictures(pictures)
         _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / _GRID)
-        print(f"{folder / _GRID}  all of them")
-    print(f"\n{report}")
+        say(f"{folder / _GRID}  all of them")
+    say(f"\n{report}")
     numbers = report.to_dict() | {"files": files}
     write_numbers(numbers)  # before what may fail, or be killed for memory
     if values["report"]:
@@ -246,11 +247,11 @@ def _sample(values: dict[str, Any]) -> Any:
         write_numbers(numbers | _compared(pictures, values, folder))
         planned, measured = report.planned, report.measured
         if planned is not None and measured.spans:
-            print(f"\n{side_by_side(planned, measured)}")
+            say(f"\n{side_by_side(planned, measured)}")
         elif measured.spans:
-            print(f"\nmeasured\n{render(measured)}")
+            say(f"\nmeasured\n{render(measured)}")
         if report.freshness is not None:
-            print(f"\nfresh share of what was read\n{report.freshness}")
+            say(f"\nfresh share of what was read\n{report.freshness}")
     return pictures
 
 
@@ -309,10 +310,10 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
             ) from error
         if ending == ".mp4" and any(side % 2 for side in each[0].size):
             size = " x ".join(map(str, each[0].size))
-            print(
+            say(
                 f"{folder / name}  last row or column twice: mp4 has even sizes, and frames are {size}"
             )
-        print(f"{folder / name}  {prompts[min(number // per_prompt, len(prompts) - 1)]}")
+        say(f"{folder / name}  {prompts[min(number // per_prompt, len(prompts) - 1)]}")
     return names
 
 
@@ -384,7 +385,7 @@ def _compared(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict
         return _compare(pictures, values, folder)
     except (DiffPipeError, RuntimeError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"{'one process':13} not compared: {reason}")
+        say(f"{'one process':13} not compared: {reason}")
         return {}
 
 
@@ -411,7 +412,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     decibels = [psnr(a, b) for a, b in pairs]
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     distance = _how_far(decibels)
-    print(f"{'one process':13} {distance} the pictures of one process, which takes {seconds}")
+    say(f"{'one process':13} {distance} the pictures of one process, which takes {seconds}")
     found: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
@@ -419,10 +420,10 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     }
     try:
         found["lpips"] = lpips_distances(pairs)
-        print(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
+        say(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
     except ConfigurationError as error:
-        print(f"{'LPIPS':13} not measured: {error}")
-    print(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
+        say(f"{'LPIPS':13} not measured: {error}")
+    say(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
     return found
 
 

@@ -382,6 +382,17 @@ def test_a_video_of_odd_size_is_written_with_its_last_row_and_column_twice(tmp_p
         assert abs(found - np.asarray(wanted, float)).mean() < 6
 
 
+def test_all_pictures_are_written_though_their_reader_has_gone(tmp_path, monkeypatch):
+    """History: `diffpipe sample | head -1` ended with a traceback, and without the second picture."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    values = {"prompts": ["a", "b"], "output_type": "pil", "video_format": "mp4", "fps": 16}
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as output:
+        patch.setattr(sys, "stdout", output)
+        names = sampling._write_drawn([Image.new("RGB", (8, 8))] * 2, values, tmp_path)
+    assert [Image.open(tmp_path / name).size for name in names] == [(8, 8)] * 2
+
+
 def test_a_video_that_cannot_be_written_is_named(tmp_path):
     values = {"prompts": ["a"], "output_type": "pil", "video_format": "mp4", "fps": 8}
     with pytest.raises(
