@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,9 @@ def open_source(
         CheckpointError: Its weights are missing or cannot be read.
     """
     opening = Opening(dtype, **options)
+    if isinstance(opening.loras, Mapping):
+        loras = {_lora_on_this_machine(str(file)): scale for file, scale in opening.loras.items()}
+        opening = replace(opening, loras=loras)
     if str(path).endswith(".ckpt") or "://" in str(path):
         require_file(path)
         _refuse_folder_options(opening, path)
@@ -181,6 +184,30 @@ def source_of_module(module: LatentDiffusion | CascadedDiffusion) -> ModuleSourc
     return ModuleSource(type(module), name, getattr(module, name), None, module, vae)
 
 
+def _snapshot(hub_id: str) -> Path | None:
+    """Returns the folder of what has been fetched of a hub id; None if that is nothing, or no hub id."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    with contextlib.suppress(HFValidationError, LocalEntryNotFoundError, OSError):
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    return None
+
+
+def _lora_on_this_machine(path: str) -> str:
+    """Returns the path of a file or folder, or for a hub id that of its folder.
+
+    Raises:
+        CheckpointError: There is neither.
+    """
+    found = path if Path(path).exists() else _snapshot(path)
+    if found is None:
+        raise CheckpointError(
+            f"there is no LoRA {path}; name its file, its folder, or the hub id of one on this machine"
+        )
+    return str(found)
+
+
 def model_folder(path: str) -> Path:
     """Finds the folder of a path or a hub id.
 
@@ -189,14 +216,9 @@ def model_folder(path: str) -> Path:
     """
     if (Path(path) / "model_index.json").is_file():
         return Path(path)
-    if not Path(path).is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        with contextlib.suppress(HFValidationError, LocalEntryNotFoundError, OSError):
-            snapshot = Path(snapshot_download(path, local_files_only=True))
-            if (snapshot / "model_index.json").is_file():  # a hub id may be of anything
-                return snapshot
+    snapshot = None if Path(path).is_dir() else _snapshot(path)
+    if snapshot is not None and (snapshot / "model_index.json").is_file():
+        return snapshot  # a hub id may be of anything
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     names = ("adapter_config.json", LORA_FILE)
     loras = [name for name in names if (folder / name).is_file()]

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -261,6 +262,25 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
         (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        # History: the last name alone was said to be left out, or what points to it not to be found.
+        (
+            ["train", "~trainer.accelerator"],
+            "there is no accelerator in the config, and this needs one; leave out ~trainer.accelerator",
+        ),
+        (
+            ["train", "~strategy"],
+            "there is no strategy in the config, and this needs one; leave out ~strategy",
+        ),
+        # History: the answer was how to write it in a file.
+        (
+            ["train", "+experiment=glyphs"],
+            "experiment has an option already; write experiment=... without +",
+        ),
+        # History: a type of error stood before the reason.
+        (
+            ["sample", "path=${built_in:nope}"],
+            "diffpipe sample: no built-in weights 'nope'; there are: ",
+        ),
         # History: these drew or trained to the end, and had nowhere to write.
         (
             ["sample", "output=/dev/null"],
@@ -389,6 +409,12 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("strategy.num_replicas=[1,x]", "a list of whole numbers or 'auto'; got [1, 'x']"),
         ("strategy.schedule=1f1bb", "unknown strategy.schedule='1f1bb'; choose one of auto, 1f1b"),
         ("strategy.plan=nowhere.json", "strategy.plan=nowhere.json: there is no such file"),
+        # History: two processes started first, and probed the model.
+        ("strategy.plan=no.json", "strategy.plan=no.json is not JSON: Expecting value at line 1"),
+        (
+            "strategy.profile=no.json",
+            "strategy.profile=no.json is not JSON: Expecting value at line",
+        ),
         ("strategy.profile=fast", "strategy.profile=fast: there is no such file; choose measure,"),
         ("strategy.cluster=fast", "strategy.cluster must be 'measure', a Cluster or a mapping"),
         ("strategy.check_finite=maybe", "strategy.check_finite must be true or false; got 'maybe'"),
@@ -462,6 +488,32 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "cannot write callbacks.final_checkpoint.path=/dev/null/x: Not a directory",
         ),
         ("ckpt_path=", "ckpt_path is empty; name a file, or last, or leave it out (null) to begin"),
+        # History: these ended in tracebacks, the first two at the end of the first epoch.
+        (
+            "trainer.val_check_interval=0",
+            "trainer.val_check_interval=0 validates after every 0 batches",
+        ),
+        (
+            "trainer.check_val_every_n_epoch=0",
+            "trainer.check_val_every_n_epoch must be a number >= 1; got 0",
+        ),
+        (
+            "data.validation_share=1",
+            "no glyph is left to train on with data.alphabets=['digits', 'latin', ",
+        ),
+        (
+            "data.alphabets=[]",
+            "no glyph is left to train on with data.alphabets=[] and validation_share",
+        ),
+        (
+            "ckpt_path=best",
+            "ckpt_path=best is of a run that goes on in one process, and this one begins",
+        ),
+        # History: black pictures.
+        (
+            "callbacks.samples.guidance_scale=nan",
+            "callbacks.samples.guidance_scale must be a number; got nan",
+        ),
         ("seed=abc", "seed must be a whole number or null; got 'abc'"),
         ("offline=maybe", "offline must be true or false; got 'maybe'"),
         ("model=glyph_unett", "there is no model=glyph_unett; did you mean model=glyph_unet?"),
@@ -470,6 +522,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
 def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monkeypatch, tmp_path):
     """History: these ended in TypeErrors from inside of Lightning and torch, some after processes had started."""
     monkeypatch.chdir(tmp_path)
+    Path("no.json").touch()
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     code, _, err = call(capsys, monkeypatch, "train", "logger=none", setting)
     printed = [line for line in err.splitlines() if line.startswith("diffpipe train: ")]
@@ -481,6 +534,7 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["profile", "output=null"], "output=null names no file; leave it out for profile.json"),
         (["profile", "sample_counts=[0]"], "sample_counts must be a list of whole numbers >= 1"),
         (["profile", "sample_counts=[]"], "such as [1,4,16], or null; got []"),
         (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "cluster.path is not given ("),
@@ -575,12 +629,12 @@ class Verb:
         )
         self.capsys, self.monkeypatch = capsys, monkeypatch
 
-    def printed(self, **environment):
+    def printed(self, exit_code=2, **environment):
         with self.monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             code, _, err = call(self.capsys, self.monkeypatch, "show", "plan.json")
-        assert code == 2
+        assert code == exit_code
         return err
 
 
@@ -773,6 +827,24 @@ def test_a_rank_that_is_slow_to_end_does_not_make_a_failure_of_a_result(capsys, 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert launch.on_ranks(3, lambda: "pictures") == "pictures"
     assert "rank 1 had not ended 0.1 s after rank 0, and was killed" in capsys.readouterr().err
+
+
+def test_other_ranks_end_with_the_first(monkeypatch):
+    """History: of `sample`, they drew on until they missed it, and said so in thirty lines."""
+    others = [subprocess.Popen(["sleep", "60"])]
+    monkeypatch.setattr(launch, "_start_others", lambda *_: others)
+    monkeypatch.setattr(launch.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as end:
+        launch.on_ranks(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert (end.value.code, others[0].returncode) == (143, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "\ndiffpipe show: interrupted\n"), ("1", "")])
+def test_what_is_interrupted_ends_in_a_line(rank, printed, capsys, monkeypatch):
+    """History: on two ranks Ctrl-C was answered with 340 lines."""
+    verb = Verb(capsys, monkeypatch, KeyboardInterrupt())
+    assert verb.printed(130, RANK=rank) == printed
 
 
 def test_nobody_is_sent_to_torchvision():
@@ -1069,6 +1141,13 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(
         for name in ("model", "again")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    # History: a traceback with the names of all weights.
+    other = [f"ckpt_path={checkpoint}", "model.unet.block_out_channels=[32,64]", "output_dir=other"]
+    code, _, err = call(capsys, monkeypatch, "train", *settings, *other)
+    assert code == 2
+    assert (
+        f"ckpt_path={checkpoint} does not fit the module; choose the model" in err.splitlines()[-1]
+    )
     # History: no checkpoint was called so, and training began anew.
     further = ["trainer.max_steps=3", "ckpt_path=last", "output_dir=out"]
     code, _, err = call(capsys, monkeypatch, "train", *settings, *further)
@@ -1299,6 +1378,19 @@ def test_a_sweep_over_paths_that_hydra_cannot_read_has_a_job_for_each(tmp_path):
     (odd := tmp_path / "a=1,b=2.ckpt").touch()
     assert _named("sample", ["-m", f"path={odd}"]) == [f"path='{odd}'", "-m"]
     assert _named("sample", ["path=a=1,b=2"]) == ["path='a=1,b=2'"]
+
+
+def test_a_home_that_the_shell_has_left_is_that_of_the_user(monkeypatch):
+    """History: bash keeps the `~` after a name with a dot, zsh any; a folder of that name was written into."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["hydra.run.dir=~/runs", "output=~/a=b", "output=~", "name=~/x", "~data"]
+    expected = [
+        "hydra.run.dir=/home/me/runs",
+        "output='/home/me/a=b'",
+        "output=/home/me",
+        *given[3:],
+    ]
+    assert _named("train", given) == expected
 
 
 def test_settings_may_stand_on_both_sides_of_flags():

@@ -114,6 +114,7 @@ class SampleImages(L.Callback):
         if every_n_steps is not None:
             require_number("every_n_steps", every_n_steps, 1, whole=True)
         require_number("num_inference_steps", num_inference_steps, 1, whole=True)
+        require_number("guidance_scale", guidance_scale)
         require_number("seed", seed, whole=True)
         require_number("num_patches", num_patches, 1, whole=True)
         self._wish = None if prompts is None else list(prompts)

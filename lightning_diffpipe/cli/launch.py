@@ -10,6 +10,7 @@ command line do that job and no other, and what a job leaves in its environment,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,14 @@ def module_of(config: DictConfig) -> Any:
     return hydra.utils.instantiate(config.model)
 
 
+def say(text: str) -> None:
+    """Prints a text; if whoever reads has gone, such as `head`, to nobody: there may be files left to write."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def is_job_of_sweep(values: Any) -> bool:
     """Returns whether this is a job of a sweep that may start processes; under a launcher, they are there already.
 
@@ -164,26 +173,36 @@ def run_job(verb: str) -> None:
     """
     job_config = HydraConfig.get()
     job = subprocess.Popen(_command_of_job(verb, job_config), cwd=job_config.runtime.cwd)
-
-    def end(*_: Any) -> None:
-        job.terminate()
-        sys.exit(128 + signal.SIGTERM)
-
-    listens = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, end) if listens else None
-    try:
-        job.wait()
-    finally:
-        _wait_for([job], _GRACE_S)  # it may write a checkpoint
-        _end([job])
-        if listens:
-            signal.signal(signal.SIGTERM, before)
+    with _ended_with([job]):
+        try:
+            job.wait()
+        finally:
+            _wait_for([job], _GRACE_S)  # it may write a checkpoint
+            _end([job])
     if job.returncode:
         called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
         swept = ", ".join(o for o in job_config.overrides.task if o.lower() not in called)
         raise DiffPipeError(
             f"job {job_config.job.num} ({swept}) ended with exit code {job.returncode}"
         )
+
+
+@contextlib.contextmanager
+def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Gives SIGTERM on to processes that this one has started, and leaves the block with its exit code."""
+
+    def end(*_: Any) -> None:
+        for child in children:
+            child.terminate()
+        sys.exit(128 + signal.SIGTERM)
+
+    listens = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if listens else None
+    try:
+        yield
+    finally:
+        if listens:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _command_of_job(verb: str, job_config: Any) -> list[str]:
@@ -234,8 +253,10 @@ def num_ranks_of(values: dict[str, Any]) -> int:
         ConfigurationError: It is no number of processes.
     """
     num_ranks = values["trainer"]["devices"]
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ConfigurationError(f"trainer.devices must be a number of processes; got {num_ranks}")
+    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
+        raise ConfigurationError(
+            f"trainer.devices must be a number of processes; got {num_ranks!r}"
+        )
     return num_ranks
 
 
@@ -320,11 +341,12 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
     print(f"starting {num_ranks} processes", file=sys.stderr, flush=True)
     meeting_place = open_meeting_place()
     children = _start_others(num_ranks, meeting_place.port)
-    try:
-        result = function()
-        _wait_for(children, _GRACE_S)
-    finally:
-        killed = _end(children)
+    with _ended_with(children):
+        try:
+            result = function()
+            _wait_for(children, _GRACE_S)
+        finally:
+            killed = _end(children)
     for rank, child in enumerate(children, 1):
         if child in killed:  # its part is done, or there would be no result
             print(

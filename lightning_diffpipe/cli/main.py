@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import re
+import signal
 import string
 import sys
 import traceback
@@ -67,7 +68,7 @@ _PATHS = {
         "cluster_output",
         "output_dir",
     ),
-    *("plan", "profile", "before", "after", "controlnet"),
+    *("plan", "profile", "before", "after", "controlnet", "base", "dir", "dirpath", "save_dir"),
 }
 _VALUED = (  # flags of Hydra that take a value
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
@@ -114,11 +115,15 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 def _legible(argument: str, sweeps: bool) -> str:
     """Returns the argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows.
 
-    In a sweep commas are between paths, unless there is a file with them in its name.
+    A `~` that the shell has left there, as after a name with a dot, is the user's home. In a sweep commas are
+    between paths, unless there is a file with them in its name.
     """
     setting, equals, value = argument.partition("=")
     if not equals or setting.lstrip("+").rpartition(".")[2] not in _PATHS:
         return argument
+    if value == "~" or value.startswith("~/"):
+        value = str(Path(value).expanduser())
+        argument = f"{setting}={value}"
     try:
         OverridesParser.create().parse_overrides([argument])
     except OverrideParseException:
@@ -380,12 +385,17 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
             f"{ambiguous[1]} is several values: {setting}=[{values}] is a list, '{setting}=\"{values}\"' a text, "
             "and -m runs one job for each"
         )
-    if absent := re.match(r"Key '(\w+)' is not in struct", str(error)):
-        return f"there is no {absent[1]} in the config, and this needs one; leave out ~{absent[1]}"
+    if chosen := re.match(r"Multiple values for ([\w/]+)\. To override", str(error)):
+        return f"{chosen[1]} has an option already; write {chosen[1]}=... without +"
+    absent = re.match(r"(?:Interpolation k|K)ey '(\w+)' (?:not found|is not in struct)", str(error))
+    deleted = [argument for argument in arguments if argument.startswith("~")]
+    if absent and deleted:
+        return f"there is no {absent[1]} in the config, and this needs one; leave out {' '.join(deleted)}"
     unknown = re.match(r"Could not override '(.*?)'", str(error))
     if unknown is None:
-        # What follows is about Hydra's inside.
-        return re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
+        # What follows is about Hydra's inside, as is the type of what a resolver says.
+        said = re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
+        return re.sub(r"^\w+ raised while resolving interpolation: ", "", said)
     suggestion = ""
     with contextlib.suppress(HydraException, OmegaConfBaseException):
         suggestion = _suggestion(name, unknown[1], arguments)
@@ -405,7 +415,7 @@ def _is_of_all_ranks(error: Exception) -> bool:
 
 
 def main() -> None:
-    """Runs the `diffpipe` command; exits with 2 if it was called wrongly."""
+    """Runs the `diffpipe` command; exits with 2 if it was called wrongly, with 130 if somebody ends it."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
@@ -433,3 +443,7 @@ def main() -> None:
             who = f"rank {rank}: " if rank else ""
             print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # a terminal sends it to all processes
+        if own_rank() == 0:
+            print(f"\ndiffpipe {name}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

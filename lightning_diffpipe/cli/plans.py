@@ -25,6 +25,8 @@ def profile(config: DictConfig) -> Any:
 
     On several processes the links between them are timed before, and written to `cluster_output`.
     """
+    if config.output is None:
+        raise ConfigurationError("output=null names no file; leave it out for profile.json")
     for output in (config.output, config.cluster_output):
         require_writable(output)
     prepare(config)

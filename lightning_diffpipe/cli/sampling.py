@@ -19,6 +19,7 @@ from lightning_diffpipe.cli.launch import (
     on_ranks,
     prepare,
     refuse_missing_gpus,
+    say,
     share_cores,
 )
 from lightning_diffpipe.cli.values import named, plain, require_writable_folder, verb
@@ -30,6 +31,8 @@ _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
+_SWITCHES = {"ema", "verify", "record_freshness", "hide_unseen"}
+_ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
 @verb("draw prompts with a trained model: diffpipe sample 'prompts=[\"digit four, serif\"]'")
@@ -78,7 +81,10 @@ def _refuse_values(values: dict[str, Any]) -> None:
     """Refuses what no process could work with, before there are several."""
     import torch
 
-    if not isinstance(getattr(torch, str(values["dtype"]), None), torch.dtype):
+    if values["output"] is None:
+        raise ConfigurationError("output=null names no folder; leave it out for a new one")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if getattr(torch, values["dtype"], None) not in dtypes:
         raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
     accelerator = values["trainer"]["accelerator"]
     if accelerator not in ("cpu", "gpu", "cuda"):
@@ -96,9 +102,17 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
     """Returns further arguments of the pipeline's call, with the pictures among them.
 
     Raises:
-        ConfigurationError: An argument is given twice, or a picture for each prompt cannot be read.
+        ConfigurationError: An argument is none of the call's, or given twice, or a picture cannot be read.
     """
     options = dict(values["options"] or {})
+    for group in ("options", "images"):
+        for name, value in (values[group] or {}).items():
+            if not str(name).isidentifier() or name == "self":
+                raise ConfigurationError(f"{group}.{name}={value} is no argument of a pipeline")
+            if name in (*_ASKED, "output_type"):
+                raise ConfigurationError(
+                    f"{group}.{name} is a setting of its own; write {name}={value}"
+                )
     for name, files in (values["images"] or {}).items():
         if name in options:
             raise ConfigurationError(f"{name} is given twice, as images.{name} and options.{name}")
@@ -188,6 +202,9 @@ def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
     from lightning_diffpipe.sampling.source import Settings
 
+    for name in _SWITCHES & values["sampler"].keys():
+        if not isinstance(value := values["sampler"][name], bool | None):
+            raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
     # None leaves out a part of the model; ema chooses weights.
@@ -221,8 +238,8 @@ def _sample(values: dict[str, Any]) -> Any:
         files.append(_GRID)
         pictures = _as_pictures(pictures)
         _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / _GRID)
-        print(f"{folder / _GRID}  all of them")
-    print(f"\n{report}")
+        say(f"{folder / _GRID}  all of them")
+    say(f"\n{report}")
     numbers = report.to_dict() | {"files": files}
     write_numbers(numbers)  # before what may fail, or be killed for memory
     if values["report"]:
@@ -230,11 +247,11 @@ def _sample(values: dict[str, Any]) -> Any:
         write_numbers(numbers | _compared(pictures, values, folder))
         planned, measured = report.planned, report.measured
         if planned is not None and measured.spans:
-            print(f"\n{side_by_side(planned, measured)}")
+            say(f"\n{side_by_side(planned, measured)}")
         elif measured.spans:
-            print(f"\nmeasured\n{render(measured)}")
+            say(f"\nmeasured\n{render(measured)}")
         if report.freshness is not None:
-            print(f"\nfresh share of what was read\n{report.freshness}")
+            say(f"\nfresh share of what was read\n{report.freshness}")
     return pictures
 
 
@@ -273,8 +290,7 @@ def _opening(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:
-    names = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
-    return {name: values[name] for name in names} | values["options"]
+    return {name: values[name] for name in _ASKED} | values["options"]
 
 
 def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
@@ -294,10 +310,10 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
             ) from error
         if ending == ".mp4" and any(side % 2 for side in each[0].size):
             size = " x ".join(map(str, each[0].size))
-            print(
+            say(
                 f"{folder / name}  last row or column twice: mp4 has even sizes, and frames are {size}"
             )
-        print(f"{folder / name}  {prompts[min(number // per_prompt, len(prompts) - 1)]}")
+        say(f"{folder / name}  {prompts[min(number // per_prompt, len(prompts) - 1)]}")
     return names
 
 
@@ -369,7 +385,7 @@ def _compared(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict
         return _compare(pictures, values, folder)
     except (DiffPipeError, RuntimeError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"{'one process':13} not compared: {reason}")
+        say(f"{'one process':13} not compared: {reason}")
         return {}
 
 
@@ -396,7 +412,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     decibels = [psnr(a, b) for a, b in pairs]
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     distance = _how_far(decibels)
-    print(f"{'one process':13} {distance} the pictures of one process, which takes {seconds}")
+    say(f"{'one process':13} {distance} the pictures of one process, which takes {seconds}")
     found: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
@@ -404,10 +420,10 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     }
     try:
         found["lpips"] = lpips_distances(pairs)
-        print(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
+        say(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
     except ConfigurationError as error:
-        print(f"{'LPIPS':13} not measured: {error}")
-    print(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
+        say(f"{'LPIPS':13} not measured: {error}")
+    say(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
     return found
 
 

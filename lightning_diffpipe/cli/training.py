@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import signal
+import textwrap
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
 from lightning_diffpipe.cli.sampling import refuse_request
 from lightning_diffpipe.cli.values import (
+    file_errors,
     named,
     plain,
     require_writable,
@@ -29,6 +31,8 @@ from lightning_diffpipe.errors import (
     raised_by_all,
     require_number,
 )
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
 
 _RUN_ID = "wandb_run_id"
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
@@ -59,10 +63,15 @@ def _refuse_trainer_values(config: DictConfig) -> None:
     import torch
 
     least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
-    least |= {"max_epochs": -1, "num_sanity_val_steps": -1}
+    least |= {"max_epochs": -1, "num_sanity_val_steps": -1, "check_val_every_n_epoch": 1}
     for name, bound in least.items():
         if config.trainer.get(name) is not None:
             require_number(f"trainer.{name}", config.trainer[name], bound)
+    if (interval := config.trainer.get("val_check_interval")) is not None and interval == 0:
+        raise ConfigurationError(
+            "trainer.val_check_interval=0 validates after every 0 batches; take more, or "
+            "trainer.limit_val_batches=0 for none"
+        )
     for name, node in (config.get("callbacks") or {}).items():
         if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
             require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
@@ -86,8 +95,18 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
     if hasattr(data, "require_listing") and own_rank() == 0:
         with named({"folder": "data.folder"}):
             data.require_listing()
-    with named({name: f"strategy.{name}" for name in ("num_stages", "num_replicas")}):
-        trainer.fit(module, datamodule=data, ckpt_path=path)
+    with named(
+        {name: f"strategy.{name}" for name in ("num_stages", "num_replicas", "data_parallel")}
+    ):
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=path)
+        except RuntimeError as error:
+            if path is None or "in loading state_dict for" not in str(error):
+                raise
+            reason = textwrap.shorten(str(error), 300)
+            raise CheckpointError(
+                f"ckpt_path={path} does not fit the module; choose the model that was trained: {reason}"
+            ) from error
 
 
 def _data_for(module: Any, config: DictConfig) -> Any:
@@ -175,6 +194,11 @@ def _require_checkpoint(config: DictConfig) -> None:
         raise ConfigurationError(
             "ckpt_path is empty; name a file, or last, or leave it out (null) to begin anew"
         )
+    if path == "best":
+        raise ConfigurationError(
+            "ckpt_path=best is of a run that goes on in one process, and this one begins; name the file, or "
+            "take last"
+        )
     if path == "last":
         _require_last_checkpoints(config)
     elif path is None:
@@ -187,7 +211,7 @@ def _require_checkpoint(config: DictConfig) -> None:
                 f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
                 "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
             )
-    elif path not in ("best", "hpc") and not str(path).startswith("registry"):
+    elif path != "hpc" and not str(path).startswith("registry"):
         look_at(path)
 
 
@@ -200,14 +224,19 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
 
 
 def _require_files(config: DictConfig) -> None:
-    """Finds out before processes start whether files to plan with are there, and others can be written."""
+    """Finds out before processes start whether files to plan with can be read, and others can be written."""
     strategy = config.strategy if OmegaConf.is_dict(config.strategy) else {}
+    readers = {"plan": PipelinePlan, "profile": ModelProfile}
     for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
         value = strategy.get(name)
-        is_path = isinstance(value, str | int | float) and value not in choices
-        if is_path and own_rank() == 0 and not Path(str(value)).is_file():
+        if value in choices or not isinstance(value, str | int | float) or own_rank() != 0:
+            continue
+        file, called = Path(str(value)), f"strategy.{name}={value}"
+        if not file.is_file():
             known = "; choose measure, flops or a file" if name == "profile" else ""
-            raise ConfigurationError(f"strategy.{name}={value}: there is no such file{known}")
+            raise ConfigurationError(f"{called}: there is no such file{known}")
+        with file_errors("read", called):
+            readers[name].from_json(file.read_text(errors="replace"), called)
     require_writable_folder("output_dir", config.output_dir)
     for group in ("callbacks", "logger"):
         for name, node in (config.get(group) or {}).items():

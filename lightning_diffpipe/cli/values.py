@@ -116,6 +116,7 @@ SETTINGS: dict[str, Any] = {
 
 _POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share", "explain_s",
              "num_samples", "num_passes", "max_columns", "samples", "num_threads", "fps"}  # fmt: skip
+_MOST = {"seed": 2**32 - 1, "num_threads": 1024}  # more threads than a process may start end it
 _SINGLE = (int, float, bool, str, Path, type(None), Literal)
 _WORDS = {
     int: "a whole number",
@@ -149,8 +150,8 @@ def refuse_values(config: DictConfig) -> None:
             raise ConfigurationError(
                 f"{name} must be a list of whole numbers >= 1, such as [1,4,16], or null; got {value}"
             )
-        if name == "seed" and value is not None:
-            require_number(name, value, 0, 2**32 - 1, whole=True)
+        if name in _MOST and value is not None:
+            require_number(name, value, int(name in _POSITIVE), _MOST[name], whole=True)
     for key, node in _built(config, ""):
         hints = _hints(node._target_)
         for name in hints.keys() & node.keys():

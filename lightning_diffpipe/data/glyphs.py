@@ -224,7 +224,13 @@ class GlyphDataModule(CaptionedDataModule):
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         # What cannot be is refused before processes start; listing takes no time.
-        GlyphDataset("train", resolution, alphabets, faces, validation_share, shifts_per_axis)
+        if not len(
+            GlyphDataset("train", resolution, alphabets, faces, validation_share, shifts_per_axis)
+        ):
+            raise ConfigurationError(
+                f"no glyph is left to train on with alphabets={list(alphabets)} and "
+                f"validation_share={validation_share}; add alphabets, or lower the share"
+            )
         if condition is not None:
             require_made(condition)
         self.save_hyperparameters()

@@ -58,7 +58,7 @@ class StoredLora:
     """One file, read whole; such files are small.
 
     Args:
-        path: A file, a folder with `pytorch_lora_weights.safetensors`, or a hub id on this machine.
+        path: A file, or a folder with `pytorch_lora_weights.safetensors`.
         scale: Of its outputs.
         cls: The pipeline's class, which knows how such files are named.
 

@@ -22,13 +22,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import ConfigurationError, SamplingError
+from lightning_diffpipe.errors import ConfigurationError, SamplingError, require_number
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 
@@ -198,8 +197,7 @@ def require_warmup(warmup_steps: Any, settled: Any) -> None:
     """
     if warmup_steps != "auto" and (not isinstance(warmup_steps, int) or warmup_steps < 0):
         raise ConfigurationError(f"warmup_steps={warmup_steps!r}; choose 0 or more, or 'auto'")
-    if not isinstance(settled, Real):
-        raise ConfigurationError(f"settled must be a number; got {settled!r}")
+    require_number("settled", settled, 0)
 
 
 class Sampler(Protocol):

@@ -362,6 +362,11 @@ def _model_index(
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
         index["_class_name"] = pipeline_class
+        if lacking := sorted(_required_parts(getattr(diffusers, pipeline_class)) - index.keys()):
+            raise ConfigurationError(
+                f"pipeline_class={pipeline_class!r} needs {', '.join(lacking)}, which {path} does not have; it has "
+                + ", ".join(n for n in index if not n.startswith("_"))
+            )
     for name, part in parts.items():
         if name not in index:
             value = "None" if part is None else "..."
@@ -376,6 +381,13 @@ def _model_index(
             f"{path} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not have"
         )
     return index
+
+
+def _required_parts(cls: Any) -> set[str]:
+    """Returns the parts that a pipeline's class cannot be made without."""
+    known = inspect.signature(cls.__init__).parameters.values()
+    required = {p.name for p in known if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    return required - {"self", *getattr(cls, "_optional_components", ())}
 
 
 def _config(cls: Any, folder: Path) -> Any:

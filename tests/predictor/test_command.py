@@ -45,6 +45,29 @@ from tests.rows import row
         (["timeout_s=0"], "timeout_s must be a number, and > 0; got 0"),
         (["options={negative_prompt: x}"], "LatentDiffusion takes no 'negative_prompt'"),
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
+        # History: tracebacks; and pictures that could not be written when they had been drawn.
+        (["dtype=int8"], "dtype='int8'; choose float32, bfloat16 or float16"),
+        (["trainer.devices=true"], "trainer.devices must be a number of processes; got True"),
+        (["num_threads=100000"], "num_threads must be a whole number >= 1 and <= 1024; got 100000"),
+        (["+sampler.ema=maybe"], "sampler.ema must be true or false; got 'maybe'"),
+        (
+            ["sampler=pipefusion", "+sampler.verify=7"],
+            "sampler.verify must be true or false; got 7",
+        ),
+        (["output=null"], "output=null names no folder; leave it out for a new one"),
+        (["options={prompts: [b]}"], "options.prompts is a setting of its own; write prompts="),
+        (["options={self: 3}"], "options.self=3 is no argument of a pipeline"),
+        (["options={3: 3}"], "options.3=3 is no argument of a pipeline"),
+        (["images={3: a.png}"], "images.3=a.png is no argument of a pipeline"),
+        (
+            ["options={output_type: np}"],
+            "options.output_type is a setting of its own; write output_type=np",
+        ),
+        # History: it was never settled, and every step synchronous.
+        (
+            ["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.settled=nan"],
+            "sampler.settled must be a number >= 0; got nan",
+        ),
     ],
 )
 def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
@@ -72,6 +95,9 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("stable_diffusion", ["images={image: [there.png]}"], "images.image has 1 files for 2 prompts; give one"),
         ("stable_diffusion", ["options={image: 3}", "images={image: there.png}"], "image is given twice, as"),
         ("stable_diffusion", ["pipeline_class=StableDiffusionImg2imgPipeline"], "did you mean 'StableDiff"),
+        # History: the whole text encoder was printed, and lists of all parts, of the class and of the folder.
+        ("stable_diffusion", ["pipeline_class=StableDiffusion3Pipeline"],
+         "'StableDiffusion3Pipeline' needs text_encoder_2, text_encoder_3, tokenizer_2, tokenizer_3, transformer,"),
         ("stable_diffusion", ["output_type=png"], "output_type='png'; choose pil, np, pt, latent"),
         ("stable_diffusion", ["output_type=np", "report=true"], "report=true compares pictures, and"),
         ("wan", ["video_format=avi"], "video_format='avi'; choose mp4, gif, png"),
@@ -354,6 +380,17 @@ def test_a_video_of_odd_size_is_written_with_its_last_row_and_column_twice(tmp_p
     for wanted, found in zip(frames((34, 18)), read, strict=True):
         assert found.shape == (18, 34, 3)
         assert abs(found - np.asarray(wanted, float)).mean() < 6
+
+
+def test_all_pictures_are_written_though_their_reader_has_gone(tmp_path, monkeypatch):
+    """History: `diffpipe sample | head -1` ended with a traceback, and without the second picture."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    values = {"prompts": ["a", "b"], "output_type": "pil", "video_format": "mp4", "fps": 16}
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as output:
+        patch.setattr(sys, "stdout", output)
+        names = sampling._write_drawn([Image.new("RGB", (8, 8))] * 2, values, tmp_path)
+    assert [Image.open(tmp_path / name).size for name in names] == [(8, 8)] * 2
 
 
 def test_a_video_that_cannot_be_written_is_named(tmp_path):

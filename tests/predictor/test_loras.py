@@ -4,6 +4,7 @@ import re
 import shutil
 
 import diffusers
+import huggingface_hub
 import numpy as np
 import peft
 import pytest
@@ -188,6 +189,27 @@ def test_weights_are_not_rounded_to_the_stored_type_with_a_lora(tmp_path):
     torch.testing.assert_close(lora.added("transformer", layer, weight.bfloat16()), exact.float())
 
 
+@pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
+def test_a_lora_may_be_a_hub_id_on_this_machine(saved, monkeypatch):
+    """History: "When using the offline mode, you must specify a `weight_name`"; so was a file that is not there."""
+    _, folder = saved
+    ids, whole = {"somebody/style": folder / "first"}, huggingface_hub.snapshot_download
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda path, **options: str(ids[path]) if path in ids else whole(path, **options),
+    )
+    sources = [
+        Predictor.from_pretrained(folder / "model", "single", loras={lora: 1.0}, alone=True).source
+        for lora in ("somebody/style", folder / "first")
+    ]
+    assert sources[0].identity("text_encoder") == sources[1].identity("text_encoder")
+    with pytest.raises(
+        CheckpointError, match="there is no LoRA somebody/stile; name its file, its"
+    ):
+        Predictor.from_pretrained(folder / "model", "single", loras={"somebody/stile": 1.0})
+
+
 @pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
 def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
     _, folder = saved
@@ -198,7 +220,7 @@ def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
     other = save_lora("stable_diffusion", tmp_path / "other", 1, rank=2)
     with pytest.raises(CheckpointError, match=r"other is of another model: .* unet\.down_blocks"):
         opened({other: 1.0})
-    with pytest.raises(CheckpointError, match=r"cannot read the LoRA .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"there is no LoRA .*nowhere; name its file, its"):
         opened({tmp_path / "nowhere": 1.0})
     with pytest.raises(
         ConfigurationError, match="loras must be a mapping of files to their scales"

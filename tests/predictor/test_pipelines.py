@@ -28,7 +28,12 @@ from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
-from tests.predictor.scenarios import draw_each, failure_of_each_rank
+from tests.predictor.scenarios import (
+    BothBands,
+    draw_each,
+    failure_of_each_rank,
+    latents_of_each,
+)
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -260,6 +265,7 @@ TWO_RANKS = [
     ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
     ("inpainting_by_mixing", {"method": "single", "guidance": 2}),
     ("controlnet", {"method": "distrifusion", "warmup_steps": 9}),
+    ("several_controlnets", {"method": "distrifusion", "warmup_steps": 9}),
     ("base", {"method": "distrifusion", "warmup_steps": 9}),
     ("base", {"method": "single", "guidance": 2}),
     ("refiner", {"method": "distrifusion", "warmup_steps": 9}),
@@ -277,6 +283,8 @@ TWO_RANKS = [
 ]
 FURTHER = [  # methods of the same kinds
     ("controlnet", {"method": "single"}),
+    ("several_controlnets", {"method": "single"}),
+    ("several_controlnets", {"method": "single", "guidance": 2}),
     ("refiner", {"method": "single"}),
     ("sd3_img2img", {"method": "sequence"}),
     ("two_transformers", {"method": "single"}),
@@ -335,6 +343,21 @@ def test_patches_on_two_ranks_equal_one_rank(saved):
     for kind, (found, _), (alone, _) in zip(kinds, drawn, draw_each(0, jobs), strict=True):
         assert (found == alone).all(), kind
         assert not same(found, saved(kind)[2]), kind
+
+
+@pytest.mark.distributed
+def test_bands_of_several_controlnets_equal_the_emulator(saved, monkeypatch):
+    """Each band of the U-Net with that of all its ControlNets, as threads of one process: the same bits."""
+    path, options, _ = saved("several_controlnets")
+    bands = {"method": "distrifusion", "warmup_steps": 1}
+    job = (path, prompts_of("any"), {**SETTINGS, **options})
+    found = run_ranks(latents_of_each, 2, [(*job, bands)])
+    by_one = [(*job, {"method": "single"})]
+    (exact,) = latents_of_each(0, by_one)
+    monkeypatch.setattr("lightning_diffpipe.sampling.methods.make_sampler", BothBands)
+    (expected,) = latents_of_each(0, by_one)
+    assert all(torch.equal(latents, expected) for (latents,) in found)
+    assert (expected - exact).norm() > 1e-4 * exact.norm(), "staleness does not show"
 
 
 def draw_and_refine(rank, first, second, prompts, jobs):

@@ -288,7 +288,7 @@ BAD = [
     ("stable_diffusion", {}, {"height": 10**6}, "height=1000000 is more than 65535 pixels"),
     ("stable_diffusion", {}, {"height": -8}, "height must be a whole number >= 1; got -8"),
     ("dit", {"text_encoder_3": None}, {}, "text_encoder_3=None, but the DiTPipeline at .* it has"),
-    ("pixart", {"settled": "soon"}, {}, "settled must be a number; got 'soon'"),
+    ("pixart", {"settled": "soon"}, {}, "settled must be a number >= 0; got 'soon'"),
     (
         "pixart",
         {"warmup_microbatches": 0},

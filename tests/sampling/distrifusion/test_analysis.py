@@ -302,7 +302,7 @@ def test_a_kernel_wider_than_the_smallest_band_is_refused_on_all_bands(make):
         ({"warmup_steps": "often"}, "warmup_steps='often'"),
         ({"calls_per_message": 0}, "calls_per_message must be a whole number >= 1; got 0"),
         ({"calls_per_message": "all"}, "calls_per_message must be .*; got 'all'"),
-        ({"settled": "0.1", "warmup_steps": "auto"}, "settled must be a number; got '0.1'"),
+        ({"settled": "0.1", "warmup_steps": "auto"}, "settled must be a number >= 0; got '0.1'"),
     ],
 )
 def test_options_are_checked(options, message):
