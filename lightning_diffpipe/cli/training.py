@@ -31,8 +31,6 @@ from lightning_diffpipe.errors import (
     raised_by_all,
     require_number,
 )
-from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile
 
 _RUN_ID = "wandb_run_id"
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
@@ -225,6 +223,9 @@ def _checkpoint_folders(config: DictConfig) -> list[Path]:
 
 def _require_files(config: DictConfig) -> None:
     """Finds out before processes start whether files to plan with can be read, and others can be written."""
+    from lightning_diffpipe.planning.plan import PipelinePlan
+    from lightning_diffpipe.planning.profile import ModelProfile
+
     strategy = config.strategy if OmegaConf.is_dict(config.strategy) else {}
     readers = {"plan": PipelinePlan, "profile": ModelProfile}
     for name, choices in (("plan", (None,)), ("profile", (None, "measure", "flops"))):
