@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import dis
 import functools
 import inspect
 import itertools
@@ -39,7 +40,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
 from lightning_diffpipe.graph.calltree import has_backward_hooks, is_compiled
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
@@ -244,22 +245,53 @@ def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
 
 def _hooks_of(kind: type) -> Iterator[tuple[str, set[str]]]:
     """Yields the hooks that a class of the user's runs, with names of attributes and globals in their code."""
+    return ((hook, _names_in(code)) for hook, code in _code_of_hooks(kind))
+
+
+def _code_of_hooks(kind: type) -> Iterator[tuple[str, types.CodeType]]:
     overridden: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("lightning", "lightning_diffpipe", "torch"):
             continue
         for hook, function in vars(base).items():
             if hook.startswith("on_") and isinstance(function, types.FunctionType):
-                names = _names_in(function.__code__)
                 if hook not in overridden:
-                    yield hook, names
-                if "super" not in names:
+                    yield hook, function.__code__
+                if "super" not in _names_in(function.__code__):
                     overridden.add(hook)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
     inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*inner)
+
+
+@contextlib.contextmanager
+def late_attributes_named(module: nn.Module, callbacks: Sequence[Any]) -> Iterator[None]:
+    """Says, where a step that is run before training lacks what a hook sets, that hooks come later."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        for name, hook in _set_by_hooks((*callbacks, module)):
+            missing, none = f"has no attribute '{name}'" in str(error), "NoneType" in str(error)
+            if missing or (none and getattr(module, name, error) is None):
+                with raised_by_all():
+                    raise ConfigurationError(
+                        f"training_step seems to read {name!r}, which {hook} sets, but the step is run before "
+                        f"training, to look at its layers and to time them, and hooks come later ({error}). Set "
+                        "it in __init__ or in setup to what the step can be run with, tensors as buffers; the hook "
+                        "may change it then"
+                    ) from error
+        raise
+
+
+def _set_by_hooks(owners: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yields names of attributes that hooks set, of whatever object, and the hook."""
+    for owner in owners:
+        for hook, code in _code_of_hooks(type(owner)):
+            for each in dis.get_instructions(code):
+                if each.opname == "STORE_ATTR":
+                    yield each.argval, f"{type(owner).__name__}.{hook}"
 
 
 _LOG_IT = (

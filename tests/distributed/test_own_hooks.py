@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -79,6 +80,56 @@ class KeepsResults(TinyDiffusion):
 
     def on_train_epoch_end(self):
         self.losses.clear()
+
+
+class Scaled(TinyDiffusion):
+    """Scales its loss by what a hook sets."""
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+class ScaledFromTheStart(Scaled):
+    def on_train_start(self):
+        self.scale = 0.5
+
+
+class ScaledInEpochs(ScaledFromTheStart):
+    scale = None
+
+    def on_train_start(self):
+        pass
+
+    def on_train_epoch_start(self):
+        self.scale = 0.5 + self.current_epoch
+
+
+class SetsScale(L.Callback):
+    def on_fit_start(self, trainer, module):
+        module.scale = 0.5
+
+
+@pytest.mark.parametrize(
+    ("module_class", "callbacks", "hook"),
+    [
+        (ScaledFromTheStart, [], "ScaledFromTheStart.on_train_start"),
+        (ScaledInEpochs, [], "ScaledInEpochs.on_train_epoch_start"),
+        (Scaled, [SetsScale()], "SetsScale.on_fit_start"),
+    ],
+)
+def test_what_hooks_set_after_the_step_was_looked_at_is_named(module_class, callbacks, hook):
+    """History: a module that trains in one process was said to have no such attribute, and no word why."""
+    trainer = {"callbacks": callbacks}
+    settings = Settings(
+        module_class=module_class, trainer=trainer, strategy={"num_microbatches": 1}
+    )
+    with pytest.raises(ConfigurationError, match=f"'scale', which {hook} sets, .* in setup"):
+        fit(0, settings, 1)
+
+
+def test_an_attribute_that_nobody_sets_is_none_of_a_hook():
+    with pytest.raises(AttributeError, match="'Scaled' object has no attribute 'scale'"):
+        fit(0, Settings(module_class=Scaled, strategy={"num_microbatches": 1}), 1)
 
 
 class LooksAtGradients(TinyDiffusion):
