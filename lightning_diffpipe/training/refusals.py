@@ -224,22 +224,24 @@ def _nan_copies(held: Any, names: Collection[str]) -> list[str]:
     return sorted(n for n, v in copies if v.numel() and bool(v.isnan().all()))
 
 
-_AFTER_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_OF_GRADIENTS = ({"grad_norm"}, {"grad", "norm"}, {"grad", "vector_norm"})
+_AFTER_GRADIENTS = (
+    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+    "configure_gradient_clipping", "optimizer_step",
+)  # fmt: skip
+_COMBINING = {"norm", "vector_norm", "sum", "sqrt", "max", "isnan", "isinf", "isfinite"}
 
 
 def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
-    """Warns of hooks in whose code norms of gradients are taken: each rank has those of its own stages."""
+    """Warns of hooks in whose code gradients are combined: each rank has those of its own stages."""
     for owner in (module, *trainer.callbacks):
         for hook, names in _hooks_of(type(owner)):
-            looks = (
-                any(wanted <= names for wanted in _OF_GRADIENTS) and "gradient_norm" not in names
-            )
-            if hook in _AFTER_GRADIENTS and looks:
+            looks = "grad_norm" in names or ("grad" in names and names & _COMBINING)
+            if hook in _AFTER_GRADIENTS and looks and "gradient_norm" not in names:
                 rank_zero_warn(
-                    f"{type(owner).__name__}.{hook} seems to take norms of gradients, and a rank has those of its "
-                    "own stage only: what it logs is that of one stage. self.trainer.strategy.gradient_norm(), on "
-                    "all ranks, gives the norm over all stages"
+                    f"{type(owner).__name__}.{hook} seems to take norms or sums of gradients, or to look whether "
+                    "they are finite, and a rank has those of its own stage only: what it logs, scales by or "
+                    "decides is that of one stage. self.trainer.strategy.gradient_norm(), on all ranks, gives the "
+                    "norm over all stages, and self.clip_gradients(optimizer, gradient_clip_val=...) clips by it"
                 )
 
 
@@ -254,7 +256,8 @@ def _code_of_hooks(kind: type) -> Iterator[tuple[str, types.CodeType]]:
         if base.__module__.partition(".")[0] in ("lightning", "lightning_diffpipe", "torch"):
             continue
         for hook, function in vars(base).items():
-            if hook.startswith("on_") and isinstance(function, types.FunctionType):
+            is_hook = hook.startswith("on_") or hook in _AFTER_GRADIENTS
+            if is_hook and isinstance(function, types.FunctionType):
                 if hook not in overridden:
                     yield hook, function.__code__
                 if "super" not in _names_in(function.__code__):

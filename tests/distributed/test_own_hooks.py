@@ -138,6 +138,21 @@ class LooksAtGradients(TinyDiffusion):
         self.total = torch.stack(norms).norm()
 
 
+class ClipsByHand(TinyDiffusion):
+    def configure_gradient_clipping(self, optimizer, **_):
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(0.05 / norm, max=1))
+
+
+class SkipsSteps(TinyDiffusion):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()
+        if all(p.grad.isfinite().all() for p in self.parameters() if p.grad is not None):
+            optimizer.step()
+
+
 def said(rank, module_class):
     records, handler = [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -156,10 +171,18 @@ def test_results_that_a_step_keeps_for_hooks_are_named():
     assert "puts something into self.losses, and KeepsResults.on_train_epoch_end reads it" in last
 
 
-def test_norms_of_gradients_in_hooks_are_named():
-    """History: each rank logged that of its own stage, without a word."""
-    first, _ = run_ranks(said, 2, LooksAtGradients)
-    assert "LooksAtGradients.on_before_optimizer_step seems to take norms of gradients" in first
+@pytest.mark.parametrize(
+    ("module_class", "hook"),
+    [
+        (LooksAtGradients, "on_before_optimizer_step"),
+        (ClipsByHand, "configure_gradient_clipping"),
+        (SkipsSteps, "optimizer_step"),
+    ],
+)
+def test_hooks_that_combine_gradients_are_named(module_class, hook):
+    """History: each rank logged the norm of its own stage, or scaled its gradients by it, without a word."""
+    first, _ = run_ranks(said, 2, module_class)
+    assert f"{module_class.__name__}.{hook} seems to take norms or sums of gradients" in first
 
 
 class AsTheGuideSays(TinyDiffusion):
