@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -85,11 +86,26 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
                 "average weights of different stages. Use lightning_diffpipe.EMA"
                 + (", or num_stages=1" if isinstance(callback, WeightAveraging) else "")
             )
+        if isinstance(callback, BaseFinetuning):
+            _refuse_unfreezing(callback, trainer.max_epochs)
     precision = strategy.precision_plugin
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         raise ConfigurationError(
             "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
             "use precision='bf16-mixed' or '32-true'"
+        )
+
+
+def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None:
+    """Refuses callbacks that train what was frozen; else the run would end where they do, perhaps after days."""
+    names = _names_in(type(callback).finetune_function.__code__)
+    begin = getattr(callback, "unfreeze_backbone_at_epoch", 0)
+    comes = max_epochs in (None, -1) or begin < max_epochs
+    if comes and names & {"unfreeze_and_add_param_group", "make_trainable"}:
+        raise ConfigurationError(
+            f"{type(callback).__name__} unfreezes layers during training, but a plan that was made with them "
+            "frozen computes no gradients for them. Train with them frozen (requires_grad_(False)) and without the "
+            "callback, and then again with them trainable, from the checkpoint's weights"
         )
 
 
