@@ -244,11 +244,12 @@ _AFTER_GRADIENTS = (
     "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
     "configure_gradient_clipping", "optimizer_step",
 )  # fmt: skip
+_DRAWING = {"rand", "rand_like", "randn", "randn_like", "normal", "normal_", "uniform_"}
 _COMBINING = {"norm", "vector_norm", "sum", "sqrt", "max", "isnan", "isinf", "isfinite"}
 
 
 def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
-    """Warns of hooks in whose code gradients are combined: each rank has those of its own stages."""
+    """Warns of hooks that combine gradients, or draw numbers for them: a rank has those of its own stages."""
     for owner in (module, *trainer.callbacks):
         for hook, names in _hooks_of(type(owner)):
             looks = "grad_norm" in names or ("grad" in names and names & _COMBINING)
@@ -258,6 +259,13 @@ def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
                     "they are finite, and a rank has those of its own stage only: what it logs, scales by or "
                     "decides is that of one stage. self.trainer.strategy.gradient_norm(), on all ranks, gives the "
                     "norm over all stages, and self.clip_gradients(optimizer, gradient_clip_val=...) clips by it"
+                )
+            if hook in _AFTER_GRADIENTS and "grad" in names and names & _DRAWING:
+                rank_zero_warn(
+                    f"{type(owner).__name__}.{hook} seems to change gradients by random numbers, and a rank draws "
+                    "them for those of its own stage only: they are others than in one process, and copies of a "
+                    "weight that two stages hold, such as a tied one, come apart. Give each weight a generator of "
+                    'its own: torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))'
                 )
 
 
