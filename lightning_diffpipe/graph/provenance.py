@@ -75,6 +75,9 @@ _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 # Shortens rows of an embedding that are read, each by itself and once: microbatches may do it one after the other.
 _RENORMS = {"embedding_renorm_"}
 
+# Read the sizes of a packed sequence, their second argument, past the dispatcher.
+_PACKED = {"_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+
 
 @dataclass(frozen=True, slots=True)
 class Leak:
@@ -395,8 +398,13 @@ class _Functions(TorchFunctionMode):
         self._provenance, self._attributes = provenance, attributes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("numpy", "tolist", "__array__"):
+        name = getattr(func, "__name__", "")
+        if name in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
+        if name in _PACKED:
+            self._provenance.value_read(
+                [t for t in tensors_in(args[1:2]) if t.dtype == torch.int64]
+            )
         # `.to()` sets what is there.
         if func == _SET_DATA and storage_key(args[0]) != storage_key(args[1]):
             self._provenance.note_parameter_writes([args[0]])

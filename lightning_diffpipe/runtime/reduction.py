@@ -205,9 +205,11 @@ class GradientReducer:
         # One type on all ranks, also on those that count no parameter; a norm loses nothing in it.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         norms = [
-            torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
+            torch.linalg.vector_norm(
+                grad.abs() if grad.is_complex() else grad, norm_type, dtype=dtype
+            )
             for name, parameter in parameters.items()
-            if name in self._counted and parameter.grad is not None
+            if name in self._counted and (grad := parameter.grad) is not None
         ]
         total = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
         if math.isinf(norm_type):

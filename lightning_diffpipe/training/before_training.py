@@ -69,6 +69,9 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
     if not source.is_defined():
         with raised_by_all():
             raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
+    if not source.is_module():  # else each call gives another one
+        with raised_by_all():
+            _refuse_iterators(source.instance)
     with isolated_random_numbers(0):
         loader = source.dataloader()
         batch = next(_first_batches(loader), None)
@@ -84,6 +87,18 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         module.training_step, "batch_idx", explicit=False, min_args=2
     )
     return batch, (0,) if takes_index else ()
+
+
+def _refuse_iterators(loaders: Any) -> None:
+    """Refuses what would have lost a batch, or all, when training begins."""
+    loaders = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
+    for one in pytree.tree_leaves(loaders):
+        if isinstance(one, Iterator) and iter(one) is one:
+            raise ConfigurationError(
+                f"one batch is looked at before training, but the training data ({type(one).__name__}) can be "
+                "iterated over only once. Give what begins anew each time: a list, a DataLoader, or a class with "
+                "__iter__"
+            )
 
 
 def why_empty(loader: Any) -> str:
@@ -115,6 +130,7 @@ def _first_batches(loader: Any) -> Iterator[Any]:
     elif not isinstance(loader, DataLoader):
         yield from loader
     elif isinstance(loader.dataset, IterableDataset):
+        loader = _over_copy(loader)
         seed_workers(loader)
         first = list(itertools.islice(loader, 1))
         _shutdown_workers_and_reset_iterator(loader)  # the pass that comes seeds its own
@@ -126,6 +142,19 @@ def _first_batches(loader: Any) -> Iterator[Any]:
                 yield loader.collate_fn(data_set.__getitems__(wanted))
             else:
                 yield loader.collate_fn([data_set[i] for i in wanted] if many else data_set[wanted])
+
+
+def _over_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Returns a loader over a copy of a stream, which may count passes, or go on where the last one ended.
+
+    Workers have their own, and what cannot be copied is read itself.
+    """
+    if loader.num_workers:
+        return loader
+    lent = copy.copy(loader)
+    with contextlib.suppress(Exception):  # of whatever the stream holds
+        vars(lent)["dataset"] = copy.copy(loader.dataset)  # torch lets nobody else write it
+    return lent
 
 
 def _first_wanted(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import dis
 import functools
 import inspect
 import itertools
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -39,7 +41,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
 from lightning_diffpipe.graph.calltree import has_backward_hooks, is_compiled
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
@@ -84,11 +86,26 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
                 "average weights of different stages. Use lightning_diffpipe.EMA"
                 + (", or num_stages=1" if isinstance(callback, WeightAveraging) else "")
             )
+        if isinstance(callback, BaseFinetuning):
+            _refuse_unfreezing(callback, trainer.max_epochs)
     precision = strategy.precision_plugin
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         raise ConfigurationError(
             "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
             "use precision='bf16-mixed' or '32-true'"
+        )
+
+
+def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None:
+    """Refuses callbacks that train what was frozen; else the run would end where they do, perhaps after days."""
+    names = _names_in(type(callback).finetune_function.__code__)
+    begin = getattr(callback, "unfreeze_backbone_at_epoch", 0)
+    comes = max_epochs in (None, -1) or begin < max_epochs
+    if comes and names & {"unfreeze_and_add_param_group", "make_trainable"}:
+        raise ConfigurationError(
+            f"{type(callback).__name__} unfreezes layers during training, but a plan that was made with them "
+            "frozen computes no gradients for them. Train with them frozen (requires_grad_(False)) and without the "
+            "callback, and then again with them trainable, from the checkpoint's weights"
         )
 
 
@@ -223,43 +240,85 @@ def _nan_copies(held: Any, names: Collection[str]) -> list[str]:
     return sorted(n for n, v in copies if v.numel() and bool(v.isnan().all()))
 
 
-_AFTER_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_OF_GRADIENTS = ({"grad_norm"}, {"grad", "norm"}, {"grad", "vector_norm"})
+_AFTER_GRADIENTS = (
+    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+    "configure_gradient_clipping", "optimizer_step",
+)  # fmt: skip
+_DRAWING = {"rand", "rand_like", "randn", "randn_like", "normal", "normal_", "uniform_"}
+_COMBINING = {"norm", "vector_norm", "sum", "sqrt", "max", "isnan", "isinf", "isfinite"}
 
 
 def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
-    """Warns of hooks in whose code norms of gradients are taken: each rank has those of its own stages."""
+    """Warns of hooks that combine gradients, or draw numbers for them: a rank has those of its own stages."""
     for owner in (module, *trainer.callbacks):
         for hook, names in _hooks_of(type(owner)):
-            looks = (
-                any(wanted <= names for wanted in _OF_GRADIENTS) and "gradient_norm" not in names
-            )
-            if hook in _AFTER_GRADIENTS and looks:
+            looks = "grad_norm" in names or ("grad" in names and names & _COMBINING)
+            if hook in _AFTER_GRADIENTS and looks and "gradient_norm" not in names:
                 rank_zero_warn(
-                    f"{type(owner).__name__}.{hook} seems to take norms of gradients, and a rank has those of its "
-                    "own stage only: what it logs is that of one stage. self.trainer.strategy.gradient_norm(), on "
-                    "all ranks, gives the norm over all stages"
+                    f"{type(owner).__name__}.{hook} seems to take norms or sums of gradients, or to look whether "
+                    "they are finite, and a rank has those of its own stage only: what it logs, scales by or "
+                    "decides is that of one stage. self.trainer.strategy.gradient_norm(), on all ranks, gives the "
+                    "norm over all stages, and self.clip_gradients(optimizer, gradient_clip_val=...) clips by it"
+                )
+            if hook in _AFTER_GRADIENTS and "grad" in names and names & _DRAWING:
+                rank_zero_warn(
+                    f"{type(owner).__name__}.{hook} seems to change gradients by random numbers, and a rank draws "
+                    "them for those of its own stage only: they are others than in one process, and copies of a "
+                    "weight that two stages hold, such as a tied one, come apart. Give each weight a generator of "
+                    'its own: torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))'
                 )
 
 
 def _hooks_of(kind: type) -> Iterator[tuple[str, set[str]]]:
     """Yields the hooks that a class of the user's runs, with names of attributes and globals in their code."""
+    return ((hook, _names_in(code)) for hook, code in _code_of_hooks(kind))
+
+
+def _code_of_hooks(kind: type) -> Iterator[tuple[str, types.CodeType]]:
     overridden: set[str] = set()
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("lightning", "lightning_diffpipe", "torch"):
             continue
         for hook, function in vars(base).items():
-            if hook.startswith("on_") and isinstance(function, types.FunctionType):
-                names = _names_in(function.__code__)
+            is_hook = hook.startswith("on_") or hook in _AFTER_GRADIENTS
+            if is_hook and isinstance(function, types.FunctionType):
                 if hook not in overridden:
-                    yield hook, names
-                if "super" not in names:
+                    yield hook, function.__code__
+                if "super" not in _names_in(function.__code__):
                     overridden.add(hook)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
     inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*inner)
+
+
+@contextlib.contextmanager
+def late_attributes_named(module: nn.Module, callbacks: Sequence[Any]) -> Iterator[None]:
+    """Says, where a step that is run before training lacks what a hook sets, that hooks come later."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        for name, hook in _set_by_hooks((*callbacks, module)):
+            missing, none = f"has no attribute '{name}'" in str(error), "NoneType" in str(error)
+            if missing or (none and getattr(module, name, error) is None):
+                with raised_by_all():
+                    raise ConfigurationError(
+                        f"training_step seems to read {name!r}, which {hook} sets, but the step is run before "
+                        f"training, to look at its layers and to time them, and hooks come later ({error}). Set "
+                        "it in __init__ or in setup to what the step can be run with, tensors as buffers; the hook "
+                        "may change it then"
+                    ) from error
+        raise
+
+
+def _set_by_hooks(owners: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yields names of attributes that hooks set, of whatever object, and the hook."""
+    for owner in owners:
+        for hook, code in _code_of_hooks(type(owner)):
+            for each in dis.get_instructions(code):
+                if each.opname == "STORE_ATTR":
+                    yield each.argval, f"{type(owner).__name__}.{hook}"
 
 
 _LOG_IT = (

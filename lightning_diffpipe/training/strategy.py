@@ -70,6 +70,7 @@ from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
     ResultsForHooks,
+    late_attributes_named,
     refuse_arguments,
     refuse_averages,
     refuse_copies,
@@ -318,7 +319,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         options = replace(self._options, averages_bytes_factor=averages)
         number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
         number = int(self.broadcast(number))
-        with early_answers(trainer, self, number), generators_preserved(module):
+        with (
+            late_attributes_named(module, trainer.callbacks),
+            early_answers(trainer, self, number),
+            generators_preserved(module),
+        ):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, arguments
             )

@@ -189,15 +189,26 @@ class MeanCheck:
             _log.info("the module cuts its batches itself, so that losses are not compared")
             return ""
         first = -(-total // num_microbatches)
+        sizes, weighted = (first, total - first), self.probed.graph.weighted
         try:
             with undisturbed(self.probed.module):
-                draws = [self._losses(total, first, seed) for seed in (0, 1)]
+                for repeated in (False, True) if self._has_several_rows else (False,):
+                    draws = [self._losses(total, first, seed, repeated) for seed in (0, 1)]
+                    said = _said(draws, sizes, weighted, self._tolerance)
+                    if not said:
+                        return ""
         except Exception as error:  # of any code, on numbers that mean nothing
             _log.info(
                 "the loss of a batch cannot be compared with those of its parts: %s", str(error)
             )
             return ""
-        return _said(draws, (first, total - first), self.probed.graph.weighted, self._tolerance)
+        return said
+
+    @property
+    def _has_several_rows(self) -> bool:
+        """Whether the loss's code reads layers that give several rows for a sample."""
+        graph = self.probed.graph
+        return any((graph.spec(key).rows or 0) > 1 for key in graph.tail_reads)
 
     @property
     def _tolerance(self) -> float:
@@ -205,8 +216,9 @@ class MeanCheck:
         kinds = {p.dtype for p in self.probed.module.parameters() if p.dtype.is_floating_point}
         return max(_LOSS_TOLERANCE, *(4 * torch.finfo(kind).eps for kind in kinds))
 
-    def _losses(self, total: int, first: int, seed: int) -> _Losses:
-        values, drawn = _StandIns(self.probed.graph, total, seed), _RowsOfDraws(total)
+    def _losses(self, total: int, first: int, seed: int, repeated: bool) -> _Losses:
+        values = _StandIns(self.probed.graph, total, seed, repeated)
+        drawn = _RowsOfDraws(total, repeated)
         everything, rows = slice(0, total), (slice(0, first), slice(first, total))
         whole, _ = self._run(self.probed.batch, everything, values, drawn, seed)
         if self.probed.graph.host_random:  # of which nobody knows for which sample they are
@@ -310,10 +322,12 @@ class _StandIns:
         graph: The step; the loss's code reads some of its layers.
         total: Samples in the batch.
         seed: Seeds them.
+        repeated: As for `_of_samples`.
     """
 
-    def __init__(self, graph: LayerGraph, total: int, seed: int) -> None:
+    def __init__(self, graph: LayerGraph, total: int, seed: int, repeated: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
+        self._total, self._repeated = total, repeated
         self._values: dict[TensorKey, tuple[Tensor, int]] = {}
         for key in sorted(graph.tail_reads):
             spec = graph.spec(key)
@@ -325,7 +339,10 @@ class _StandIns:
             shape = spec.of_samples(total).shape
             value = torch.rand(shape, generator=generator, dtype=torch.float64)
             if spec.rows:
-                of_sample = torch.arange(1, total + 1).repeat_interleave(spec.rows) / total
+                counts = torch.arange(1, total + 1) / total
+                of_sample = (
+                    counts.repeat(spec.rows) if repeated else counts.repeat_interleave(spec.rows)
+                )
                 value = value * of_sample.view(-1, *[1] * (value.dim() - 1))
             real = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._values[key] = (0.1 + 0.8 * value if real else 0 * value).to(spec.dtype), spec.rows
@@ -333,17 +350,39 @@ class _StandIns:
     def of(self, rows: slice) -> Mapping[TensorKey, Tensor]:
         """Returns the values of some samples."""
         return {
-            key: value[rows.start * n : rows.stop * n] if n else value
+            key: _of_samples(value, rows, self._total, self._repeated) if n else value
             for key, (value, n) in self._values.items()
         }
 
 
-class _RowsOfDraws(TorchDispatchMode):
-    """Gives a part of a batch the random numbers that were drawn for these samples in the whole."""
+def _of_samples(whole: Tensor, samples: slice, total: int, repeated: bool) -> Tensor:
+    """Returns the rows of some samples, of which each has as many as the next.
 
-    def __init__(self, total: int) -> None:
+    Args:
+        whole: The rows of all samples.
+        samples: Which ones.
+        total: Samples in the whole.
+        repeated: Whether all samples come one after the other, and then all again, as a step that doubles its
+            batch for guidance has them (`torch.cat([x, x])`); else rows of a sample are neighbours.
+    """
+    if repeated:
+        return whole.unflatten(0, (-1, total))[:, samples].flatten(0, 1)
+    n = len(whole) // total
+    return whole[samples.start * n : samples.stop * n]
+
+
+class _RowsOfDraws(TorchDispatchMode):
+    """Gives a part of a batch the random numbers that were drawn for these samples in the whole.
+
+    Args:
+        total: Samples in the whole.
+        repeated: As for `_of_samples`.
+    """
+
+    def __init__(self, total: int, repeated: bool) -> None:
         super().__init__()
-        self._total, self._drawn = total, list[tuple[Any, Tensor]]()
+        self._total, self._repeated = total, repeated
+        self._drawn = list[tuple[Any, Tensor]]()
         self._rows, self._position = slice(0, total), 0
         self._is_first = True
 
@@ -374,5 +413,4 @@ class _RowsOfDraws(TorchDispatchMode):
                 f"the step draws {tuple(part.shape)} numbers for {size} samples, and {tuple(whole.shape)} for "
                 f"{self._total}"
             )
-        n = len(whole) // self._total
-        return whole[self._rows.start * n : self._rows.stop * n]
+        return _of_samples(whole, self._rows, self._total, self._repeated)

@@ -109,3 +109,34 @@ def test_many_tensors_of_many_types():
         floating = [grad for dtype, grad, _ in specs if dtype == "torch.float64"]
         assert True in floating
         assert False in floating
+
+
+class Packed(TinyDiffusion):
+    """Recurrent layers in front, which hand each other sequences of unlike lengths, packed."""
+
+    def __init__(self, **options):
+        super().__init__(num_blocks=2, **options)
+        self.cells = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.last = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def denoise(self, noisy, t, text):
+        lengths = 3 + torch.arange(len(noisy)) % 3
+        packed = nn.utils.rnn.pack_padded_sequence(
+            noisy, lengths, batch_first=True, enforce_sorted=False
+        )
+        for cell in self.cells:
+            packed, (state, _) = cell(packed)
+        packed, _ = self.last(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=5)
+        return super().denoise(padded + state[-1][:, None], t, text)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_packed_sequences(num_stages):
+    """History: their sizes are read past the dispatcher, so that the next stage got none and could not unpack."""
+    settings = Settings(module_class=Packed, trainer={"max_steps": 3, "max_epochs": -1})
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": num_stages, "num_microbatches": 2}
+    if num_stages == 4:
+        settings.strategy["schedule"] = "interleaved"
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)

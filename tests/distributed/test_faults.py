@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from diffusers.training_utils import EMAModel
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -211,6 +212,14 @@ class Manual(TinyDiffusion):
         self.automatic_optimization = False
 
 
+class WithBackbone(TinyDiffusion):
+    """Has what callbacks of Lightning's freeze, and unfreeze later."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = self.blocks[0]
+
+
 class OwnBackward(TinyDiffusion):
     """Overrides backward."""
 
@@ -228,9 +237,15 @@ class OwnBackward(TinyDiffusion):
             [StochasticWeightAveraging(1e-2)],
             "StochasticWeightAveraging copies the module",
         ),
+        (
+            WithBackbone,
+            [BackboneFinetuning(unfreeze_backbone_at_epoch=0)],
+            "BackboneFinetuning unfreezes layers during training",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
+    """History: a callback that unfreezes ended the run in the epoch in which it did."""
     with pytest.raises(RankError, match=message):
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
 

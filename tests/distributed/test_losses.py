@@ -203,10 +203,24 @@ class Noisy(TinyDiffusion):
         return loss + (weights * dropped.mean((1, 2))).mean()
 
 
+class Doubled(TinyDiffusion):
+    """Denoises with and without the caption in one call, as guidance is distilled."""
+
+    def denoise(self, noisy, t, text):
+        both = super().denoise(*map(torch.cat, [(noisy, noisy), (t, t), (text, 0 * text)]))
+        with_text, without = both.chunk(2)
+        return without + 2 * (with_text - without)
+
+
+class DoubledTokenMean(Doubled, TokenMean):
+    pass
+
+
 @pytest.mark.parametrize(
     ("module_class", "data_class", "cure"),
     [
         (TokenMean, Data, '"weight": that number'),
+        (DoubledTokenMean, Data, '"weight": that number'),
         (PriorPreservation, PairData, "split_batch(batch, sizes)"),
         (SumLoss, Data, "divide it by their number"),
     ],
@@ -222,11 +236,13 @@ def test_other_losses_are_named_with_their_cure(module_class, data_class, cure):
     [
         (TinyDiffusion, Data),
         (Noisy, Data),
+        (Doubled, Data),
         (WeighedTokenMean, Data),
         (SplitPriorPreservation, PairData),
     ],
 )
 def test_nothing_is_said_of_means(module_class, data_class, caplog):
+    """History: a step that doubles its batch for guidance was said to be 14% off, and was exact."""
     with caplog.at_level(logging.INFO, "lightning_diffpipe.training.verification"):
         assert not warned_of(Settings(module_class=module_class, data_class=data_class))
     assert not any("cannot be compared" in record.message for record in caplog.records)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.options import PlanOptions
@@ -255,6 +256,47 @@ def test_clipping_by_the_norm_over_all_stages(replicas):
     )
     free = reference(Settings(trainer=FIVE_STEPS), 4)
     assert free.losses[-1] != expected.losses[-1], "the clip value does not bind"
+
+
+class Filter(torch.nn.Module):
+    """Weighs frequencies by complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH)
+
+
+class OfFrequencies(TinyDiffusion):
+    """Every block begins with a filter, and the largest gradient is logged."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        for block in self.blocks:
+            block.norm = torch.nn.Sequential(block.norm, Filter())
+
+    def on_before_optimizer_step(self, optimizer):
+        if isinstance(self.trainer.strategy, DiffPipeStrategy):
+            largest = self.trainer.strategy.gradient_norm(norm_type=torch.inf)
+        else:
+            largest = max(p.grad.abs().max() for p in self.parameters() if p.grad is not None)
+        self.log("largest", largest)
+
+
+def test_clipping_with_complex_weights():
+    """History: the norm over all stages was refused by torch, which wants another type for it."""
+    outcomes, expected = check(
+        2,
+        2,
+        module_class=OfFrequencies,
+        trainer={"gradient_clip_val": 0.05},
+        strategy={"num_stages": 2},
+        tolerance=1e-9,
+    )
+    for outcome in outcomes:
+        assert outcome.metrics["largest"] == pytest.approx(expected.metrics["largest"], rel=1e-6)
 
 
 class ClipsInHook(TinyDiffusion):

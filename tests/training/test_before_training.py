@@ -241,6 +241,38 @@ def example_on_rank(rank, loader, sent):
     return made
 
 
+class GoesOn(IterableDataset):
+    """A stream that is its own iterator, and so goes on where it was."""
+
+    place = -1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.place += 1
+        if self.place == 6:
+            raise StopIteration
+        return torch.full((2,), float(self.place))
+
+
+def test_looking_at_a_stream_leaves_it_where_it_was():
+    """History: the batch that was looked at was not trained on; one process trains on all."""
+    loader = DataLoader(GoesOn(), 2)
+    example_on_rank(0, loader, [])
+    assert [batch[0, 0].item() for batch in loader] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("combine", [lambda x: x, lambda x: CombinedLoader({"a": x})])
+def test_data_that_can_be_read_only_once_are_refused(combine):
+    """History: a generator was empty when training began, which ended without a step and without a word."""
+    loader = combine(batch for batch in DataLoader(Counted(), 2))
+    with pytest.raises(
+        ConfigurationError, match=r"data \(generator\) can be iterated over only once"
+    ):
+        example_on_rank(0, loader, [])
+
+
 def test_random_batch_hooks_give_all_ranks_the_same_batch():
     """History: each rank drew with its own seed, so that steps that read values were planned differently."""
     sent = []
