@@ -26,7 +26,7 @@ from __future__ import annotations
 import numbers
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -122,7 +122,7 @@ class ResultSharing:
         """
         logged: Entries = {}
         for work in works:
-            for name, _, options in _calls(work):
+            for name, _, options in metrics_in(work.logged):
                 logged.setdefault(name, options)
         alone = self._mesh.layout.ranks_per_pipeline == 1
         if alone:
@@ -178,7 +178,7 @@ class ResultSharing:
         logged = []
         for column, (name, options) in enumerate(agreed.items(), 1):
             if name in present:
-                kind = _kind(options)
+                kind = kind_of(options)
                 if kind not in kinds:
                     kinds[kind] = _REDUCTIONS[kind](*table)
                 logged.append(Logged(name, kinds[kind][column], options))
@@ -200,7 +200,7 @@ class ResultSharing:
         for row, work in enumerate(works):
             if work.loss is None:
                 continue
-            found = {columns[n]: value for n, value, _ in _calls(work) if n in columns}
+            found = {columns[n]: value for n, value, _ in metrics_in(work.logged) if n in columns}
             size = _scalar(work.weight, device, dtype)
             for column, value in sorted({0: work.loss, **found}.items(), key=itemgetter(0)):
                 start = row * width + column
@@ -224,17 +224,17 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _kind(options: dict[str, Any]) -> str:
+def kind_of(options: dict[str, Any]) -> str:
     """Returns how microbatches are combined; what `self.log` does not know either is refused by it."""
     given = options.get("reduce_fx", "mean")
     name = str(getattr(given, "__name__", given)).lower()
     return name if name in _REDUCTIONS else "mean"
 
 
-def _calls(work: MicrobatchWork) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Returns the logging calls of a microbatch as (name, value, options); `log_dict` taken apart."""
+def metrics_in(logged: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Returns calls of `self.log` and `self.log_dict` as (name, value, options) of each metric."""
     calls = []
-    for method, args, kwargs in work.logged:
+    for method, args, kwargs in logged:
         first = ("name", "value") if method == "log" else ("dictionary",)
         options = {**dict(zip((*first, *_OPTIONS), args, strict=False)), **kwargs}
         options.pop("batch_size", None)

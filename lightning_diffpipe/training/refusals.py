@@ -269,6 +269,26 @@ def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
                 )
 
 
+_COUNTING = {"world_size", "get_world_size", "num_devices"}
+
+
+def warn_of_ranks_counted(trainer: Any, module: nn.Module, num_pipelines: int) -> None:
+    """Warns of code that counts ranks, such as to scale a learning rate: batches are of pipelines."""
+    for owner in filter(None, (module, trainer.datamodule, *trainer.callbacks)):
+        functions = (
+            each for base in _classes_of_users(type(owner)) for each in vars(base).values()
+        )
+        for function in functions:
+            is_code = isinstance(function, types.FunctionType)
+            if is_code and (found := _names_in(function.__code__) & _COUNTING):
+                rank_zero_warn(
+                    f"{function.__qualname__} reads {min(found)}, which counts ranks: {trainer.world_size}. These "
+                    f"are {num_pipelines} pipelines, and only a pipeline trains on batches of its own. Where a "
+                    "learning rate, a loss or a batch is scaled with the number of processes, take "
+                    'self.trainer.distributed_sampler_kwargs["num_replicas"]'
+                )
+
+
 def _hooks_of(kind: type) -> Iterator[tuple[str, set[str]]]:
     """Yields the hooks that a class of the user's runs, with names of attributes and globals in their code."""
     return ((hook, _names_in(code)) for hook, code in _code_of_hooks(kind))
@@ -276,9 +296,7 @@ def _hooks_of(kind: type) -> Iterator[tuple[str, set[str]]]:
 
 def _code_of_hooks(kind: type) -> Iterator[tuple[str, types.CodeType]]:
     overridden: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] in ("lightning", "lightning_diffpipe", "torch"):
-            continue
+    for base in _classes_of_users(kind):
         for hook, function in vars(base).items():
             is_hook = hook.startswith("on_") or hook in _AFTER_GRADIENTS
             if is_hook and isinstance(function, types.FunctionType):
@@ -286,6 +304,13 @@ def _code_of_hooks(kind: type) -> Iterator[tuple[str, types.CodeType]]:
                     yield hook, function.__code__
                 if "super" not in _names_in(function.__code__):
                     overridden.add(hook)
+
+
+def _classes_of_users(kind: type) -> Iterator[type]:
+    """Yields those of a class and its bases that are neither ours nor of Lightning and torch."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("lightning", "lightning_diffpipe", "torch"):
+            yield base
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -537,9 +562,18 @@ def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
 
 
 def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
-    """Refuses steps that change a buffer outside of layers, of which every stage would keep its own copy."""
-    if plan.ranks_per_pipeline > 1 and graph.glue_writes:
-        name = min(graph.glue_writes)
+    """Refuses steps that change a buffer outside of layers, of which every stage would keep its own copy.
+
+    On one rank every microbatch would change it.
+    """
+    name = min(graph.glue_writes, default="")
+    if name and plan.ranks_per_pipeline == 1 and plan.num_microbatches > 1:
+        raise ConfigurationError(
+            f"training_step changes the buffer {name!r} outside of a layer, and with {plan.num_microbatches} "
+            "microbatches it would so many times in a batch. Take strategy.num_microbatches=1, or change it in "
+            "on_train_batch_end"
+        )
+    if name and plan.ranks_per_pipeline > 1:
         raise ConfigurationError(
             f"training_step changes the buffer {name!r} outside of a layer. Every stage has its own copy and "
             "runs a part of the step only, so stages would disagree from then on. Change it in "

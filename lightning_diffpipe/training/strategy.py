@@ -81,6 +81,7 @@ from lightning_diffpipe.training.refusals import (
     refusing_norms_of_a_stage,
     warn_of_gradients_looked_at,
     warn_of_outputs,
+    warn_of_ranks_counted,
 )
 from lightning_diffpipe.training.signals import LockStep
 from lightning_diffpipe.viewing.report import report
@@ -330,6 +331,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         plan, left = self.pipeline.plan, self.pipeline.graph.left
         with raised_by_all():
+            if self.world_size > plan.num_pipelines:
+                warn_of_ranks_counted(trainer, module, plan.num_pipelines)
             if len(plan.stages) > 1:
                 refuse_averages(trainer, module)
                 warn_of_gradients_looked_at(trainer, module)

@@ -1,9 +1,10 @@
 """What is compared before training: a batch's loss with that of its parts, a pipeline with the whole module.
 
 **A mean over samples.** A pipeline takes the mean of its microbatches' losses, weighed by samples or as the step
-says. A mean over tokens, or a loss over pairs of rows, is something else, and would train something else without an
-error. What makes the difference is nearly always the code after the last layer. So the step is run on the example
-batch, and on two parts of it, without any layer, in milliseconds and on the host, however large the model is:
+says, and of what they log. A mean over tokens, or a loss over pairs of rows, is something else, and would train
+something else without an error. What makes the difference is nearly always the code after the last layer. So the
+step is run on the example batch, and on two parts of it, without any layer, in milliseconds and on the host,
+however large the model is:
 
     layers          random numbers in (0, 1) stand for what they give, larger for later samples, alike in parts
     random numbers  what the step draws for a part are the rows that it drew for the batch
@@ -41,6 +42,7 @@ from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_sample
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache
 from lightning_diffpipe.runtime.reduction import hooks_off
+from lightning_diffpipe.runtime.results import kind_of, metrics_in
 from lightning_diffpipe.training.pipeline import ProbedStep
 
 _log = logging.getLogger(__name__)
@@ -166,11 +168,12 @@ def _difference(gradient: Tensor | None, expected: Tensor | None, scale: float) 
 
 
 _LOSS_TOLERANCE = 1e-4
+_LOSS = ""  # a name that nothing logged has
 
 
 @dataclass(frozen=True)
 class MeanCheck:
-    """Compares the loss of a batch with those of two parts of it.
+    """Compares the loss of a batch, and what it logs, with those of two parts of it.
 
     Attributes:
         probed: The step and its batch; the module is whole and on the host.
@@ -181,7 +184,10 @@ class MeanCheck:
     interception: Interception
 
     def difference(self, num_microbatches: int) -> str:
-        """Returns what is different, why, and a remedy; empty if nothing is, or it cannot be found out."""
+        """Returns what is different, why, and a remedy; empty if nothing is, or it cannot be found out.
+
+        Where the loss is, nothing is said of what is logged.
+        """
         total = num_samples(self.probed.batch, self.probed.graph.form)
         if num_microbatches == 1 or total < 2:
             return ""
@@ -193,10 +199,11 @@ class MeanCheck:
         try:
             with undisturbed(self.probed.module):
                 for repeated in (False, True) if self._has_several_rows else (False,):
-                    draws = [self._losses(total, first, seed, repeated) for seed in (0, 1)]
-                    said = _said(draws, sizes, weighted, self._tolerance)
+                    draws = [self._compared(total, first, seed, repeated) for seed in (0, 1)]
+                    losses = [draw[_LOSS] for draw in draws]
+                    said = _said(losses, sizes, weighted, self._tolerance)
                     if not said:
-                        return ""
+                        return _said_of_logged(draws, self._tolerance)
         except Exception as error:  # of any code, on numbers that mean nothing
             _log.info(
                 "the loss of a batch cannot be compared with those of its parts: %s", str(error)
@@ -216,41 +223,53 @@ class MeanCheck:
         kinds = {p.dtype for p in self.probed.module.parameters() if p.dtype.is_floating_point}
         return max(_LOSS_TOLERANCE, *(4 * torch.finfo(kind).eps for kind in kinds))
 
-    def _losses(self, total: int, first: int, seed: int, repeated: bool) -> _Losses:
+    def _compared(self, total: int, first: int, seed: int, repeated: bool) -> dict[str, _Losses]:
+        """Returns the loss and what is logged as a mean, by name, of the batch and of its two parts."""
         values = _StandIns(self.probed.graph, total, seed, repeated)
         drawn = _RowsOfDraws(total, repeated)
         everything, rows = slice(0, total), (slice(0, first), slice(first, total))
         whole, _ = self._run(self.probed.batch, everything, values, drawn, seed)
         if self.probed.graph.host_random:  # of which nobody knows for which sample they are
             again, _ = self._run(self.probed.batch, everything, values, drawn, seed + 2)
-            if again != whole:
+            if again[_LOSS] != whole[_LOSS]:
                 raise ValueError("it depends on random numbers of Python's or numpy's generators")
         parts = split(self.probed.batch, (first, total - first), self.probed.graph.form)
         pieces = [
             self._run(part, some, values, drawn, seed)
             for part, some in zip(parts, rows, strict=True)
         ]
-        return _Losses(whole, *pieces)
+        return {
+            name: _Losses(value, *((part.get(name, 0.0), w * (name in part)) for part, w in pieces))
+            for name, value in whole.items()
+        }
 
     def _run(
         self, batch: Any, rows: slice, values: _StandIns, drawn: _RowsOfDraws, seed: int
-    ) -> tuple[float, float]:
-        """Returns the loss of some of the samples and its weight."""
+    ) -> tuple[dict[str, float], float]:
+        """Returns the loss of some of the samples, and what they log as means; and what they weigh."""
         size = rows.stop - rows.start
         of_size = partial(pytree.tree_map_only, TensorSpec, lambda spec: spec.of_samples(size))
         layers = [replace(x, outputs=of_size(x.outputs)) for x in self.probed.graph.layers]
         graph = replace(self.probed.graph, layers=tuple(layers))
         view = StageView(self.probed.module, graph, tail(graph), self.interception)
         call = StepCall(self.probed.widest, self.probed.module, batch, written=graph.batch_writes)
+        calls: list[tuple[str, Any, Any]] = []
         with drawn.of(rows):
-            run = view.forward(call, seed=seed, received=values.of(rows), log=lambda *_: None)
+            run = view.forward(
+                call, seed=seed, received=values.of(rows), log=lambda *given: calls.append(given)
+            )
         assert run.loss is not None
-        return float(run.loss.detach()), float(size if run.weight is None else run.weight)
+        found = {_LOSS: float(run.loss.detach())} | {
+            name: float(value)
+            for name, value, options in metrics_in(calls)
+            if kind_of(options) == "mean" and "metric_attribute" not in options
+        }
+        return found, float(size if run.weight is None else run.weight)
 
 
 @dataclass(frozen=True)
 class _Losses:
-    """The loss of a batch; losses and weights of its parts."""
+    """The loss of a batch, or what it logs; those of its parts, and what they weigh."""
 
     whole: float
     first: tuple[float, float]
@@ -260,7 +279,8 @@ class _Losses:
     def mean(self) -> float:
         """What a pipeline makes of the parts."""
         pairs = [(loss, weight) for loss, weight in (self.first, self.second) if weight]
-        return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs)
+        total = sum(weight for _, weight in pairs)
+        return sum(loss * weight for loss, weight in pairs) / total if pairs else math.nan
 
     @property
     def error(self) -> float:
@@ -305,6 +325,26 @@ def _said(
         "preferences), negatives from the batch, or a divisor that samples do not share out. Give the module "
         "split_batch(batch, sizes), and count_samples(batch) if a sample is not a row; or train with "
         "strategy.num_microbatches=1. See docs/training.md"
+    )
+
+
+def _said_of_logged(draws: Sequence[Mapping[str, _Losses]], tolerance: float) -> str:
+    one, other = draws
+    found = [
+        (name, each)
+        for name in sorted(one.keys() & other.keys() - {_LOSS})
+        for each in (one[name], other[name])
+        if math.isfinite(each.whole) and not each.error <= tolerance  # NaN is larger than anything
+    ]
+    if not found:
+        return ""
+    names = ", ".join(repr(name) for name in dict(found))
+    name, each = found[0]
+    return (
+        f"training_step logs what is not a mean over samples: {names}. With random numbers in place of layers one "
+        f"process would log {each.whole:.6g} as {name!r} for the example batch, and a pipeline, whose value is the "
+        f"mean over microbatches, {each.mean:.6g}. Training does not depend on it. Log a sum and a count with "
+        'reduce_fx="sum" instead, or an object of torchmetrics, which counts every sample once'
     )
 
 

@@ -408,6 +408,19 @@ def test_state_outside_of_layers_is_refused():
         run(2, module_class=LossAware)
 
 
+def fit_on_one_rank(module, strategy, **options):
+    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=3, **options)
+    trainer.fit(module.double(), datamodule=Data(batch_size=4))
+
+
+def test_state_outside_of_layers_is_of_a_batch_not_of_microbatches():
+    """History: one rank changed a buffer once for each microbatch, without a word."""
+    alone = functools.partial(quick_strategy, num_stages=1)
+    with pytest.raises(ConfigurationError, match=r"'history' .* strategy\.num_microbatches=1"):
+        fit_on_one_rank(LossAware(), alone(num_microbatches=2))
+    fit_on_one_rank(LossAware(), alone(num_microbatches=1))
+
+
 class KeepsGenerator(TinyDiffusion):
     """Draws noise from a generator of its own."""
 
@@ -462,8 +475,7 @@ def test_on_one_rank_only_training_draws_from_a_generator_that_outlives_the_step
     for strategy in ("auto", quick_strategy(num_stages=1, num_microbatches=1)):
         torch.manual_seed(0)  # for the weights
         recorder = Recorder()
-        trainer = quiet_trainer(devices=1, strategy=strategy, callbacks=[recorder], max_steps=3)
-        trainer.fit(KeepsAnyGenerator(kind).double(), datamodule=Data(batch_size=4))
+        fit_on_one_rank(KeepsAnyGenerator(kind), strategy, callbacks=[recorder])
         losses.append(recorder.losses)
     assert len(set(losses[0])) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
