@@ -219,12 +219,19 @@ def _other(file: Path) -> str:
 
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
     """Returns what to say of a file that torch does not read."""
-    reason = " ".join(str(error).split()) or type(error).__name__
     return CheckpointError(
-        f"cannot read the checkpoint {path}: {reason}. If it was cut short while being "
+        f"cannot read the checkpoint {path}: {why_unreadable(path, error)}. If it was cut short while being "
         "written, take an earlier one; if it holds other than tensors and plain values and "
         "you trust it, pass weights_only=False beside ckpt_path"
     )
+
+
+def why_unreadable(path: str | Path, error: Exception) -> str:
+    """Returns in one line why torch does not read a file."""
+    with contextlib.suppress(OSError), Path(path).open("rb") as file:
+        if file.read(2) != b"PK":  # of archives
+            return "it is no archive of tensors as torch.save writes it"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def types_of_hydra_configs() -> list[Any]:

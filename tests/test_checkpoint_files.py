@@ -148,6 +148,10 @@ def test_there_is_nothing_to_evaluate_without_a_checkpoint(tmp_path):
         (lambda path: None, "there is no checkpoint .*a.ckpt; the newest other one in .* b.ckpt"),
         (lambda path: path.touch(), r"a.ckpt is empty \(0 bytes\): .*other one in .* is b.ckpt"),
         (lambda path: path.mkdir(), "a.ckpt is a folder, .*consolidate_checkpoint"),
+        (
+            lambda path: path.write_bytes(b"text"),
+            "a.ckpt: it is no archive of tensors as torch.save",
+        ),
         (lambda path: path.symlink_to("gone.ckpt"), "it is a link to gone.ckpt, which is gone"),
     ],
 )

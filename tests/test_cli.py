@@ -261,6 +261,19 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "logger=null chooses no option; leave it out, or take one of csv, none, wandb",
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
+        # History: KeyError of a dictionary, and settings of Trainer that were left aside without a word.
+        (
+            ["sample", "~prompts"],
+            "there is no prompts in the config, and this needs one; leave out",
+        ),
+        (
+            ["sample", "~sampler"],
+            "there is no sampler in the config, and this needs one; leave out",
+        ),
+        (
+            ["train", "+trainer.callbacks=[]", "trainer.devices=1"],
+            "trainer.callbacks=[]: there is a group callbacks for them; take callbacks=none",
+        ),
         (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
         # History: the last name alone was said to be left out, or what points to it not to be found.
         (

@@ -184,6 +184,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
                 return run_job(name)
             if "trainer" in config:
                 announce_loading()
+            _refuse_deleted(config, arguments)
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
@@ -220,6 +221,21 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(reasons))
     if failures:
         raise failures[0]
+
+
+def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
+    """Refuses `~setting` where something needs the setting, which would be missed later by another name.
+
+    Raises:
+        ConfigurationError: One is not there any more, and is no group that may be empty.
+    """
+    for argument in arguments:
+        name = argument.removeprefix("~").partition("=")[0]
+        is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
+        if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger"):
+            raise ConfigurationError(
+                f"there is no {name} in the config, and this needs one; leave out {argument}"
+            )
 
 
 def _call(name: str, task: Callable[[DictConfig], Any]) -> None:

@@ -70,6 +70,12 @@ def _refuse_trainer_values(config: DictConfig) -> None:
             "trainer.val_check_interval=0 validates after every 0 batches; take more, or "
             "trainer.limit_val_batches=0 for none"
         )
+    for name in ("callbacks", "logger"):
+        if name in config.trainer:
+            raise ConfigurationError(
+                f"trainer.{name}={config.trainer[name]}: there is a group {name} for them; take {name}=none for "
+                f"none, or add one with +{name}.mine._target_=CLASS"
+            )
     for name, node in (config.get("callbacks") or {}).items():
         if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
             require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)

@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import lightning_diffpipe
-from lightning_diffpipe.checkpoint_files import require_file
+from lightning_diffpipe.checkpoint_files import require_file, why_unreadable
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
@@ -589,9 +589,8 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
             path, map_location="cpu", weights_only=True, mmap=True
         )
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} is not a whole Lightning checkpoint: {reason or type(error).__name__}"
+            f"{path} is not a whole Lightning checkpoint: {why_unreadable(path, error)}"
         ) from error
     if _FILES_KEY not in checkpoint:
         raise CheckpointError(
