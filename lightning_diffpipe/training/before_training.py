@@ -36,6 +36,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import (
     BatchSampler,
@@ -151,9 +152,17 @@ def _over_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     """
     if loader.num_workers:
         return loader
+    stream = loader.dataset
+    held = [name for name, value in vars(stream).items() if isinstance(value, Iterator)]
+    if held:
+        rank_zero_warn(
+            f"one batch is looked at before training, and {type(stream).__name__}.{held[0]} is an iterator, which "
+            "goes on from there: what it gave for that batch is not trained on. Make iterators in __iter__, or "
+            "give the loader a worker (num_workers=1), which has its own"
+        )
     lent = copy.copy(loader)
     with contextlib.suppress(Exception):  # of whatever the stream holds
-        vars(lent)["dataset"] = copy.copy(loader.dataset)  # torch lets nobody else write it
+        vars(lent)["dataset"] = copy.copy(stream)  # torch lets nobody else write it
     return lent
 
 

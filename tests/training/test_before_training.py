@@ -263,6 +263,20 @@ def test_looking_at_a_stream_leaves_it_where_it_was():
     assert [batch[0, 0].item() for batch in loader] == [0, 2, 4]
 
 
+class HoldsIterator(IterableDataset):
+    def __init__(self):
+        self.rows = iter(range(6))
+
+    def __iter__(self):
+        return (torch.full((2,), float(row)) for row in self.rows)
+
+
+def test_a_stream_that_holds_an_iterator_is_named():
+    """A copy of the stream holds the same one."""
+    with pytest.warns(UserWarning, match=r"HoldsIterator\.rows is an iterator, .* not trained on"):
+        example_on_rank(0, DataLoader(HoldsIterator(), 2), [])
+
+
 @pytest.mark.parametrize("combine", [lambda x: x, lambda x: CombinedLoader({"a": x})])
 def test_data_that_can_be_read_only_once_are_refused(combine):
     """History: a generator was empty when training began, which ended without a step and without a word."""
