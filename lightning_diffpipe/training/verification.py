@@ -33,7 +33,7 @@ from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.rng import microbatch_seed
-from lightning_diffpipe.graph.step import ModuleSplit, StepCall, untouched
+from lightning_diffpipe.graph.step import ModuleSplit, StepCall, logged_values, untouched
 from lightning_diffpipe.graph.versions import rounding_of
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -229,10 +229,10 @@ class MeanCheck:
         drawn = _RowsOfDraws(total, repeated)
         everything, rows = slice(0, total), (slice(0, first), slice(first, total))
         whole, _ = self._run(self.probed.batch, everything, values, drawn, seed)
-        if self.probed.graph.host_random:  # of which nobody knows for which sample they are
-            again, _ = self._run(self.probed.batch, everything, values, drawn, seed + 2)
-            if again[_LOSS] != whole[_LOSS]:
-                raise ValueError("it depends on random numbers of Python's or numpy's generators")
+        # Nobody knows for which sample those of the host are; what is logged may depend on the clock, too.
+        again, _ = self._run(self.probed.batch, everything, values, drawn, seed + 2)
+        if self.probed.graph.host_random and again[_LOSS] != whole[_LOSS]:
+            raise ValueError("it depends on random numbers of Python's or numpy's generators")
         parts = split(self.probed.batch, (first, total - first), self.probed.graph.form)
         pieces = [
             self._run(part, some, values, drawn, seed)
@@ -241,6 +241,7 @@ class MeanCheck:
         return {
             name: _Losses(value, *((part.get(name, 0.0), w * (name in part)) for part, w in pieces))
             for name, value in whole.items()
+            if name == _LOSS or again.get(name) == value
         }
 
     def _run(
@@ -254,10 +255,12 @@ class MeanCheck:
         view = StageView(self.probed.module, graph, tail(graph), self.interception)
         call = StepCall(self.probed.widest, self.probed.module, batch, written=graph.batch_writes)
         calls: list[tuple[str, Any, Any]] = []
+
+        def log(method: str, *given: Any) -> None:
+            calls.append((method, *logged_values(self.probed.module, given)))
+
         with drawn.of(rows):
-            run = view.forward(
-                call, seed=seed, received=values.of(rows), log=lambda *given: calls.append(given)
-            )
+            run = view.forward(call, seed=seed, received=values.of(rows), log=log)
         assert run.loss is not None
         found = {_LOSS: float(run.loss.detach())} | {
             name: float(value)

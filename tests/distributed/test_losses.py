@@ -5,6 +5,7 @@ History: prior preservation came out different by 1e-2 and token means by 8e-4, 
 
 import logging
 import random
+import time
 import warnings
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.distributed.scenarios import (
     Recorder,
@@ -231,6 +233,20 @@ def test_other_losses_are_named_with_their_cure(module_class, data_class, cure):
     assert "% off" in said
 
 
+class LogsObject(TinyDiffusion):
+    """Logs an object of torchmetrics, and the time."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(batch["image"].mean((1, 2)))
+        self.log("seen", self.seen)
+        self.log("time", time.perf_counter())
+        return super().training_step(batch, batch_idx)
+
+
 class LogsMeans(TinyDiffusion):
     """Logs a weighed mean, as of some timesteps, and the first sample's, beside means, a sum, an extreme."""
 
@@ -258,6 +274,7 @@ def test_logged_values_that_are_no_means_are_named():
         (TinyDiffusion, Data),
         (Noisy, Data),
         (Doubled, Data),
+        (LogsObject, Data),
         (WeighedTokenMean, Data),
         (SplitPriorPreservation, PairData),
     ],
