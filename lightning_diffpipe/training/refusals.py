@@ -564,14 +564,17 @@ def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
 def refuse_stateful_glue(graph: LayerGraph, plan: PipelinePlan) -> None:
     """Refuses steps that change a buffer outside of layers, of which every stage would keep its own copy.
 
-    On one rank every microbatch would change it.
+    On one rank every microbatch changes it, of which a warning tells: that is right for a count of samples.
+
+    Raises:
+        ConfigurationError: There are several ranks.
     """
     name = min(graph.glue_writes, default="")
     if name and plan.ranks_per_pipeline == 1 and plan.num_microbatches > 1:
-        raise ConfigurationError(
-            f"training_step changes the buffer {name!r} outside of a layer, and with {plan.num_microbatches} "
-            "microbatches it would so many times in a batch. Take strategy.num_microbatches=1, or change it in "
-            "on_train_batch_end"
+        rank_zero_warn(
+            f"training_step changes the buffer {name!r} outside of a layer, and runs for each of "
+            f"{plan.num_microbatches} microbatches of a batch. If it is to change once for a batch, as a count of "
+            "steps or an average, do that in on_train_batch_end, or take strategy.num_microbatches=1"
         )
     if name and plan.ranks_per_pipeline > 1:
         raise ConfigurationError(
