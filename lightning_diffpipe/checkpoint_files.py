@@ -229,7 +229,10 @@ def unreadable(path: str | Path, error: Exception) -> CheckpointError:
 def why_unreadable(path: str | Path, error: Exception) -> str:
     """Returns in one line why torch does not read a file."""
     with contextlib.suppress(OSError), Path(path).open("rb") as file:
-        if file.read(2) != b"PK":  # of archives
+        if file.read(1) not in (
+            b"P",
+            b"\x80",
+        ):  # of archives, and of pickles, as torch wrote them once
             return "it is no archive of tensors as torch.save writes it"
     return " ".join(str(error).split()) or type(error).__name__
 

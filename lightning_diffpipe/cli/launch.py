@@ -152,7 +152,12 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_to_nobody()
+
+
+def print_to_nobody() -> None:
+    """Lets what is printed go nowhere from now on, with what is left in the buffer, an error when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_job_of_sweep(values: Any) -> bool:

@@ -41,6 +41,7 @@ from lightning_diffpipe.cli.launch import (
     announce_loading,
     is_job_of_sweep,
     own_rank,
+    print_to_nobody,
     quoted,
     refuse_shared_outputs,
     run_job,
@@ -233,9 +234,11 @@ def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
         name = argument.removeprefix("~").partition("=")[0]
         is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
         if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger"):
-            raise ConfigurationError(
-                f"there is no {name} in the config, and this needs one; leave out {argument}"
-            )
+            raise ConfigurationError(_needed(name, argument))
+
+
+def _needed(name: str, deletions: str) -> str:
+    return f"there is no {name} in the config, and this needs one; leave out {deletions}"
 
 
 def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
@@ -261,8 +264,7 @@ def _reader_may_leave() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer would be an error once more when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_to_nobody()
         sys.exit(141)
 
 
@@ -406,7 +408,7 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
     absent = re.match(r"(?:Interpolation k|K)ey '(\w+)' (?:not found|is not in struct)", str(error))
     deleted = [argument for argument in arguments if argument.startswith("~")]
     if absent and deleted:
-        return f"there is no {absent[1]} in the config, and this needs one; leave out {' '.join(deleted)}"
+        return _needed(absent[1], " ".join(deleted))
     unknown = re.match(r"Could not override '(.*?)'", str(error))
     if unknown is None:
         # What follows is about Hydra's inside, as is the type of what a resolver says.

@@ -140,9 +140,8 @@ def _build_trainer(config: DictConfig, *further: Any) -> Any:
     ]
     for logger in loggers:
         given = getattr(logger, "_wandb_init", {})
-        if (
-            given.get("anonymous", True) is None
-        ):  # of which W&B warns, though nobody has asked for it
+        # W&B warns of it, though nobody has asked for it.
+        if given.get("anonymous", True) is None:
             del given["anonymous"]
     return hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=loggers or False)
 

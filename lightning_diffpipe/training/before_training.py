@@ -72,7 +72,7 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
             raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
     if not source.is_module():  # else each call gives another one
         with raised_by_all():
-            _refuse_iterators(source.instance)
+            _look_at_iterators(source.instance)
     with isolated_random_numbers(0):
         loader = source.dataloader()
         batch = next(_first_batches(loader), None)
@@ -90,16 +90,32 @@ def example_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
     return batch, (0,) if takes_index else ()
 
 
-def _refuse_iterators(loaders: Any) -> None:
-    """Refuses what would have lost a batch, or all, when training begins."""
+def _look_at_iterators(loaders: Any) -> None:
+    """Refuses iterators that end for good, and warns of others: they lose the batch that is looked at.
+
+    Raises:
+        ConfigurationError: There is one of Python's own, such as a generator.
+    """
     loaders = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
     for one in pytree.tree_leaves(loaders):
-        if isinstance(one, Iterator) and iter(one) is one:
+        if not isinstance(one, Iterator):
+            continue
+        kind = type(one)
+        if kind.__module__ in ("builtins", "itertools"):
             raise ConfigurationError(
-                f"one batch is looked at before training, but the training data ({type(one).__name__}) can be "
+                f"one batch is looked at before training, but the training data ({kind.__name__}) can be "
                 "iterated over only once. Give what begins anew each time: a list, a DataLoader, or a class with "
                 "__iter__"
             )
+        # Others may begin anew when they have ended, as NVIDIA DALI's do.
+        _warn_of_lost_batch(f"the training data ({kind.__name__})")
+
+
+def _warn_of_lost_batch(what: str) -> None:
+    rank_zero_warn(
+        f"one batch is looked at before training, and {what} is an iterator, which goes on from there: what it "
+        "gave for that batch is not trained on, unless it begins anew with each pass. Make iterators in __iter__"
+    )
 
 
 def why_empty(loader: Any) -> str:
@@ -155,11 +171,7 @@ def _over_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
     stream = loader.dataset
     held = [name for name, value in vars(stream).items() if isinstance(value, Iterator)]
     if held:
-        rank_zero_warn(
-            f"one batch is looked at before training, and {type(stream).__name__}.{held[0]} is an iterator, which "
-            "goes on from there: what it gave for that batch is not trained on. Make iterators in __iter__, or "
-            "give the loader a worker (num_workers=1), which has its own"
-        )
+        _warn_of_lost_batch(f"{type(stream).__name__}.{held[0]}")
     lent = copy.copy(loader)
     with contextlib.suppress(Exception):  # of whatever the stream holds
         vars(lent)["dataset"] = copy.copy(stream)  # torch lets nobody else write it

@@ -42,7 +42,11 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
-from lightning_diffpipe.graph.calltree import has_backward_hooks, is_compiled
+from lightning_diffpipe.graph.calltree import (
+    has_backward_hooks,
+    has_global_backward_hooks,
+    is_compiled,
+)
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import Attribute, LayerGraph
@@ -98,7 +102,8 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
 
 def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None:
     """Refuses callbacks that train what was frozen; else the run would end where they do, perhaps after days."""
-    names = _names_in(type(callback).finetune_function.__code__)
+    code = getattr(type(callback).finetune_function, "__code__", None)
+    names = _names_in(code) if code else set()
     begin = getattr(callback, "unfreeze_backbone_at_epoch", 0)
     comes = max_epochs in (None, -1) or begin < max_epochs
     if comes and names & {"unfreeze_and_add_param_group", "make_trainable"}:
@@ -589,8 +594,15 @@ def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePl
     """Refuses hooks that torch calls where gradients of a module's outputs and inputs meet, on no one stage.
 
     Raises:
-        ConfigurationError: A layer, or a module around layers, has one, and there are several stages.
+        ConfigurationError: A layer, or a module around layers, has one, or all modules have, and there are several
+            stages.
     """
+    if len(plan.stages) > 1 and has_global_backward_hooks():
+        raise ConfigurationError(
+            "all modules have a backward hook (register_module_full_backward_hook), but gradients of what layers "
+            "take and give may come from other stages, where it would not be called, or be given None. Remove it "
+            "before training, put hooks on tensors in forward (h.register_hook), or train with num_stages=1"
+        )
     for name, part in module.named_modules() if len(plan.stages) > 1 else ():
         around = any(f"{layer}.".startswith(f"{name}.") for layer in graph.path_names)
         if name and around and has_backward_hooks(part):

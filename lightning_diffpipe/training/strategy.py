@@ -427,9 +427,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
-        if (
-            trainer.fit_loop.batch_idx < 2
-        ):  # hooks before the first batch, or after it, may have made some
+        # Hooks before the first batch, or after it, may have made some.
+        if trainer.fit_loop.batch_idx < 2:
             refuse_copies(trainer, pipeline)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if pipeline.stop_ahead_if_changed() and pipeline.fills:

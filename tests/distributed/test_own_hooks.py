@@ -6,6 +6,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import (
@@ -56,6 +57,22 @@ def test_backward_hooks_on_layers_are_refused():
     with pytest.raises(
         RankError, match=r"blocks.0 has a backward hook .* Put a hook on a tensor in"
     ):
+        run_ranks(fit, 2, settings, 2)
+
+
+class HookOnAll(TinyDiffusion):
+    """Puts a hook on all modules that there are, as tools that watch gradients do."""
+
+    def setup(self, stage):
+        self.handle = register_module_full_backward_hook(lambda *_: None)
+
+    def teardown(self, stage):
+        self.handle.remove()
+
+
+def test_a_backward_hook_of_all_modules_is_refused():
+    settings = Settings(module_class=HookOnAll, strategy={"num_stages": 2})
+    with pytest.raises(RankError, match=r"all modules have a backward hook .* Remove it before"):
         run_ranks(fit, 2, settings, 2)
 
 
@@ -261,11 +278,8 @@ class Averages(L.Callback):
     ("hook", "max_epochs", "size"),
     [
         ("on_train_epoch_end", 1, 24),
-        (
-            "on_train_epoch_end",
-            10**6,
-            24,
-        ),  # for whose end, as for that of the next, no test could wait
+        # For the end of these no test could wait.
+        ("on_train_epoch_end", 10**6, 24),
         ("on_train_batch_end", 1, 10**5),
     ],
 )

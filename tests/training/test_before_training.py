@@ -287,6 +287,22 @@ def test_data_that_can_be_read_only_once_are_refused(combine):
         example_on_rank(0, loader, [])
 
 
+class BeginsAnew(GoesOn):
+    """As loaders of NVIDIA DALI do when they have ended."""
+
+    def __next__(self):
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.place = -1
+            raise
+
+
+def test_an_iterator_that_may_begin_anew_is_named():
+    with pytest.warns(UserWarning, match=r"data \(BeginsAnew\) is an iterator, .* with each pass"):
+        example_on_rank(0, BeginsAnew(), [])
+
+
 def test_random_batch_hooks_give_all_ranks_the_same_batch():
     """History: each rank drew with its own seed, so that steps that read values were planned differently."""
     sent = []
