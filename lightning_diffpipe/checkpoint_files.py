@@ -1,8 +1,8 @@
 """The checkpoint files of a run: how they are written, where they go, and from which of them it goes on.
 
     before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
-    start of fit              folders can be written, and have room
-    every save                a file is written beside its place, then moved there; links likewise
+    start of fit              folders can be written
+    every save                a file is written beside its place, then moved there
     end of fit                one more is written, after the last step (`FinalCheckpoint`)
 
 Lightning finds `ckpt_path="last"` by the name `last.ckpt`. While a callback saves, there is a moment without one,
@@ -12,11 +12,9 @@ or with a link to a file that is gone, and whoever was killed then began at step
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.serialization import safe_globals
 
 from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
-from lightning_diffpipe.files import check_writable, link_atomically, remove_abandoned, replacing
+from lightning_diffpipe.files import check_writable, remove_abandoned, replacing
 
 _ENDING = ModelCheckpoint.FILE_EXTENSION
 # What training goes on from, beside the weights.
@@ -65,65 +63,38 @@ class WholeFiles(TorchCheckpointIO):
             ) from error
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The checkpoint to go on from.
-
-    Attributes:
-        path: The newest one that can be read; a link to it, if there is one; None if there is no file at all.
-        step: Optimizer steps before it was written.
-        skipped: Newer ones, and why they cannot be read.
-        num_files: Checkpoints there are.
-    """
-
-    path: Path | None
-    step: int
-    skipped: tuple[str, ...]
-    num_files: int
-
-
 def newest(
     files: Iterable[Path], to_train: bool = True, weights_only: bool | None = None
-) -> Newest:
-    """Finds the newest checkpoint that can be read, by the time at which it was written.
+) -> tuple[Path, int] | None:
+    """Returns the newest checkpoint that can be read, and the step after which it was written.
 
-    Of several that hold the same weights of the same step it is the first one: what is written at the end of
-    training counts the epoch as over, and would lose the rest of it.
+    Of several of one step it is the first one: a file that is written at the end of training counts the epoch as
+    over, and would lose the rest of it.
 
     Args:
         files: Candidates; links count as what they point to.
-        to_train: Training shall go on, so those of weights alone do not count.
+        to_train: Training shall go on, so files of weights alone do not count.
         weights_only: As of `torch.load`.
 
     Raises:
-        CheckpointError: There are files, and none of them can be read; says why.
+        CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
-    names: dict[Path, list[Path]] = {}
-    for path in files:
-        if path.is_file():
-            names.setdefault(path.resolve(), []).append(path)
-    written = sorted(names, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
-    skipped: list[str] = []
-    found: tuple[Path, dict[str, Any]] | None = None
-    for file in written:
-        path = max(names[file], key=lambda name: (name.is_symlink(), str(name)))
+    found, unreadable = None, None
+    there = {path.resolve() for path in files if path.is_file()}
+    for path in sorted(there, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
-            content = look_at(path, to_train, weights_only)
+            step = look_at(path, to_train, weights_only).get("global_step", 0)
         except CheckpointError as error:
-            if found is None:
-                skipped.append(str(error))
+            unreadable = unreadable or (error if found is None else None)
             continue
-        if found is not None and not _are_of_same_moment(found[1], content):
+        if found is not None and step != found[1]:
             break
-        found = path, content
-    if found is not None:
-        return Newest(found[0], found[1].get("global_step", 0), tuple(skipped), len(written))
-    if skipped:
-        raise CheckpointError(
-            f"none of {len(skipped)} checkpoints can be read, so there is nothing to go on from, and to begin at "
-            f"step 0 beside them is refused; move them away to do so: {'; '.join(skipped)}"
-        )
-    return Newest(None, 0, (), 0)
+        found = path, step
+    if unreadable is not None:
+        if found is None:
+            raise unreadable
+        rank_zero_warn(f"a newer checkpoint is skipped: {unreadable}")
+    return found
 
 
 def look_at(
@@ -157,20 +128,6 @@ def look_at(
             "from it; load the weights into the module, and begin without ckpt_path"
         )
     return found
-
-
-def _are_of_same_moment(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Returns whether two checkpoints hold the same weights after the same step; reads both, if it is so."""
-    first, second = one["state_dict"], other["state_dict"]
-    return (
-        one.get("global_step") == other.get("global_step")
-        and first.keys() == second.keys()
-        and all(
-            torch.equal(first[name], second[name])
-            for name in first
-            if isinstance(first[name], torch.Tensor)
-        )
-    )
 
 
 def require_file(path: str | Path) -> None:
@@ -316,13 +273,9 @@ def chosen(
     """
     if path == "last":
         found = newest(files_of(trainer), fits, weights_only)
-        for reason in found.skipped:
-            rank_zero_warn(f"a newer checkpoint is skipped: {reason}")
-        if found.path is not None:
-            rank_zero_info(
-                f"going on from {found.path} (step {found.step}), the newest of {found.num_files} checkpoints"
-            )
-            return str(found.path)
+        if found is not None:
+            rank_zero_info(f"going on from {found[0]} (step {found[1]})")
+            return str(found[0])
         places = ", ".join(str(folder) for folder in dict.fromkeys(_folders(trainer)))
         missing = f'ckpt_path="last", but there is no checkpoint in {places or "any folder of a callback"}'
         if not fits:
@@ -332,78 +285,47 @@ def chosen(
     named = path in ("best", "hpc") or str(path).startswith("registry")
     if path is None and fits and trainer.global_step == 0:
         with contextlib.suppress(CheckpointError):  # no harm in beginning anew
-            found = newest(files_of(trainer))
-            if found.path is not None:
+            if found := newest(files_of(trainer)):
                 rank_zero_warn(
-                    f"training begins at step 0, though {found.path} is there, an earlier run's at step "
-                    f'{found.step}: ckpt_path="last" goes on from it'
+                    f"training begins at step 0, though {found[0]} is there, an earlier run's at step "
+                    f'{found[1]}: ckpt_path="last" goes on from it'
                 )
     elif path is not None and not named:
         require_file(path)
     return path
 
 
-def why_unwritable(trainer: Any, num_bytes: float) -> str | None:
-    """Looks at the folders of a trainer's checkpoints, before anything costly; for rank 0.
+def require_writable(trainer: Any) -> None:
+    """Finds out before anything costly whether checkpoints can be written; for rank 0.
 
-    Warns where there is less room than two checkpoints take, as one is removed when the next one is there.
-
-    Args:
-        trainer: About to fit.
-        num_bytes: About as large as one checkpoint will be.
-
-    Returns:
-        Why one of them cannot be written.
+    Raises:
+        CheckpointError: A folder cannot be made or written.
     """
     for folder in dict.fromkeys(_folders(trainer)):
         try:
             check_writable(folder / "any")
         except OSError as error:
-            return (
+            raise CheckpointError(
                 f"checkpoints cannot be written to {folder}: {error.strerror}. Name another folder "
                 "(ModelCheckpoint(dirpath=...), Trainer(default_root_dir=...)), or make it writable"
-            )
+            ) from error
         remove_abandoned(folder)
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(nearest).free
-        if free < 2 * num_bytes:
-            rank_zero_warn(
-                f"{folder} has {free / 2**20:,.0f} MiB free, and a checkpoint of this module takes about "
-                f"{num_bytes / 2**20:,.0f} MiB; while one is written, the one before is still there. Make room, or "
-                "name another folder"
-            )
-    return None
 
 
-def settle_last(trainer: Any) -> None:
-    """Makes a resumed run go on with its `last.ckpt`, and every run move that link without a moment in between.
+def keep_last(trainer: Any) -> None:
+    """Makes a resumed run go on with its `last.ckpt`, where Lightning writes `last-v1.ckpt` beside it.
 
-    The first checkpoint of a run does not know yet that there will be a `last.ckpt`; whoever goes on from it finds
-    the name taken, and Lightning then writes `last-v1.ckpt` beside an old `last.ckpt`.
+    The first checkpoint of a run does not know yet that there will be a `last.ckpt`, and a run that goes on from it
+    finds the name taken.
     """
     for callback in trainer.callbacks:
-        if not isinstance(callback, ModelCheckpoint) or not callback.save_last:
-            continue
-        callback._link_checkpoint = _link  # type: ignore[method-assign]
         if (
-            trainer.ckpt_path is None
-            or callback.last_model_path
-            or "{" in callback.CHECKPOINT_NAME_LAST
+            isinstance(callback, ModelCheckpoint)
+            and callback.save_last
+            and trainer.ckpt_path is not None
+            and not callback.last_model_path
+            and "{" not in callback.CHECKPOINT_NAME_LAST
         ):
-            continue
-        last = Path(str(callback.dirpath), f"{callback.CHECKPOINT_NAME_LAST}{_ENDING}")
-        if Path(trainer.ckpt_path).resolve().parent == last.parent.resolve():
-            callback.last_model_path = str(last)
-
-
-def _link(trainer: Any, filepath: str, linkpath: str) -> None:
-    """As `ModelCheckpoint._link_checkpoint`, but for the moment in which there is no link."""
-    if trainer.is_global_zero and Path(filepath).absolute() != Path(linkpath).absolute():
-        if Path(linkpath).is_dir() and not Path(linkpath).is_symlink():
-            shutil.rmtree(linkpath)
-        try:
-            link_atomically(Path(filepath), Path(linkpath))
-        except OSError:  # a file system without links
-            with replacing(Path(linkpath)) as copy, Path(filepath).open("rb") as original:
-                shutil.copyfileobj(original, copy)
-    trainer.strategy.barrier()
+            last = Path(str(callback.dirpath), f"{callback.CHECKPOINT_NAME_LAST}{_ENDING}")
+            if Path(trainer.ckpt_path).resolve().parent == last.parent.resolve():
+                callback.last_model_path = str(last)

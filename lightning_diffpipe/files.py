@@ -70,19 +70,6 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def link_atomically(target: Path, link: Path) -> None:
-    """Makes a relative link, or moves one: there is no moment without it.
-
-    Raises:
-        OSError: The file system knows no links, or the folder cannot be written.
-    """
-    with _naming(link):
-        beside = _beside(link)
-        beside.symlink_to(os.path.relpath(target, link.parent))
-        beside.replace(link)
-        _sync_folder(link.parent)
-
-
 def remove_abandoned(folder: Path) -> None:
     """Removes what killed processes left half written; what somebody is still writing is younger than an hour."""
     for path in folder.glob(f".*{_UNFINISHED}"):

@@ -1166,7 +1166,7 @@ def test_train_on_one_device_writes_a_folder_that_sample_reads(
     code, _, err = call(capsys, monkeypatch, "train", *settings, *further)
     assert code == 0, err[-3000:]
     assert (
-        f"Restored all states from the checkpoint at {tmp_path}/out/checkpoints/last.ckpt"
+        f"Restored all states from the checkpoint at {tmp_path}/out/checkpoints/000002.ckpt"
         in caplog.text
     )
     for folder in ("from_folder", "from_checkpoint"):

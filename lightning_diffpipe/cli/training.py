@@ -209,9 +209,9 @@ def _require_checkpoint(config: DictConfig) -> None:
             found = newest(f for each in _checkpoint_folders(config) for f in each.glob("*.ckpt"))
         except CheckpointError:
             return  # nothing there that anybody could lose
-        if found.path is not None and not config.trainer.get("fast_dev_run"):
+        if found is not None and not config.trainer.get("fast_dev_run"):
             raise CheckpointError(
-                f"{found.path}, of step {found.step}, is there from an earlier run, and this one would begin at "
+                f"{found[0]}, of step {found[1]}, is there from an earlier run, and this one would begin at "
                 "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
             )
     elif path != "hpc" and not str(path).startswith("registry"):

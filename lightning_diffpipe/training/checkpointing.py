@@ -32,9 +32,9 @@ from lightning_diffpipe.checkpoint_files import (
     WholeFiles,
     chosen,
     require_file,
+    require_writable,
     types_of_hydra_configs,
     unreadable,
-    why_unwritable,
 )
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
@@ -48,8 +48,6 @@ from lightning_diffpipe.runtime.ownership import (
 )
 from lightning_diffpipe.training.metric_sync import MetricSync
 from lightning_diffpipe.training.pipeline import Pipeline
-
-_ADAM = 2.0  # bytes of optimizer state for each byte of a trained weight; optimizers are made later
 
 
 @dataclass(frozen=True)
@@ -135,29 +133,21 @@ class CheckpointHooks(ParallelStrategy):
                         "a folder that they share, or the same path"
                     )
 
-    def check_folders(self, trainer: Any, averages_bytes_factor: float) -> None:
-        """Finds out before anything costly whether checkpoints can be written; tells all ranks.
-
-        Args:
-            trainer: About to fit.
-            averages_bytes_factor: Bytes of averages for each byte of a trained weight.
+    def check_folders(self, trainer: Any) -> None:
+        """Finds out before anything costly whether checkpoints can be written; collective.
 
         Raises:
-            CheckpointError: They cannot.
+            CheckpointError: They cannot; on all ranks.
         """
-        if trainer.fast_dev_run:
-            return
-        why = None
-        if self.is_global_zero:
-            assert self.lightning_module is not None
-            module, states = self.lightning_module, _ADAM + averages_bytes_factor
-            tensors = _needed(module, dict([*module.named_parameters(), *module.named_buffers()]))
-            num_bytes = sum(t.nbytes * (1 + states * t.requires_grad) for t in tensors.values())
-            why = why_unwritable(trainer, num_bytes)
-        why = self.broadcast(why)
-        if why is not None:
+        error = None
+        if self.is_global_zero and not trainer.fast_dev_run:
+            try:
+                require_writable(trainer)
+            except CheckpointError as raised:
+                error = raised
+        if (error := self.broadcast(error)) is not None:
             with raised_by_all():
-                raise CheckpointError(why)
+                raise error
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.checkpoint_files import settle_last
+from lightning_diffpipe.checkpoint_files import keep_last
 from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
@@ -272,8 +272,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             trainer.max_steps,
         ):
             self.stop_requeueing()
-            self.check_folders(trainer, self._averages_bytes_factor(trainer))
-            settle_last(trainer)
+            self.check_folders(trainer)
+            keep_last(trainer)
             self._set_up_pipeline(trainer)
         else:  # no step is asked for
             self.model_to_device()
