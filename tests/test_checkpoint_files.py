@@ -95,7 +95,9 @@ def test_a_checkpoint_cut_short_is_skipped_with_a_word(tmp_path):
     newer = tmp_path / "000003.ckpt"
     newer.write_bytes((tmp_path / "000002.ckpt").read_bytes()[:-100])
     (tmp_path / "000004.ckpt").touch()
-    with pytest.warns(UserWarning, match=r"a newer checkpoint is skipped: the checkpoint .*000004.ckpt is empty"):
+    with pytest.warns(
+        UserWarning, match=r"a newer checkpoint is skipped: the checkpoint .*000004.ckpt is empty"
+    ):
         trainer = train(tmp_path, 3, "last")
     assert (trainer.ckpt_path, trainer.global_step) == (str(tmp_path / "000002.ckpt"), 3)
     for path in tmp_path.glob("*.ckpt"):

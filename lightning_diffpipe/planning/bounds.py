@@ -1,4 +1,4 @@
-"""How fast can a pipeline be at best? Lower bounds that prune the search, and the cuts that meet them.
+"""Lower bounds on the step time of a pipeline, which prune the search, and the cuts that meet them.
 
 Take one stage: layers `first` to `stop` on `r` ranks. Nothing reaches it until the earlier layers
 have forwarded a microbatch; then its busiest rank has `M / r` microbatches to work off; then the last

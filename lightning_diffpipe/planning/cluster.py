@@ -72,7 +72,7 @@ class Cluster:
         p2p_between_hosts: Between two ranks of different hosts; None means like `p2p`.
         all_reduce_between_hosts: Among all ranks of several hosts; None means like `all_reduce`. Its bandwidth
             counts the adapters of all ranks of a host; see `all_reduce_among`.
-        device: What a rank computes on, if known; models on paper are timed on it.
+        device: Name of the device of a rank, if known; models on paper are timed on it.
     """
 
     num_ranks: int = stored(minimum=1)

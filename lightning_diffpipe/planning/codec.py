@@ -32,10 +32,10 @@ class Node:
     """A JSON value and its address.
 
     Attributes:
-        value: What `json.loads` made of it.
+        value: Result of `json.loads`.
         where: Its address, for example `backbones[0].name`; empty for the whole document.
         error: The exception to raise for a value that is not as expected.
-        source: What is being read, for messages.
+        source: Name of the file, for messages.
     """
 
     value: object
@@ -246,7 +246,7 @@ def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType(
 
     Args:
         hint: The type.
-        node: What is read.
+        node: JSON value to read.
         how: Limits of numbers, see `stored`.
     """
     if get_origin(hint) is UnionType:

@@ -1,4 +1,4 @@
-"""What a run of layers costs on a cluster: seconds, bytes on links, bytes in memory.
+"""Costs of a run of layers on a cluster: seconds, bytes on links, bytes in memory.
 
 A `CostModel` answers for any run of layers, fast, since the partitioner asks many thousand times.
 `PipelineCosts` answers for one pipeline, instruction by instruction, which is what the simulator
@@ -79,8 +79,8 @@ class CostModel:
     """A profile on a cluster.
 
     Attributes:
-        profile: What layers cost.
-        cluster: What links cost, and how much memory there is.
+        profile: Costs of the layers.
+        cluster: Links and memory.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
         is_folded: Layers stand for all calls of theirs in several passes.
     """
@@ -93,17 +93,17 @@ class CostModel:
 
     @property
     def backbone(self) -> BackboneProfile:
-        """What is cut: all backbones, joined."""
+        """The layers that are cut: all backbones, joined."""
         return self.profile.backbones[0]
 
     @property
     def num_layers(self) -> int:
-        """How many layers the backbone has."""
+        """Number of layers of the backbone."""
         return len(self.backbone.layers)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where chains begin whose stages run apart, in opposite directions; `(0,)` if there is one."""
+        """First layers of the chains whose stages run in opposite directions; `(0,)` if there is one chain."""
         return tuple([first for _, first in self.backbone.chains]) or (0,)
 
     @_remembered
@@ -323,7 +323,7 @@ class PipelineCosts:
         all_reduce_s: Summing the gradients of its stages, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
-        split_s: What `BackwardInput` and `BackwardWeight` together take longer than `Backward`; nothing
+        split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
             if empty.
         first_layers: Where the stages begin that these are the costs of; empty where that is not known.
     """
@@ -389,7 +389,7 @@ class PipelineCosts:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Which links the messages of one of several equal pipelines take.
+    """Links that the messages of one of several equal pipelines take.
 
     Of several pipelines, or replicas, the one on the slowest links counts. Gradients are summed over all pipelines.
     """
@@ -410,13 +410,13 @@ class PipelineLinks:
 
     @cached_property
     def downwards(self) -> tuple[tuple[Link, ...], ...]:
-        """By stage: the different links to the stage after; none after the last."""
+        """Different links from each stage to the next; none from the last."""
         after = [self.placement.next_stage(s) for s in range(self.placement.num_stages)]
         return tuple(() if a is None else self._between(s, a) for s, a in enumerate(after))
 
     @cached_property
     def reductions(self) -> tuple[tuple[Link, int], ...]:
-        """By stage: the link its gradients are summed over, and the number of ranks that hold it."""
+        """For each stage the link its gradients are summed over, and the number of ranks that hold it."""
         groups = [
             tuple(first + rank for first in self._first_ranks() for rank in ranks)
             for ranks in self.placement.stage_ranks
@@ -441,7 +441,7 @@ def pipeline_costs(
 
     Args:
         model: The cost model.
-        links: What its messages travel over.
+        links: Links of its messages.
         runs: The layers of each stage.
         sizes: Samples of each microbatch.
         parts: Frozen parts, by index.

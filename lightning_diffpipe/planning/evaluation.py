@@ -1,4 +1,4 @@
-"""From a proposal to its numbers: simulated step, memory, and at last a whole plan."""
+"""Evaluation of proposals: their simulated step time, their memory, and in the end a whole plan."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ from lightning_diffpipe.planning.simulator import (
 from lightning_diffpipe.planning.timeline import Timeline
 
 NUM_MIXTURES = 8
-"""Where each microbatch throws its own coin, so many batches stand for all."""
+"""Number of sampled batches that stand for all, where each microbatch throws its own coin."""
 
 TICKS = 24
-"""The average stage takes so many where the order of work depends on times."""
+"""Ticks that the average stage takes, where the order of work depends on times."""
 
 UNFILLED_SHARE = 0.1
-"""How much the unfilled step counts when filled plans are compared: more only where theirs are equal."""
+"""Weight of the unfilled step time in the comparison of filled plans; it decides where filled steps are equal."""
 
 
 LINK_SHARE = 0.1
-"""How much the time of all links, over the ranks, counts where a model has skips: many cuts take the same time
-then, and that which sends least is the safest, since messages cost the ranks more than is simulated."""
+"""Weight of the time of all links, divided by the ranks, where a model has skips: many cuts take the same time
+then, and the one that sends least is the safest, since messages cost the ranks more than is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class PlacedSchedule:
-    """What proposals share that differ only in where they cut, and in when their frozen work is done."""
+    """Schedule and placement, shared by proposals that differ in their cuts and the time of frozen work."""
 
     spec: ScheduleSpec
     base: Placement
@@ -135,7 +135,7 @@ class PlacedSchedule:
 
     @property
     def peaks(self) -> tuple[dict[int, Waiting], ...]:
-        """By rank; see `peak`."""
+        """Largest amounts of waiting activations of every rank; see `peak`."""
         return tuple(map(self.peak, range(self.placement.num_ranks)))
 
     def outline(self, starts: tuple[int, ...]) -> Outline:
@@ -147,7 +147,7 @@ class PlacedSchedule:
 
 @dataclass(frozen=True)
 class Frame:
-    """What proposals share that differ only in where they cut."""
+    """Everything but the cuts: shared by proposals that differ in these alone."""
 
     pipeline: PlacedSchedule
     parts: tuple[EncodePart, ...]
@@ -409,10 +409,12 @@ class Evaluator:
         """Returns what its ranks send each other, and what those of a chain would; see `Planned`."""
         model, shape = self.calls, proposal.shape
         placement = self.frame(proposal).pipeline.placement
-        homes, samples = placement.stage_ranks, 2 * sum(shape.sizes)
+        stage_ranks, samples = placement.stage_ranks, 2 * sum(shape.sizes)
         crossing = model.crossing_bytes(self.runs(proposal), placement)
         apart = (
-            b for b, here, there in zip(crossing, homes, homes[1:], strict=False) if here != there
+            b
+            for b, here, there in zip(crossing, stage_ranks, stage_ranks[1:], strict=False)
+            if here != there
         )
         sent = {"sent_bytes": samples * sum(apart)}
         if shape.spec.place and not shape.spec.opposite:

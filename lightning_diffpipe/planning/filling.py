@@ -234,7 +234,7 @@ class FrozenPiece:
     """One layer of a frozen encoder for some samples of the next batch, on one rank.
 
     Attributes:
-        index: What `Encode` names.
+        index: Number that `Encode` names.
         rank: Rank of the pipeline that runs it.
         encoder: Position of the encoder in the profile.
         layer: Its layer.

@@ -32,7 +32,7 @@ _KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in LETTER_OF_K
 
 @dataclass(frozen=True, slots=True)
 class _OfStage:
-    """What a stage does for a microbatch; `letter` stands for it in texts."""
+    """Work of a stage for a microbatch; `letter` stands for it in texts."""
 
     letter: ClassVar[str] = ""
 
@@ -118,7 +118,7 @@ class Send:
     """Starts to send a message and goes on at once. Text form: `2a0>3`.
 
     Attributes:
-        kind: What the message carries.
+        kind: Content of the message.
         stage: The stage that *reads* the message: an activation into stage 2, or the gradient of
             the outputs of stage 2.
         microbatch: Which microbatch it belongs to.
@@ -136,7 +136,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """How a rank takes a message; fields as in `Send`, and `sign` stands for it in texts."""
+    """A step in receiving a message; fields as in `Send`, and `sign` stands for it in texts."""
 
     sign: ClassVar[str] = ""
 

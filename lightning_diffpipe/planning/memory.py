@@ -1,4 +1,4 @@
-"""How much a rank must hold: read off its program, without a clock."""
+"""Memory that a rank needs, read off its program without a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXPECTED, _UNDER_WAY = 2, 3
 
 
 class Waiting(NamedTuple):
-    """What waits for a backward: samples, and the microbatches they are in."""
+    """Activations that wait for a backward: their samples, and the microbatches of these."""
 
     samples: float
     microbatches: int
@@ -42,7 +42,7 @@ def peak_samples_of(
 
 
 class StageLoad(NamedTuple):
-    """What a rank with one stage has to do with frozen work, wherever the stage is cut.
+    """Share of a rank with one stage in the frozen work, independent of the cuts.
 
     Attributes:
         read: Samples whose encodings it reads.
@@ -59,7 +59,7 @@ class StageLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FrozenLoad:
-    """What one rank has to do with frozen work, in samples; what it costs depends on the cuts.
+    """Share of one rank in the frozen work, in samples; its cost depends on the cuts.
 
     Attributes:
         read: By stage: samples whose encodings it reads in a step.

@@ -1,4 +1,4 @@
-"""What a user may ask of the planner. `"auto"` leaves a choice to the search."""
+"""Options of the planner. `"auto"` leaves a choice to the search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Auto = Literal["auto"]
 
 PARTITIONS = ("auto", "diffusionpipe", "pipedream", "minimax", "uniform", "parameters")
 PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "pipedream")
-"""Those that share the ranks among the stages as well; so every rank holds one stage."""
+"""Partitions that distribute the ranks over the stages as well, so that every rank holds one stage."""
 
 FILLINGS = ("none", "shares", "auto")
 

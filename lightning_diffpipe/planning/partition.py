@@ -315,7 +315,7 @@ def nested_cuts(
         times: Time of every layer.
         num_ranks: R. Rank `r` gets the `r`-th stage of 2 R from the front and that from the back.
         most: The most work that a rank may get.
-        crossing: What crosses two cuts, before a layer and before a later one, between which
+        crossing: Bytes that cross two cuts, before a layer and before a later one, between which
             all inner ranks have their layers.
 
     Returns:
@@ -363,7 +363,7 @@ def best_chain(
     Args:
         num_layers: Layers of the chain.
         replicas: Ranks of every stage.
-        values: What a stage costs; a stop that it leaves out is not possible.
+        values: Cost of a stage; a stop that is left out is not possible.
         below: Only stages that cost less are of interest; saves time.
 
     Returns:
@@ -389,7 +389,7 @@ def best_chain(
 
 
 _FIRST_SLACK = 0.02
-"""What the fullest rank may have above an even share, in the first attempt at chains in opposite directions."""
+"""Share above the mean load that the fullest rank may have, for chains in opposite directions, at first."""
 
 
 def chain_cuts(

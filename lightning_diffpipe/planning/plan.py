@@ -125,18 +125,18 @@ _AS_TEXTS = {"read": _read_programs, "write": _texts_of_programs}
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What each rank shall do, and what to expect of it.
+    """Programs of all ranks, with the times and memory that are expected of them.
 
     Attributes:
         options: All choices, none of them `"auto"`.
         stages: The stages of one pipeline, in order.
         programs: Compute instructions of the ranks of one pipeline; frozen work included.
         planned: The numbers promised.
-        costs: What the promise is computed from; None in plans written by hand.
+        costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
         layers: Names of the layers that are cut, in order; empty where they are not known.
         forms: `(share, first stage)` of the forms that the step took in trials, where it takes several.
-        changes: What would make the step shorter, best first, where that was looked into. Advice only:
+        changes: Changes that would shorten the step, best first, if they were tried. Advice only:
             it does not count for the digest.
     """
 
@@ -184,7 +184,7 @@ class PipelinePlan:
 
     @property
     def num_passes(self) -> int:
-        """How often a step passes through the layers that are cut."""
+        """Number of passes of a step through the layers that are cut."""
         return 1 + self.stages[-1].pass_index
 
     @property
@@ -199,7 +199,7 @@ class PipelinePlan:
 
     @cached_property
     def first_layers(self) -> tuple[int, ...]:
-        """By stage: its first layer, where those of several backbones are counted on."""
+        """First layer of every stage; layers of several backbones are numbered consecutively."""
         before, found = 0, list[int]()
         for index, stage in enumerate(self.stages):
             if index and stage.backbone != self.stages[index - 1].backbone:
@@ -229,7 +229,7 @@ class PipelinePlan:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the stages run within a pipeline."""
+        """Assignment of the stages to the ranks of a pipeline."""
         return placement_of(self.stages)
 
     @cached_property

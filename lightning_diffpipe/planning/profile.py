@@ -209,7 +209,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class FormsSeen:
-    """How often a step took which of its forms, in trials.
+    """Frequencies of the call sequences of a step, counted in trials.
 
     Attributes:
         forms: `(share, first call)`: a form calls the layers from this one on, the first one all of them.
@@ -229,12 +229,12 @@ class BackboneProfile:
     """A trainable denoiser: its layers in order.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         layers: In call order.
-        repeated_s: What every stage but the first spends again on each microbatch, before its own
+        repeated_s: Seconds that every stage but the first spends again on each microbatch, before its own
             layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
             The first layer's `forward_s` has it once. None if unknown.
-        split_s: What the backward of all layers takes longer when it runs in two halves, inputs first
+        split_s: Time by which the backward of all layers grows when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
@@ -320,10 +320,10 @@ class EncoderProfile:
     """A frozen encoder.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         layers: In call order.
         needs: Encoders that must have finished first.
-        results: What the backbone reads; if none is named, all that the last layer gives, everywhere.
+        results: Outputs that the backbone reads; if none is named, all outputs of the last layer, everywhere.
         cacheable: Whether its results follow from the sample alone, so that they can be stored; None if
             unknown.
         stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
@@ -365,7 +365,7 @@ class SelfConditioning:
 
     Attributes:
         probability: Share of the microbatches that take it.
-        feedback_bytes_per_sample: What it hands to the trained pass.
+        feedback_bytes_per_sample: Bytes that go to the trained pass.
     """
 
     probability: float = stored(0.0, maximum=1.0, always=True)

@@ -1,4 +1,4 @@
-"""What the search tries: numbers of pipelines, microbatches and stages, and ways to cut."""
+"""The proposals of the search: numbers of pipelines, microbatches and stages, and ways to cut."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MOST_UNEQUAL_RANKS = 8
 """Pipelines of more ranks give equal shares to all stages; there are too many other ways."""
 
 FEW_SAMPLES = 12
-"""For batches of up to so many samples, all numbers of microbatches are tried."""
+"""Largest batch, in samples, for which all numbers of microbatches are tried."""
 
 MOST_MICROBATCHES = 256
-"""More of them are proposed only where memory is limited: they need less of it, but gain hardly any time."""
+"""Largest number that is proposed where memory is not limited: more need less memory, but gain hardly any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages a rank holds."""
+        """Number of stages on each rank."""
         return self.num_stages // self.num_ranks if self.spec.place else 1
 
     @property

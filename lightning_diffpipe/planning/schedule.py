@@ -49,7 +49,7 @@ class Message:
     """One tensor list that travels between ranks.
 
     Attributes:
-        kind: What it carries.
+        kind: Kind of its content.
         stage: The stage that reads it.
         microbatch: The microbatch for which it is read.
         from_rank: Rank that makes it.
@@ -96,7 +96,7 @@ _BACK = (Backward, BackwardInput)
 
 
 class Flow(NamedTuple):
-    """What travels from the stage that makes it to another, for every microbatch."""
+    """Tensors that travel from the stage that makes them to another one, for every microbatch."""
 
     kind: Kind
     maker: int
@@ -105,7 +105,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which ranks hold which stage.
+    """Assignment of stages to ranks.
 
     Attributes:
         stage_ranks: For every stage its replicas. Microbatch `m` runs on replica `m mod
@@ -222,7 +222,7 @@ NOWHERE = Route((), ())
 def route(
     maker: int,
     readers: tuple[int, ...],
-    homes: tuple[tuple[int, ...], ...] | None,
+    stage_ranks: tuple[tuple[int, ...], ...] | None,
     through: frozenset[int] | None = None,
     known: Route = NOWHERE,
 ) -> Route:
@@ -231,7 +231,7 @@ def route(
     Args:
         maker: The stage that makes it.
         readers: Later stages that read it, in ascending order.
-        homes: By stage: the ranks that hold it; None if no two stages have the same.
+        stage_ranks: By stage: the ranks that hold it; None if no two stages have the same.
         through: Stages it may pass; None for all. Where there is no way through them, it passes others, too.
         known: Where it goes anyway; a part of what is returned.
 
@@ -239,17 +239,17 @@ def route(
         >>> route(0, (1, 3), ((0,), (1,), (1,), (0,)))
         Route(sent_to=(1,), handed=((0, 3),))
     """
-    if homes is None:
+    if stage_ranks is None:
         last = max((maker, *readers, *known.sent_to))
         return Route(tuple(range(maker + 1, last + 1)), ())
     sent, handed, have = set(known.sent_to), set(known.handed), {maker, *known.readers}
     for reader in readers:
         if reader in have:
             continue
-        way = _shortest(reader, have, homes, through)
-        for before, stage in way or _shortest(reader, have, homes, None):
+        way = _shortest(reader, have, stage_ranks, through)
+        for before, stage in way or _shortest(reader, have, stage_ranks, None):
             have.add(stage)
-            if homes[before] == homes[stage]:
+            if stage_ranks[before] == stage_ranks[stage]:
                 handed.add((before, stage))
             else:
                 sent.add(stage)
@@ -259,7 +259,7 @@ def route(
 def _shortest(
     reader: int,
     have: Container[int],
-    homes: Sequence[tuple[int, ...]],
+    stage_ranks: Sequence[tuple[int, ...]],
     through: Iterable[int] | None,
 ) -> list[tuple[int, int]]:
     """Returns steps to a reader from some stage that has the tensor; none if there is no way."""
@@ -270,7 +270,7 @@ def _shortest(
             continue
         cost, way = found[stage]
         for before in range(stage):
-            local = homes[before] == homes[stage]
+            local = stage_ranks[before] == stage_ranks[stage]
             if not local and before != stage - 1:
                 continue
             if before not in allowed and before not in have:
@@ -447,7 +447,7 @@ class Schedule:
 
 
 Ticks = tuple[tuple[float, float], ...]
-"""By stage: what a forward and a backward take; only proportions matter. Empty if nobody knows."""
+"""Durations of a forward and a backward of each stage; only proportions matter. Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +469,7 @@ class ScheduleSpec:
         keeps_all: A rank keeps the activations of all its microbatches.
         splits_backward: Backwards run in two parts where a gradient is sent on, which not every module allows.
         auto: `schedule="auto"` tries it: it does the same work as others in another order.
-        advice: What a plan that could be faster with it is advised; empty for none.
+        advice: Advice to users whose plan could be faster with it; empty for none.
         staleness: Without a flush: how many batches' updates the weights lack with which a stage
             runs a batch, once the pipeline is full, given the placement and the stage. None: batches end before
             others begin, and weights have one version.

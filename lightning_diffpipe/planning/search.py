@@ -52,17 +52,17 @@ WORTH_MOVING = 1.2
 """Layers are moved from cuts whose step is below so many times the best; with slow links that gains up to 18 %."""
 
 UNEVEN = (1.02, 1.05)
-"""With skips, cuts that send least are tried whose fullest rank works so many times the average; of chains that run
-in opposite directions, those with the most even stages whose fullest rank works so many times the least."""
+"""Loads of the fullest rank, in units of the mean, up to which cuts that send least are tried if there are skips;
+in units of the least possible for the most even stages of chains in opposite directions."""
 
 REMEDY_S = 5.0
-"""Where nothing fits, seconds spent on each option that might help."""
+"""Seconds spent on each option that might help where no plan fits."""
 
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
 
 MOST_FINALISTS = 4
-"""With filling, so many of the best proposals are filled and simulated."""
+"""Number of the best proposals that are filled and simulated."""
 
 
 def find_plan(
@@ -75,8 +75,8 @@ def find_plan(
     """Finds the fastest plan.
 
     Args:
-        profile: What layers cost.
-        cluster: What ranks and links there are. All ranks are used.
+        profile: Costs of the layers.
+        cluster: Ranks and links. All ranks are used.
         options: Wishes and limits.
         below_s: Only plans with a shorter step are of interest; saves time.
         within_s: Seconds after which the best plan found so far is good enough.
@@ -185,7 +185,7 @@ def _fastest(search: Search) -> list[PipelinePlan]:
 
 @dataclass
 class Search:
-    """What has been found so far.
+    """State of a search: the best proposals so far.
 
     Attributes:
         evaluator: Simulates proposals.

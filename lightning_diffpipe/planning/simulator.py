@@ -240,7 +240,7 @@ class Outline:
 
     Attributes:
         num_ranks: Ranks of the pipeline.
-        rows: What happens, in order.
+        rows: Events in order.
         works: The different compute instructions; of those that cost the same, one.
         messages: The different messages; of those that cost the same, one.
         meetings: The different collectives.

@@ -28,7 +28,7 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """Duration, in seconds."""
         return self.stop_s - self.start_s
 
 
@@ -46,7 +46,7 @@ class Timeline:
     """The spans of all ranks of one pipeline over one iteration.
 
     Attributes:
-        spans: What each rank did when; spans of one rank do not overlap. Waiting is not a span.
+        spans: Work of the ranks; spans of one rank do not overlap. Waiting is not a span.
         num_ranks: Ranks of the pipeline, also those without a span.
         transfers: The messages between ranks, where they are known.
     """
@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def iteration_s(self) -> float:
-        """When the last rank is done."""
+        """Time at which the last rank is done, in seconds."""
         return max((span.stop_s for span in self.spans), default=0.0)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
@@ -101,7 +101,7 @@ def draw(
     """Draws spans as one row of cells for each rank.
 
     Args:
-        spans: What to draw.
+        spans: Spans to draw.
         num_ranks: Number of rows.
         tick_s: Seconds of one cell; chosen if None: exact where durations are small multiples of
             each other, otherwise so that a row has at most `max_columns` characters.

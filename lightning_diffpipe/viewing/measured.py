@@ -1,4 +1,4 @@
-"""From what each rank noted to one timeline of all of them, and why it is slower than planned.
+"""One timeline of all ranks from the times that each recorded, and the reasons why it is slower than planned.
 
 A rank stamps every instruction with its own clock, waits included. Three things keep the notes of
 several ranks from being a timeline:
@@ -8,7 +8,7 @@ several ranks from being a timeline:
   work, say) stays;
 * in a collective, the first to come wait for the last: it begins when the last has come.
 
-    as noted    rank 0 | F0 F1 ?? ?? B0 -- ?? B1 --        ??: inside a wait
+    as recorded    rank 0 | F0 F1 ?? ?? B0 -- ?? B1 --        ??: inside a wait
                 rank 1 | ?? F0 B0 -- F1 B1 --
     timeline    rank 0 | F0 F1  .  . B0 --  . B1 --
                 rank 1 |  . F0 B0 -- F1 B1 --  .  .
@@ -59,7 +59,7 @@ from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_si
 
 @dataclass(frozen=True, slots=True)
 class Occupation:
-    """What the ranks of a pipeline did with one iteration; seconds, by rank where there are several.
+    """Use that the ranks of a pipeline made of one iteration; seconds, by rank where there are several.
 
     Attributes:
         iteration_s: From the first instruction of any rank to the last.
@@ -99,12 +99,12 @@ class Occupation:
 
 
 def measured_timeline(
-    noted: Sequence[Sequence[Span]], offsets_s: Sequence[float], placement: Placement
+    recorded: Sequence[Sequence[Span]], offsets_s: Sequence[float], placement: Placement
 ) -> Timeline:
-    """Joins what the ranks of a pipeline noted.
+    """Joins what the ranks of a pipeline recorded.
 
     Args:
-        noted: By rank, in the order of the program: every instruction with its times.
+        recorded: By rank, in the order of the program: every instruction with its times.
         offsets_s: By rank: its clock minus rank 0's.
         placement: Who meets whom when gradients are summed.
 
@@ -113,23 +113,23 @@ def measured_timeline(
     """
     shifted = [
         [_earlier(replace(span, rank=rank), offset_s) for span in spans]
-        for rank, (spans, offset_s) in enumerate(zip(noted, offsets_s, strict=True))
+        for rank, (spans, offset_s) in enumerate(zip(recorded, offsets_s, strict=True))
     ]
     met = [[_shortened(span, shifted, placement) for span in own] for own in shifted]
     spans = sorted((s for own in met for s in _at_work(own)), key=lambda s: (s.rank, s.start_s))
     begin_s = min((span.start_s for span in spans), default=0.0)
-    begun = tuple(_earlier(span, begin_s) for span in spans)
-    return Timeline(begun, len(noted), tuple(_transfers(shifted, begin_s)))
+    shifted_spans = tuple(_earlier(span, begin_s) for span in spans)
+    return Timeline(shifted_spans, len(recorded), tuple(_transfers(shifted, begin_s)))
 
 
 def _earlier(span: Span, by_s: float) -> Span:
     return replace(span, start_s=span.start_s - by_s, stop_s=span.stop_s - by_s)
 
 
-def _transfers(noted: list[list[Span]], begin_s: float) -> Iterator[Transfer]:
+def _transfers(recorded: list[list[Span]], begin_s: float) -> Iterator[Transfer]:
     """Yields every message from when it was sent until its reader went on, at most."""
-    waits = {(span.rank, span.instruction): span for own in noted for span in own}
-    for span in chain.from_iterable(noted):
+    waits = {(span.rank, span.instruction): span for own in recorded for span in own}
+    for span in chain.from_iterable(recorded):
         if isinstance(span.instruction, Send):
             message = Message.of(span.instruction, span.rank)
             wait = waits.get((message.to_rank, message.wait()))
@@ -170,14 +170,14 @@ def _overlap(spans: Iterable[Span], start_s: float, stop_s: float) -> float:
     return sum(max(min(s.stop_s, stop_s) - max(s.start_s, start_s), 0.0) for s in spans)
 
 
-def _shortened(span: Span, noted: list[list[Span]], placement: Placement) -> Span:
+def _shortened(span: Span, recorded: list[list[Span]], placement: Placement) -> Span:
     """Lets a collective begin when the last rank of its group has come."""
     kind = span.instruction
     if not isinstance(kind, ExchangeFrozen | ReduceGradients):
         return span
-    number = [s.instruction for s in noted[span.rank] if s.start_s <= span.start_s].count(kind)
+    number = [s.instruction for s in recorded[span.rank] if s.start_s <= span.start_s].count(kind)
     arrivals = [
-        [s.start_s for s in noted[rank] if s.instruction == kind][number - 1 : number]
+        [s.start_s for s in recorded[rank] if s.instruction == kind][number - 1 : number]
         for rank in group_of(placement, span.rank, kind)
     ]
     last_s = max((start for own in arrivals for start in own), default=span.start_s)
@@ -226,15 +226,15 @@ _MEASURE_ANEW = (
 )
 REMEDIES = {
     "forward": "Layers take longer than when they were timed: other processes on these cores, more "
-    "threads than cores, or a profile of another machine. Profile anew, on an idle machine.",
+    "threads than cores, or a profile of another machine. Profile again, on an idle machine.",
     "backward": "Backwards take longer than when they were timed: look for other processes on these "
-    "cores and for swapping; profile anew.",
+    "cores and for swapping; profile again.",
     "frozen work": "Frozen layers take longer than when they were timed, or run in smaller groups of "
-    "samples; profile anew, or cache what they give (EncodingCache).",
+    "samples; profile again, or cache what they give (EncodingCache).",
     "sums and exchanges": f"Collectives are slower than planned: {_MEASURE_ANEW}, or use fewer replicas.",
     MESSAGES: f"Messages take longer than planned, or ranks are held up at random: {_MEASURE_ANEW}, use larger "
     "microbatches, or fewer stages.",
-    PIPELINE: "The plan has no costs, so that nobody knows which part takes longer: plan anew, with `diffpipe "
+    PIPELINE: "The plan has no costs, so that nobody knows which part takes longer: plan again, with `diffpipe "
     "plan` or by starting without `strategy.plan`.",
     PACE: "Without a flush batches overlap, so that parts of one do not add up to its time. Look in the trace for "
     "the rank that never waits: its layers, or its optimizer, which steps in the pipeline, take longer than "
@@ -265,13 +265,13 @@ class Gap:
     """The difference between a planned and a measured step.
 
     Attributes:
-        planned_s: What the plan promises.
+        planned_s: Step time of the plan.
         pipeline_s: The measured timeline's length.
         step_s: The whole measured step.
         planned_ratio: Bubble ratio of the plan.
         measured_ratio: Bubble ratio of the measured timeline.
         parts: They add up to `step_s - planned_s`.
-        unfilled_s: What the pipeline would have taken without filling, simulated with the measured
+        unfilled_s: Step time of the pipeline without filling, simulated with the measured
             times; None if nothing is filled.
     """
 
@@ -321,7 +321,7 @@ def explain_gap(
     """Explains a measured step.
 
     Args:
-        plan: What was planned, with costs; without costs, or without a flush, only the whole difference is known.
+        plan: The plan with its costs; without costs, or without a flush, only the whole difference is known.
         measured: A timeline of one iteration.
         after_s: Between two pipelines without loading: optimizer, callbacks, logging, checkpoints.
         loading_s: In which the data loader was waited for there.
@@ -363,7 +363,7 @@ def _computed_parts(
 def _as_measured(costs: PipelineCosts, measured: Timeline) -> Iterator[_OfKinds]:
     """Yields kinds of work, by name, with the fields of the costs in which measured seconds replace planned ones.
 
-    Frozen pieces are cut anew at run time, so that only their sum is known.
+    Frozen pieces are cut again at run time, so that only their sum is known.
     """
     took_s: defaultdict[Instruction, float] = defaultdict(float)
     nothing_s = [0.0] * measured.num_ranks
@@ -417,7 +417,7 @@ class MeasuredStep:
     """One step, looked at closely.
 
     Attributes:
-        timeline: What the ranks of the first pipeline did.
+        timeline: Measured timeline of the first pipeline.
         after_s: Outside of the pipeline, on the first rank: after it, and before it without loading.
         loading_s: Before it, waiting for the data loader.
     """
@@ -437,7 +437,7 @@ def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
     """Returns the difference in words, what each rank did, and both timelines.
 
     Args:
-        plan: What was planned.
+        plan: The plan.
         samples: Steps of one run; the typical one is shown.
     """
     measured = typical_step(samples).timeline

@@ -98,7 +98,7 @@ def cost_table(profile: ModelProfile, samples: int = 1) -> str:
     """Draws a table for each backbone and encoder, with a row for each layer.
 
     Args:
-        profile: What is shown.
+        profile: The profile to show.
         samples: Times are for so many; boundary and activation bytes and operations are of one.
     """
     times = f"times of {samples} sample{'' if samples == 1 else 's'}"
