@@ -199,7 +199,7 @@ def _report_modelled(name: str, place: Place, counts: tuple[int, ...], report: R
         return
     dtype = str(place.dtype).removeprefix("torch.")
     profile = modelled_profile(
-        name, dtype=dtype, device_model=place.modelled_as, sample_counts=counts, cache=False
+        name, dtype=dtype, device_model=place.modelled_as, sample_counts=counts
     )
     for count, row in _shares(profile, counts).items():
         report(model=name, samples=count, modelled_as=place.modelled_as, **row)

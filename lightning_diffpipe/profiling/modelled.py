@@ -26,14 +26,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
@@ -44,16 +40,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.clock import Clock
-from lightning_diffpipe.errors import ConfigurationError, ProfileError
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
 from lightning_diffpipe.profiling.layer_costs import Seen, assemble, encodings
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
-from lightning_diffpipe.profiling.profiler import cache_folder, store_profile
 from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import (
     Backward,
@@ -319,8 +314,6 @@ def peak_of_name(name: str, precision: str) -> float | None:
 
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 7
-"""Of what is modelled, and how: stored profiles of another one are not used."""
 
 
 def modelled_profile(
@@ -330,7 +323,6 @@ def modelled_profile(
     dtype: str = "bfloat16",
     device_model: str | DeviceModel = "h100",
     sample_counts: Sequence[int] = (1, 8),
-    cache: bool = True,
 ) -> ModelProfile:
     """Returns the profile of a well-known model on a device on paper.
 
@@ -340,7 +332,6 @@ def modelled_profile(
         dtype: Type of weights, gradients and activations.
         device_model: A name of `DEVICES`, or a device of your own.
         sample_counts: Numbers of samples to model; linear between and beyond.
-        cache: Look in the cache first, and keep the result there.
 
     Raises:
         ConfigurationError: There is no such model, device or type, or the resolution does not fit.
@@ -351,22 +342,8 @@ def modelled_profile(
         raise ConfigurationError(
             f"resolution={resolution} does not fit {known.title}; give a multiple of 64"
         )
-    inputs = [
-        FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts],
-        torch.__version__, *map(version, ("diffusers", "transformers")),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
-    path = cache_folder() / f"modelled-{name}-{digest}.json"
-    if cache and path.exists():
-        try:
-            return ModelProfile.from_json(path.read_text(), str(path))
-        except (ProfileError, OSError, UnicodeDecodeError) as error:
-            warnings.warn(f"ignoring the stored profile, and modelling anew: {error}", stacklevel=2)
     title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
-    profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts)
-    if cache:
-        store_profile(path, profile)
-    return profile
+    return _model(known, title, resolution, _dtype(dtype), device, sample_counts)
 
 
 @dataclass(frozen=True)
@@ -388,7 +365,7 @@ class ModelOnPaper:
         _dtype(self.dtype)
 
     def profile(self) -> ModelProfile:
-        """Models it, or takes it from the cache."""
+        """Models it, which takes seconds."""
         return modelled_profile(
             self.name, device_model=self.device, dtype=self.dtype, resolution=self.resolution
         )

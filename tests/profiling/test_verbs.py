@@ -17,7 +17,6 @@ from tests.profiling.known import TINY
 def call(capsys, monkeypatch, tmp_path):
     """Calls the command from an empty folder; returns its exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))
     return partial(command.call, capsys, monkeypatch)
 
 
@@ -71,11 +70,6 @@ def test_a_model_on_paper_is_modelled_planned_and_shown(call, monkeypatch, tmp_p
     plan = PipelinePlan.from_json((tmp_path / "plan.json").read_text())
     assert plan.num_stages == 4
     assert plan.stages[-1].last_layer > 10
-    (kept,) = (tmp_path / "cache").rglob("modelled-sd21-*.json")
-    code, out, _ = call("show", str(kept))
-    assert code == 0
-    assert "\nfrozen text_encoders\nlayer" in out
-    assert "MFLOP" in out
 
 
 @pytest.mark.parametrize(
