@@ -35,6 +35,7 @@ EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
 NEEDED = {
     ("data", "image_folder"): ["data.folder=pictures"],
     ("data", "webdataset"): ["data.train_shards=x.tar", "data.samples_per_epoch=8"],
+    ("model", "on_paper"): ["model.path=flux"],
     ("trainer", "gpu"): ["trainer.accelerator=cpu", "trainer.devices=1"],
 }
 

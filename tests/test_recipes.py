@@ -12,7 +12,7 @@ import safetensors.torch
 from PIL import Image
 
 from lightning_diffpipe import Predictor
-from lightning_diffpipe.profiling import modelled
+from lightning_diffpipe.modules import on_paper
 from tests.command import call, run, run_on_forks
 from tests.profiling.known import check_known
 from tests.rows import row
@@ -170,15 +170,14 @@ def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, pict
     ],
 )
 def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monkeypatch):
-    model = modelled.modelled_profile
-    modelled_profiles = []
-    monkeypatch.setattr(
-        modelled,
-        "modelled_profile",
-        lambda *args, **kwargs: (
-            modelled_profiles.append(model(*args, **kwargs)) or modelled_profiles[-1]
-        ),
-    )
+    found = []
+
+    def modelled(*given):
+        found.append(profiled(*given))
+        return found[-1]
+
+    profiled = on_paper.modelled
+    monkeypatch.setattr(on_paper, "modelled", modelled)
     header = (files("lightning_diffpipe.conf") / "experiment" / f"{name}.yaml").read_text()
     command = re.search(r"diffpipe (plan .*)", header)[1].split()
     code, out, err = call(capsys, monkeypatch, *command, f"hydra.run.dir={tmp_path}")
@@ -186,7 +185,7 @@ def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monk
     assert re.search(r"step:\s+([\d.]+ m?s) for", header)[1] == re.search(r"step\s+(.*?),", out)[1]
     fullest = max(re.findall(r"backbone .*?([\d.]+) GiB", out), key=float)
     assert re.search(r"memory:\s+([\d.]+) GiB", header)[1] == fullest
-    (profile,) = modelled_profiles
+    (profile,) = found
     if not any(setting.startswith("model.resolution=") for setting in command):
         check_known(profile.name.split()[0], profile)
 

@@ -155,17 +155,17 @@ def _unknown_splits(plan: Any, profile: Any) -> str:
 
 def _profile_to_plan(config: DictConfig) -> Any:
     """Reads the profile at `profile`, or models that of a well-known `model`."""
-    model = config.get("model")  # absent where the group was not chosen
-    if (config.profile is None) == (model is None):
+    model = config.get("model") or {}
+    if (config.profile is None) == (model.get("path", "") is None):
         raise ConfigurationError(
-            "give profile=FILE, written by diffpipe profile, or model=NAME for one that is not at hand, "
+            "give profile=FILE, written by diffpipe profile, or model.path=FOLDER for one without weights, or one "
             f"such as model=flux; {'neither' if config.profile is None else 'both'} was given"
         )
     if config.profile is not None:
         from lightning_diffpipe.planning.profile import ModelProfile
 
         return ModelProfile.from_json(_read(config.profile), config.profile)
-    if not model._target_.endswith("ModelOnPaper"):
+    if not model.get("_target_", "").endswith("ModelOnPaper"):
         raise ConfigurationError(
             "this model can be measured: write a profile with diffpipe profile model=..., "
             "then plan with profile=FILE"
