@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup  ## train on two processes as a pipeline, sample with both, show pictures and timeline
-	$(BIN)/diffpipe demo $(ARGS)
+	$(BIN)/diffpipe train -cd examples/conf experiment=demo $(ARGS)
 
 # For two cores: some tests of one process wait, and those of several half of the time, which do not run beside them.
 test: setup  ## all tests but the rows of tables

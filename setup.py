@@ -18,6 +18,7 @@ setup(
     ],
     package_data={
         **{package: ["*.yaml"] for package in CONF},
+        "lightning_diffpipe.modules": ["published/*.json"],
         **{package: ["*.md", "*.json", "*/*.json", "*/*.safetensors"] for package in WEIGHTS},
     },
 )

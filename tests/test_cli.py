@@ -200,10 +200,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "save_dtype='fp16' is no type that weights are saved in; choose float16, bfloat16 or float32",
         ),
         (
-            ["demo", "trainer.enable_checkpointing=false"],
-            "diffpipe demo: the pictures after training are drawn from the final checkpoint, which",
-        ),
-        (
             ["train", "strategy.num_microbatches=0", "trainer.devices=1"],
             "diffpipe train: strategy.num_microbatches must be a whole number >= 1 or 'auto'; got 0",
         ),
@@ -219,10 +215,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
                 ["train", f"model={name}", "adapter=lora"],
                 f"diffpipe train: {trained_by} trains no adapters; leave out adapter=lora, or take",
             )
-            for name, trained_by in (
-                ("glyph_vae", "AutoencoderTraining"),
-                ("glyph_cascade", "CascadedDiffusion"),
-            )
+            for name, trained_by in (("glyph_cascade", "CascadedDiffusion"),)
         ),
         # History: both were said not to be there.
         (
@@ -370,9 +363,8 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe profile: device='cuda' cannot be used here; take cpu, or cuda where torch sees",
         ),
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
-        (["demo", "callbacks=none"], "from the final checkpoint; take callbacks=training"),
         (
-            ["train", "data=image_folder", "strategy=single_device", "model=glyph_vae"],
+            ["train", "data=image_folder", "strategy=single_device", "model=glyph_unet"],
             "diffpipe train: data.folder is not given (",
         ),
     ],
@@ -564,7 +556,6 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
         (["sample", "num_inference_steps=0"], "num_inference_steps must be a whole number, and > 0"),
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
-        (["demo", "sampler.num_patches=99"], "sampler.num_patches=99 is more than the 8 rows"),
         (["sample", "prompts=3"], "prompts must be a list of texts or a list of whole numbers; got 3"),
         (["sample", "height=7"], "height=7 is no multiple of 8, by which the autoencoder shrinks pictures; take 8"),
         (["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
@@ -573,11 +564,6 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
          "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks pictures; take 56 or 64"),
         (["train", "experiment=glyphs_cascade", "data.resolution=63"],
          "the upscaler draws 128 pixels, but pictures have 63; set data.resolution"),
-        (["demo", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
-        (["demo", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
-        (["demo", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
-        (["demo", "strategy.num_stages=3"], "strategy.num_stages=3 is more than the 2 ranks"),
-        (["demo", "trainer.max_steps=abc"], "trainer.max_steps must be a whole number; got 'abc'"),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_are_refused_before_processes_start(
@@ -1215,10 +1201,12 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", [run_on_forks, row(run)])
 def test_the_demo_tells_its_story(run, tmp_path):
-    settings = ["trainer.max_steps=2", "data.batch_size=4", "num_inference_steps=2"]
-    printed = run("demo", *settings, "strategy.profile=flops", cwd=tmp_path)
+    settings = ["trainer.max_steps=2", "data.batch_size=4"]
+    settings += ["callbacks.story.num_inference_steps=2"]
+    demo = ("train", "-cd", ROOT / "examples" / "conf", "experiment=demo")
+    printed = run(*demo, *settings, "strategy.profile=flops", cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr[-3000:]
-    folder = tmp_path / "outputs" / "demo"
+    (folder,) = (tmp_path / "outputs" / "demo").iterdir()
     assert Image.open(folder / "before_after.png").size == (110 + 10 * 128, 3 * 128)
     for name in ("samples.png", "loss.png", "plan.json"):
         assert (folder / name).exists()
@@ -1465,14 +1453,6 @@ def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):
     assert not launch.is_job_of_sweep({"profile": "a.json"}), "a plan is made in this process"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not launch.is_job_of_sweep({"trainer": {}})
-
-
-@pytest.mark.slow
-def test_the_demo_refuses_a_sampler_before_it_trains(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = call(capsys, monkeypatch, "demo", "model=pretrained_unet")
-    assert code == 2
-    assert "sampler=pipefusion needs a transformer, and this model is a U-Net" in err
 
 
 @pytest.mark.slow

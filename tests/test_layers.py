@@ -29,7 +29,7 @@ ALLOWED = {
     "sampling": {"clock", "comm", "coroutine", "graph", "planning", "errors"},
     "pipelines": {"errors"},
 }
-TOP = {"training", "callbacks", "predictor", "modules", "data", "demo", "checkpoint_files",
+TOP = {"training", "callbacks", "predictor", "modules", "data", "checkpoint_files",
        "model_sources", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {

@@ -11,7 +11,8 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from lightning_diffpipe import ModelProfile, Predictor
+from lightning_diffpipe import Predictor
+from lightning_diffpipe.modules import on_paper
 from tests.command import call, run, run_on_forks
 from tests.profiling.known import check_known
 from tests.rows import row
@@ -169,8 +170,14 @@ def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, pict
     ],
 )
 def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monkeypatch):
-    """History: a profile of the user's cache, modelled by other code, could be what was planned with."""
-    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))
+    found = []
+
+    def modelled(*given):
+        found.append(profiled(*given))
+        return found[-1]
+
+    profiled = on_paper.modelled
+    monkeypatch.setattr(on_paper, "modelled", modelled)
     header = (files("lightning_diffpipe.conf") / "experiment" / f"{name}.yaml").read_text()
     command = re.search(r"diffpipe (plan .*)", header)[1].split()
     code, out, err = call(capsys, monkeypatch, *command, f"hydra.run.dir={tmp_path}")
@@ -178,10 +185,9 @@ def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monk
     assert re.search(r"step:\s+([\d.]+ m?s) for", header)[1] == re.search(r"step\s+(.*?),", out)[1]
     fullest = max(re.findall(r"backbone .*?([\d.]+) GiB", out), key=float)
     assert re.search(r"memory:\s+([\d.]+) GiB", header)[1] == fullest
-    (kept,) = (tmp_path / "cache").rglob("modelled-*.json")
+    (profile,) = found
     if not any(setting.startswith("model.resolution=") for setting in command):
-        model = kept.name.split("-")[1]
-        check_known(model, ModelProfile.from_json(kept.read_text()))
+        check_known(profile.name.split()[0], profile)
 
 
 def test_training_without_data_says_what_a_data_folder_looks_like(capsys, monkeypatch):

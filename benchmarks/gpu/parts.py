@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from benchmarks.gpu.ranks import Run, train_together
 from benchmarks.one_rank_overhead.main import Samples, StableDiffusion, quiet_trainer
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
+from lightning_diffpipe.modules.on_paper import ModelOnPaper, OnPaper
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.bench import give_back
-from lightning_diffpipe.profiling.known_models import KnownTraining
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
-from lightning_diffpipe.profiling.modelled import modelled_profile
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 
@@ -141,7 +139,7 @@ def frozen_share(place: Place, report: Report) -> None:
     """How long frozen layers take beside trained ones, at the slides' batches."""
     counts = (8, 16, 32, 64) if place.on_gpu else (1, 2)
     for name in ("sd21", "controlnet"):
-        training = KnownTraining(sized(name, not place.on_gpu), place.dtype, place.device)
+        training = OnPaper(name, place.dtype, sized(name, not place.on_gpu), device=place.device)
         profile = _measured(training, place, counts, budget_s=15.0)
         for count, row in _shares(profile, counts).items():
             report(model=name, samples=count, slides=SLIDES[name].get(count), **row)
@@ -153,17 +151,18 @@ def frozen_share(place: Place, report: Report) -> None:
         _report_modelled(name, place, counts, report)
 
 
-def _by_hand(training: KnownTraining, place: Place, count: int) -> dict[str, float]:
+def _by_hand(training: OnPaper, place: Place, count: int) -> dict[str, float]:
     """Seconds of the encoders alone, and of the whole step."""
-    batch = training.batch(count, training.known.resolution)
+    module, batch = training.module, training.batch(count)
+    tokens = torch.ones(count, 77, dtype=torch.long, device=place.device)
 
     def encode() -> None:
         with torch.no_grad():
-            training.vae.encode(batch["image"])
-            training.text_encoders[0](batch["tokens_0"])
+            module.vae.encode(batch["image"])
+            module.text_encoder(tokens)
 
     def step() -> None:
-        training.training_step(batch).backward()
+        training.step(module, batch).backward()
 
     frozen_s, step_s = place.seconds(encode), place.seconds(step)
     share = frozen_s / (step_s - frozen_s)
@@ -171,18 +170,15 @@ def _by_hand(training: KnownTraining, place: Place, count: int) -> dict[str, flo
 
 
 def _measured(
-    training: KnownTraining, place: Place, counts: tuple[int, ...], budget_s: float
+    training: OnPaper, place: Place, counts: tuple[int, ...], budget_s: float
 ) -> ModelProfile:
     """Times the layers of a model at some numbers of samples."""
-    resolution = training.known.resolution
-    step = lambda module, batch: module.training_step(batch)
-    graph = probe(training, step, training.batch(2, resolution))
-    batch = training.batch(max(max(counts), 2), resolution)
+    graph = probe(training.module, training.step, training.batch(2))
     return measure_profile(
         Subject(
-            training,
-            step,
-            batch,
+            training.module,
+            training.step,
+            training.batch(max(max(counts), 2)),
             graph,
             device=place.device,
             sample_counts=counts,
@@ -198,9 +194,7 @@ def _report_modelled(name: str, place: Place, counts: tuple[int, ...], report: R
     if place.modelled_as is None:
         return
     dtype = str(place.dtype).removeprefix("torch.")
-    profile = modelled_profile(
-        name, dtype=dtype, device_model=place.modelled_as, sample_counts=counts, cache=False
-    )
+    profile = ModelOnPaper(name, place.modelled_as, dtype).profile(counts)
     for count, row in _shares(profile, counts).items():
         report(model=name, samples=count, modelled_as=place.modelled_as, **row)
 
@@ -228,8 +222,8 @@ def layer_profile(name: str, place: Place, report: Report) -> None:
     One that does not fit with its gradients is timed layer by layer.
     """
     counts = (1, 2)
-    training = KnownTraining(sized(name, not place.on_gpu), place.dtype, place.device)
-    weights = sum(p.numel() * p.element_size() for p in training.parameters())
+    training = OnPaper(name, place.dtype, sized(name, not place.on_gpu), device=place.device)
+    weights = sum(p.numel() * p.element_size() for p in training.module.parameters())
     report(model=name, weight_bytes=weights, built_peak_bytes=place.peak_bytes())
     profile = _measured(training, place, counts, budget_s=15.0)
     for count, row in _shares(profile, counts).items():
@@ -249,15 +243,15 @@ def patches(place: Place, report: Report) -> None:
     """What a step in patches costs one process, beside a plain one, at two resolutions."""
     resolutions = (1024, 2048) if place.on_gpu else (64, 128)
     for name in ("pixart", "sd3"):
-        known = sized(name, not place.on_gpu)
-        kind, config = known.denoiser
+        configs = sized(name, not place.on_gpu)
+        kind, config = configs["model_index"]["transformer"][1], configs["transformer"]
         torch.manual_seed(0)
         with place.device:
             import diffusers
 
             model = getattr(diffusers, kind)(**config).to(place.dtype).eval().requires_grad_(False)
         for resolution in resolutions:
-            request = _request(known, model, place, resolution)
+            request = _request(config, model, place, resolution)
             plain_s = _sampling_s(place, PipeFusion(model, num_patches=1), request)
             place.peak_bytes()
             for num_patches in (2, 4, 8) if place.on_gpu else (2, 4):
@@ -275,22 +269,21 @@ def patches(place: Place, report: Report) -> None:
                 give_back(place.device)
 
 
-def _request(known: Any, model: nn.Module, place: Place, resolution: int) -> Request:
+def _request(config: Mapping[str, Any], model: nn.Module, place: Place, resolution: int) -> Request:
     """A square picture without guidance, given random texts."""
-    config: Mapping[str, Any] = known.denoiser[1]
     width = config.get("joint_attention_dim") or config["caption_channels"]
     normal = partial(torch.randn, device=place.device, dtype=place.dtype)
-    clip, t5 = normal(1, 77, 16), normal(1, 120, width)
-    pooled = normal(1, config.get("pooled_projection_dim", 16) // 2)
-    text = [SimpleNamespace(hidden_states=[clip, clip], text_embeds=pooled) for _ in range(2)]
-    text = [*text, SimpleNamespace(last_hidden_state=t5)]
-    batch = {"mask": torch.ones(1, 120, device=place.device, dtype=torch.long)}
-    encoded = text if len(known.text_encoders) > 1 else text[2:]
-    module = SimpleNamespace(denoiser=model)
+    if "joint_attention_dim" in config:
+        text = {"encoder_hidden_states": normal(1, 197, width)}
+        text["pooled_projections"] = normal(1, config["pooled_projection_dim"])
+    else:
+        text = {"encoder_hidden_states": normal(1, 120, width)}
+        text["encoder_attention_mask"] = torch.ones(1, 120, device=place.device, dtype=torch.long)
+        text["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
 
     def denoise(x: Tensor, t: Tensor) -> Tensor:
         steps = t.expand(1).to(place.device)
-        return known.call(module, x.to(place.dtype), steps, encoded, batch)
+        return model(x.to(place.dtype), timestep=steps, **text).sample[:, : x.shape[1]]
 
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(6, device=place.device)

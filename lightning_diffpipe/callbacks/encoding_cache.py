@@ -1,7 +1,7 @@
 """Frozen encodings on disk: computed in the first pass over the data, read in the others.
 
-The other way to make frozen layers cheap; which is better, `planning.caching.advise` says from the plan's
-own times. Reading wins where the data are small and fixed and many passes are made; filling bubbles
+The other way to make frozen layers cheap; the report of a plan has a line "storing encodings" where that is
+faster. Reading wins where the data are small and fixed and many passes are made; filling bubbles
 wins where samples are augmented, captions are many, disks are slow, or the data are seen once, and it is
 the only way for layers that depend on noise or timesteps, like the locked half of a ControlNet.
 

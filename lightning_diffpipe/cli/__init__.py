@@ -2,7 +2,7 @@
 
     launch     processes: what holds for one (offline, threads, seed, log), several for a verb, one for each job
     values     verbs by name, and their settings: what cannot be is refused by the name the user gave it
-    training   train, demo
+    training   train
     sampling   sample
     plans      profile, plan, show, diff
     main       finds the verb, lets Hydra compose its config, says errors in a line

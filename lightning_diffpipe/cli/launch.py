@@ -140,8 +140,8 @@ def module_of(config: DictConfig) -> Any:
     """
     if config.model._target_.endswith("ModelOnPaper"):
         raise ConfigurationError(
-            f"model={config.model.name} is known on paper only, without weights: plan with it (diffpipe "
-            f"plan model={config.model.name} cluster=8x_h100 global_batch_size=256), or take "
+            f"model={config.model.path} is known on paper only, without weights: plan with it (diffpipe "
+            f"plan model={config.model.path} cluster=8x_h100 global_batch_size=256), or take "
             "model=pretrained model.path=FOLDER for one you have"
         )
     return hydra.utils.instantiate(config.model)

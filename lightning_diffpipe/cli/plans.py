@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_diffpipe.cli.launch import module_of, num_ranks_of, on_ranks, prepare
 from lightning_diffpipe.cli.values import file_errors, named, plain, require_writable, verb
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, require_number
 
 _PATIENCE = timedelta(seconds=120)
 
@@ -58,7 +58,6 @@ def profile(config: DictConfig) -> Any:
         budget_s=config.budget_s,
         name=config.name,
         max_share=config.max_share,
-        cache=config.cache,
         progress=config.progress,
     )
     _write(config.output, result.to_json())
@@ -97,18 +96,16 @@ def _measure_links(config: DictConfig) -> None:
 @verb("find the fastest pipeline: diffpipe plan profile=profile.json global_batch_size=64")
 def plan(config: DictConfig) -> Any:
     """Plans for a profile on a cluster, prints the plan, and writes it to `output`."""
-    from lightning_diffpipe.planning.caching import advise, check_data
     from lightning_diffpipe.planning.options import PlanOptions
     from lightning_diffpipe.planning.search import find_plan
     from lightning_diffpipe.viewing.explain import explain
-    from lightning_diffpipe.viewing.report import cache_advice, report
+    from lightning_diffpipe.viewing.report import report
     from lightning_diffpipe.viewing.text import seconds
 
     values = plain(config)
     if values["output"] is not None:
         require_writable(values["output"])
-    data = {key: values[key] for key in ("num_samples", "num_passes", "disk_bytes_per_s")}
-    check_data(**data)
+    require_number("disk_bytes_per_s", values["disk_bytes_per_s"], above=0)
     own = ("global_batch_size", "filling", "optimizer_bytes_factor")
     wishes = {key: values[key] for key in own} | values["strategy"]
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
@@ -119,24 +116,17 @@ def plan(config: DictConfig) -> Any:
         start_s = time.perf_counter()
         found = find_plan(profile, cluster, options)
     found_s = time.perf_counter()
-    took, advice = f"found in {seconds(found_s - start_s)}", None
+    took = f"found in {seconds(found_s - start_s)}"
     if values["explain"]:
-        # The advice plans once more, with less to choose from; a second is plenty for small models.
-        first_s = max(found_s - start_s, 1.0) if profile.encoders else 0.0
-        until_s, rate = found_s + values["explain_s"], values["disk_bytes_per_s"]
-        why = explain(found, profile, cluster, max(values["explain_s"] - first_s, 0.0), rate)
+        rate = values["disk_bytes_per_s"]
+        why = explain(found, profile, cluster, values["explain_s"], rate)
         found = replace(found, changes=why.changes)
-        if profile.encoders:
-            left_s = max(until_s - time.perf_counter(), first_s)
-            advice = advise(profile, cluster, options, filled=found, within_s=left_s, **data)
         took += f"; what else could be changed was searched for {seconds(time.perf_counter() - found_s)}"
     if values["output"] is not None:  # before anything is printed: whoever reads may have gone
         _write(values["output"], found.to_json())
     print(report(found))
     if values["explain"] and not found.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
-    if advice is not None:
-        print(f"\n{cache_advice(advice)}")
     print(f"\n{took}")
     if config.profile is not None and (unknown := _unknown_splits(found, profile)):
         print(f"\n{unknown}")
@@ -165,17 +155,17 @@ def _unknown_splits(plan: Any, profile: Any) -> str:
 
 def _profile_to_plan(config: DictConfig) -> Any:
     """Reads the profile at `profile`, or models that of a well-known `model`."""
-    model = config.get("model")  # absent where the group was not chosen
-    if (config.profile is None) == (model is None):
+    model = config.get("model") or {}
+    if (config.profile is None) == (model.get("path", "") is None):
         raise ConfigurationError(
-            "give profile=FILE, written by diffpipe profile, or model=NAME for one that is not at hand, "
+            "give profile=FILE, written by diffpipe profile, or model.path=FOLDER for one without weights, or one "
             f"such as model=flux; {'neither' if config.profile is None else 'both'} was given"
         )
     if config.profile is not None:
         from lightning_diffpipe.planning.profile import ModelProfile
 
         return ModelProfile.from_json(_read(config.profile), config.profile)
-    if not model._target_.endswith("ModelOnPaper"):
+    if not model.get("_target_", "").endswith("ModelOnPaper"):
         raise ConfigurationError(
             "this model can be measured: write a profile with diffpipe profile model=..., "
             "then plan with profile=FILE"

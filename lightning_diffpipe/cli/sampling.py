@@ -42,7 +42,7 @@ def sample(config: DictConfig) -> Any:
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
     prepare(config)  # before anything is imported that may look for a network
-    refuse_request(values, num_ranks)
+    _refuse_request(values, num_ranks)
     values["options"] = _options(values)
     if "://" in values["path"]:
         from lightning_diffpipe.checkpoint_files import require_file
@@ -189,11 +189,11 @@ def _require_encoder() -> Any:
 
 
 @raised_by_all()
-def refuse_request(values: dict[str, Any], num_ranks: int) -> None:
+def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
     """Refuses a sampler or request that no model could be sampled with, before processes start.
 
     Args:
-        values: Of `sample` or `demo`.
+        values: Settings of the verb.
         num_ranks: Processes that will sample.
 
     Raises:

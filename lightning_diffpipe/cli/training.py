@@ -1,4 +1,4 @@
-"""`diffpipe train` and `demo`."""
+"""`diffpipe train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
-from lightning_diffpipe.cli.sampling import refuse_request
 from lightning_diffpipe.cli.values import (
     file_errors,
     named,
@@ -404,40 +403,3 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
     if config.save_lora is not None:
         module.save_lora(config.save_lora, config.save_lora_names)
         print(f"wrote the adapters to {config.save_lora}")
-
-
-@verb("train the built-in model as a pipeline for a few minutes, and show what it draws")
-def demo(config: DictConfig) -> Any:
-    """Trains on two processes, and explains what happens."""
-    _require_final_checkpoint(config, "the pictures after training are drawn")
-    prepare(config)
-    devices = config.trainer.devices
-    if isinstance(devices, int) and devices > 0:
-        refuse_request(plain(config), devices * config.trainer.num_nodes)
-    from lightning_diffpipe.demo import DemoStory
-    from lightning_diffpipe.model_sources import check_request, source_of_module
-    from lightning_diffpipe.sampling.source import Settings
-
-    module, sampler = hydra.utils.instantiate(config.model), config.sampler
-    with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
-        check_request(
-            source_of_module(module),
-            Settings(list(config.prompts)),
-            sampler.method,
-            sampler.get("num_patches"),
-        )
-    data = _data_for(module, config)
-    story = DemoStory(
-        config.output_dir,
-        config.prompts,
-        plain(config.sampler),
-        config.num_inference_steps,
-        config.guidance_scale,
-    )
-    trainer = _build_trainer(config, story)
-    with _runs_ended(trainer):
-        if trainer.is_global_zero:
-            story.begin(module)
-        _fit(config, trainer, module, data)
-    story.end(Path(config.callbacks.final_checkpoint.path))
-    return trainer.callback_metrics

@@ -98,7 +98,6 @@ SETTINGS: dict[str, Any] = {
     "max_share": float,
     "precision": str,
     "device": str,
-    "cache": bool,
     # plan, show, diff
     "profile": str | None,
     "plan": str,
@@ -106,8 +105,6 @@ SETTINGS: dict[str, Any] = {
     "after": str,
     "explain": bool,
     "explain_s": float,
-    "num_samples": int | None,
-    "num_passes": int | None,
     "as": str,
     "max_columns": int,
     "samples": int,
@@ -115,7 +112,7 @@ SETTINGS: dict[str, Any] = {
 """Settings of the verbs themselves; one name means one thing in all of them."""
 
 _POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share", "explain_s",
-             "num_samples", "num_passes", "max_columns", "samples", "num_threads", "fps"}  # fmt: skip
+             "max_columns", "samples", "num_threads", "fps"}  # fmt: skip
 _MOST = {"seed": 2**32 - 1, "num_threads": 1024}  # more threads than a process may start end it
 _SINGLE = (int, float, bool, str, Path, type(None), Literal)
 _WORDS = {

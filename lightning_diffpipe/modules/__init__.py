@@ -3,14 +3,12 @@
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
-from lightning_diffpipe.modules.encoders import AutoencoderTraining, TextAlignment
 from lightning_diffpipe.modules.latent_diffusion import LatentDiffusion
 from lightning_diffpipe.modules.noise import Noise
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
 
 __all__ = [
-    "AutoencoderTraining",
     "CascadedDiffusion",
     "ControlNetDiffusion",
     "LatentDiffusion",
@@ -18,5 +16,4 @@ __all__ = [
     "Noise",
     "Optimization",
     "PipelineDiffusion",
-    "TextAlignment",
 ]

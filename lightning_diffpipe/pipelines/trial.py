@@ -90,7 +90,7 @@ class Trial:
         self._parts[step.denoiser] = StandIn(parts[step.denoiser], call=predict)
         if step.decoder is not None:
             self._parts[step.decoder] = self._noting(step.decoder, parts[step.decoder])
-        self._device = next(modules[step.denoiser].parameters()).device
+        self._device = next(iter(parts[step.denoiser].parameters())).device
         self._drawn: list[tuple[int, ...]] = []
 
     def _zeros(self, denoiser: nn.Module, *args: Any, **options: Any) -> Any:

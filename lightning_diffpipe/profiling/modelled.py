@@ -1,10 +1,10 @@
 """Devices on paper, and profiles of models that one cannot run here: exact sizes, modelled times.
 
-    profile = modelled_profile("flux", device_model="h100")
+    profile = ModelOnPaper("flux", device="h100").profile()        (modules/on_paper.py)
 
-The model is built from its published configuration on the meta device, its training step is probed like any other,
-and then run without values under a clock that shows what a device on paper would need: the roofline model with
-stated efficiencies, plus a latency for every kernel that is started.
+The model is on the meta device, its training step is probed like any other, and then run without values under a
+clock that shows what a device on paper would need: the roofline model with stated efficiencies, plus a latency for
+every kernel that is started.
 
     seconds = latency + max(FLOPs / (peak x efficiency of its class), bytes / (bandwidth x efficiency))
 
@@ -26,34 +26,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.clock import Clock
-from lightning_diffpipe.errors import ConfigurationError, ProfileError
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
-from lightning_diffpipe.profiling.known_models import KNOWN_MODELS, KnownModel, KnownTraining
+from lightning_diffpipe.graph.step import Step
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.layer_costs import Seen, assemble, encodings
 from lightning_diffpipe.profiling.measure import layer_costs, repeated_seconds
-from lightning_diffpipe.profiling.profiler import cache_folder, store_profile
 from lightning_diffpipe.profiling.state import scratch_gradients
 from lightning_diffpipe.profiling.step_run import (
     Backward,
@@ -243,6 +238,8 @@ def fused_attention() -> Iterator[None]:
     plain = F.scaled_dot_product_attention
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.ndim == 3:
+            return fused(query[None], key[None], value[None])[0]
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, torch.is_grad_enabled()
         )[0]
@@ -319,129 +316,50 @@ def peak_of_name(name: str, precision: str) -> float | None:
 
 
 _NUM_PROBED_SAMPLES = 2
-_VERSION = 7
-"""Of what is modelled, and how: stored profiles of another one are not used."""
 
 
-def modelled_profile(
-    name: str,
-    *,
-    resolution: int | None = None,
-    dtype: str = "bfloat16",
-    device_model: str | DeviceModel = "h100",
+def modelled(
+    title: str,
+    module: nn.Module,
+    step: Step,
+    batch: Callable[[int], Any],
+    denoiser: str,
+    device: DeviceModel,
     sample_counts: Sequence[int] = (1, 8),
-    cache: bool = True,
 ) -> ModelProfile:
-    """Returns the profile of a well-known model on a device on paper.
+    """Returns the profile of a module on the meta device, as a device on paper would run it.
 
     Args:
-        name: A key of `KNOWN_MODELS`: sd21, controlnet, sdxl, sd3, flux, pixart, wan.
-        resolution: Pixels along an edge; as published if not given.
-        dtype: Type of weights, gradients and activations.
-        device_model: A name of `DEVICES`, or a device of your own.
-        sample_counts: Numbers of samples to model; linear between and beyond.
-        cache: Look in the cache first, and keep the result there.
-
-    Raises:
-        ConfigurationError: There is no such model, device or type, or the resolution does not fit.
-    """
-    known, device = _known(name), device_named(device_model)
-    resolution = resolution or known.resolution
-    if resolution < 64 or resolution % 64:
-        raise ConfigurationError(
-            f"resolution={resolution} does not fit {known.title}; give a multiple of 64"
-        )
-    inputs = [
-        FORMAT, _VERSION, name, resolution, dtype, asdict(device), [*sample_counts],
-        torch.__version__, *map(version, ("diffusers", "transformers")),
-    ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
-    path = cache_folder() / f"modelled-{name}-{digest}.json"
-    if cache and path.exists():
-        try:
-            return ModelProfile.from_json(path.read_text(), str(path))
-        except (ProfileError, OSError, UnicodeDecodeError) as error:
-            warnings.warn(f"ignoring the stored profile, and modelling anew: {error}", stacklevel=2)
-    title = f"{name} at {resolution} in {dtype}, modelled on {device.name}"
-    profile = _model(known, title, resolution, _dtype(dtype), device, sample_counts)
-    if cache:
-        store_profile(path, profile)
-    return profile
-
-
-@dataclass(frozen=True)
-class ModelOnPaper:
-    """What to model, as a value: nothing is done before `profile()`; arguments of `modelled_profile`.
-
-    Raises:
-        ConfigurationError: There is no such model, device or type.
+        title: Name of the profile.
+        module: Trains.
+        step: Its training step.
+        batch: Makes a batch of some number of samples.
+        denoiser: Name of the part that reads noise; all other frozen parts follow from the sample alone.
+        device: On paper.
+        sample_counts: Numbers of samples to model.
     """
 
-    name: str
-    device: str = "h100"
-    dtype: str = "bfloat16"
-    resolution: int | None = None
-
-    def __post_init__(self) -> None:
-        _known(self.name)
-        device_named(self.device)
-        _dtype(self.dtype)
-
-    def profile(self) -> ModelProfile:
-        """Models it, or takes it from the cache."""
-        return modelled_profile(
-            self.name, device_model=self.device, dtype=self.dtype, resolution=self.resolution
-        )
-
-
-def _model(
-    known: KnownModel,
-    title: str,
-    resolution: int,
-    dtype: torch.dtype,
-    device: DeviceModel,
-    sample_counts: Sequence[int],
-) -> ModelProfile:
     def seen_on_paper(graph: LayerGraph) -> Seen:
-        # All but a locked denoiser, which reads noise, follow from the sample alone; none mixes samples.
         names = (graph.layers[index].name for index in graph.frozen)
-        return Seen(frozenset(n for n in names if not n.startswith("denoiser")), frozenset())
+        return Seen(frozenset(n for n in names if not n.startswith(denoiser)), frozenset())
 
-    training = KnownTraining(known, dtype)
-    step = lambda module, batch: module.training_step(batch)
-    batch = training.batch(_NUM_PROBED_SAMPLES, resolution)
+    probed = batch(_NUM_PROBED_SAMPLES)
 
     def run(count: int, backward: Backward) -> StepTimes:
-        call = partial(step, training, training.batch(count, resolution))
+        call = partial(step, module, batch(count))
         with ModelledClock(device) as clock:
             return StepRun(graph, clock).measure(call, interception, backward)
 
     with fused_attention():
-        graph = probe(training, step, batch)
-        interception = Interception(training, graph.layer_names)
-        with interception.installed(), scratch_gradients(training, graph.trained):
+        graph = probe(module, step, probed, mode="real")  # fakes of fakes have no integers
+        interception = Interception(module, graph.layer_names)
+        with interception.installed(), scratch_gradients(module, graph.trained):
             rounds = {n: ([run(n, "whole")], [run(n, "inputs")]) for n in sample_counts}
         forward = StepRun(graph, Clock())
-        known_tensors = [*training.parameters(), *training.buffers()]
+        known_tensors = [*module.parameters(), *module.buffers()]
         with interception.installed(), saved_bytes(forward, known_tensors) as saved:
-            forward.forward_only(partial(training.training_step, batch), interception)
-        handed = encodings(training, step, batch, graph, seen_on_paper)
+            forward.forward_only(partial(step, module, probed), interception)
+        handed = encodings(module, step, probed, graph, seen_on_paper)
     kept = kept_bytes({_NUM_PROBED_SAMPLES: saved})
     costs, repeated = layer_costs(graph, rounds, kept), repeated_seconds(graph, rounds)
-    return assemble(title, training, graph, costs, repeated, handed)
-
-
-def _known(name: str) -> KnownModel:
-    if name not in KNOWN_MODELS:
-        raise ConfigurationError(
-            f"there is no known model {name!r}; choose one of {', '.join(KNOWN_MODELS)}, "
-            "or measure a profile with `diffpipe profile`"
-        )
-    return KNOWN_MODELS[name]
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype={name!r} is none; choose bfloat16, float16 or float32")
-    return dtype
+    return assemble(title, module, graph, costs, repeated, handed)

@@ -38,8 +38,7 @@ from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile, joined,
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
-from lightning_diffpipe.profiling.measure import Subject, splittable_encoders
-from lightning_diffpipe.profiling.profiler import cached_profile
+from lightning_diffpipe.profiling.measure import Subject, measure_profile, splittable_encoders
 from lightning_diffpipe.profiling.step_run import Rounds, pooled, summed_up
 from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
@@ -308,8 +307,7 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
         return estimate_profile(subject.module, subject.graph)
     profile = _given_profile(source)
     if profile is None:
-        agreed, pool = partial(agree, group=world), partial(pool_times, group=world)
-        return cached_profile(subject, agree=agreed, pool=pool)
+        return measure_profile(subject, partial(pool_times, group=world))
     names, own = tuple(layer.name for layer in profile.layers), subject.graph.path_names
     if names != own:
         pairs = enumerate(zip(names, own, strict=False))

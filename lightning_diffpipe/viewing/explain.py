@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from lightning_diffpipe.errors import DiffPipeError
-from lightning_diffpipe.planning.caching import (
-    DISK_BYTES_PER_S,
-    cacheable_encoders,
-    check_data,
-    with_stored,
-)
+from lightning_diffpipe.errors import DiffPipeError, require_number
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
@@ -30,7 +24,14 @@ from lightning_diffpipe.planning.plan import (
     PlannedChange,
     check_layers,
 )
-from lightning_diffpipe.planning.profile import ADDED_UP, LayerProfile, ModelProfile, joined
+from lightning_diffpipe.planning.profile import (
+    ADDED_UP,
+    EncoderProfile,
+    LayerProfile,
+    ModelProfile,
+    Seconds,
+    joined,
+)
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
@@ -43,6 +44,9 @@ BOTTLENECK = 0.03
 
 WORTH_A_LINE = 1e-3
 """Parts and changes of a smaller share of the step get no line."""
+
+DISK_BYTES_PER_S = 200e6
+"""Rate at which one rank reads, if nothing else is known: a network disk or a busy local one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def explain(
         ConfigurationError: A rate that cannot be.
         PlanError: The profile is of other layers than the plan's.
     """
-    check_data(disk_bytes_per_s)
+    require_number("disk_bytes_per_s", disk_bytes_per_s, above=0)
     if profile is not None and cluster is not None:
         plan = _recosted(plan, profile, cluster)
     parts = () if plan.costs is None else _parts(plan, plan.costs)
@@ -263,9 +267,13 @@ def _tries(
     alone = {"num_stages": 1, "num_replicas": 1, "data_parallel": cluster.num_ranks}
     parallel = {**any_shape, **alone, "schedule": DEFAULT_SCHEDULE}
     yield _Try("no pipeline: plain data parallelism", parallel, profile)
-    if stored := cacheable_encoders(profile):
-        reading, read_s = with_stored(profile, stored, cluster, options, disk_bytes_per_s)
-        yield _Try(f"storing encodings ({', '.join(stored)})", same, reading, read_s)
+    # All but those of which the profile says that their results do not follow from the sample alone.
+    if stored := [e.name for e in profile.encoders if e.cacheable is not False]:
+        reading, sample_bytes = _with_stored(profile, stored)
+        read_s = options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
+        disk = f"{size(sample_bytes)} a sample, with callbacks=cached"
+        what = f"storing encodings ({', '.join(stored)}), {disk}"
+        yield _Try(what, same, reading, read_s)
     if profile.encoders and options.filling == "none":
         what = "frozen work in the bubbles (filling=auto)"
         yield _Try(what, {**same, "filling": "auto"}, profile)
@@ -278,6 +286,21 @@ def _tries(
     finer, name = _with_largest_layer_split(plan, profile)
     yield _Try(f"splitting layer {name} in two", free, finer)
     yield _Try(BEST, {**any_shape, "schedule": "auto"}, profile)
+
+
+def _with_stored(profile: ModelProfile, names: Collection[str]) -> tuple[ModelProfile, int]:
+    """Returns the profile of a run that reads results of some encoders, and their bytes of each sample.
+
+    They take no time then, but stay in memory.
+    """
+    none, encoders, sample_bytes = Seconds.per_sample(0.0), list[EncoderProfile](), 0
+    for encoder in profile.encoders:
+        if encoder.name in names:
+            sample_bytes += encoder.disk_bytes_per_sample
+            layers = tuple(replace(layer, forward_s=none) for layer in encoder.layers)
+            encoder = replace(encoder, layers=layers)
+        encoders.append(encoder)
+    return replace(profile, encoders=tuple(encoders)), sample_bytes
 
 
 def _with_largest_layer_split(

@@ -1,13 +1,11 @@
-"""Pages of text: a plan (`report`), two of them (`diff`), costs (`cost_table`), a cache (`cache_advice`)."""
+"""Pages of text: a plan (`report`), two of them (`diff`), and costs (`cost_table`)."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 
-from lightning_diffpipe.planning.caching import CacheAdvice
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
@@ -134,47 +132,6 @@ def _row(
         boundary,
         size(kept) if trained else "",
         operations(sum(layer.flops_per_sample for layer in layers)),
-    ]
-
-
-def cache_advice(advice: CacheAdvice) -> str:
-    """Says what storing encodings would gain and cost, and how to do it; see `planning/caching.py`."""
-    lines = ["Cache or fill? Encodings of frozen layers can be stored instead of made anew."]
-    if advice.cached:
-        lines += _both_ways(advice)
-    if advice.computed:
-        names = ", ".join(advice.computed)
-        why = "follows noise or other random numbers, or is quicker to compute"
-        lines.append(f"  computed    {names}: {why}")
-    if advice.use_cache:
-        unknown = "; the profile does not say whether encodings follow from the sample alone"
-        doubt = "" if advice.certain else unknown
-        lines += [
-            f"  Worth it if samples come back unchanged (no random crops, captions not redrawn{doubt}):",
-            '  EncodingCache("encodings") among the callbacks, or diffpipe train callbacks=cached',
-        ]
-    elif advice.cached:
-        lines.append("  Not worth a disk: storing saves less than 2%.")
-    else:
-        lines.append("  Nothing can be stored: fill bubbles.")
-    return "\n".join(lines)
-
-
-def _both_ways(advice: CacheAdvice) -> list[str]:
-    gain = advice.filled_step_s - advice.cached_step_s
-    change = percent(abs(gain) / advice.filled_step_s) if advice.filled_step_s else "0%"
-    disk = f"{size(advice.sample_bytes)} a sample"
-    if advice.disk_bytes is not None:
-        disk += f", {size(advice.disk_bytes)} in all"
-    disk += f"; each rank reads {advice.disk_bytes_per_s / 1e6:g} MB/s (disk_bytes_per_s)"
-    passes = advice.break_even_passes
-    pays = f"from pass {math.floor(passes) + 1} over the data on" if passes < math.inf else "never"
-    return [
-        f"  as planned  {seconds(advice.filled_step_s)} a step",
-        f"  stored      {seconds(advice.cached_step_s)} a step ({change} {'less' if gain >= 0 else 'more'}), "
-        f"{seconds(advice.writing_s)} of it reading: {', '.join(advice.cached)}",
-        f"  on disk     {disk}",
-        f"  pays        {pays}",
     ]
 
 

@@ -1,11 +1,14 @@
 """What was written or replaced is noticed."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_diffpipe.graph import versions as versions_module
-from lightning_diffpipe.graph.versions import Versions
+from lightning_diffpipe.graph.versions import Versions, circumstances, float32_precisions
+from lightning_diffpipe.sampling.rehearsal import tolerance_of
 
 
 def replaced(root):
@@ -92,3 +95,31 @@ def test_tensors_of_any_form_are_watched():
     assert not versions.changed()
     root.channels_last.data.mul_(2)
     assert versions.changed()
+
+
+SETTINGS_OF_TF32 = (
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+)
+
+
+@pytest.mark.parametrize("setting", SETTINGS_OF_TF32)
+def test_precision_is_known_by_whatever_name_it_was_set(setting):
+    """History: torch's older names refuse to answer once the newer ones are used, and sampling and kept encodings
+    asked them.
+
+    No process can go back to the older names, so each setting has a fork of its own.
+    """
+    before = float32_precisions()
+
+    def check():
+        exec(setting)
+        assert float32_precisions() != before, setting
+        tolerance_of(nn.Linear(1, 1), torch.zeros(1), convolves_parts=True)
+        circumstances()
+
+    process = multiprocessing.get_context("fork").Process(target=check)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from examples.glyph_parts import AutoencoderTraining, TextAlignment
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.modules import AutoencoderTraining, Optimization, TextAlignment
-from lightning_diffpipe.modules.encoders import look_at_neighbours
+from lightning_diffpipe.modules import Optimization
 from tests.distributed.scenarios import quick_strategy, quiet_trainer
 from tests.modules.tiny_parts import fit, tiny_text_encoder, tiny_tokenizer, tiny_vae
 from tests.ranks import run_ranks
@@ -42,18 +42,6 @@ def test_the_scaling_factor_gives_latents_unit_variance(batch, tmp_path):
     assert latent.std(correction=0).item() == pytest.approx(1, abs=1e-3)
 
 
-def test_the_scaling_factor_travels_in_the_checkpoint(batch, tmp_path):
-    module = AutoencoderTraining(tiny_vae())
-    fit_and_validate(module, batch, tmp_path, steps=2).save_checkpoint(tmp_path / "last.ckpt")
-    module.save_pretrained(tmp_path / "direct")
-    AutoencoderTraining.from_checkpoint(tmp_path / "last.ckpt").save_pretrained(tmp_path / "again")
-    factors = [
-        diffusers.AutoencoderKL.load_config(tmp_path / name, subfolder="vae")["scaling_factor"]
-        for name in ("direct", "again")
-    ]
-    assert factors[0] == factors[1] != 0.7
-
-
 def validate_while_training(rank, world_size, distributed):
     """Trains an epoch that changes nothing, and validates six pictures."""
     torch.manual_seed(0)
@@ -83,20 +71,6 @@ def test_a_text_encoder_learns_to_find_pictures(batch, tmp_path):
     metrics = fit_and_validate(module, batch, tmp_path, steps=80).callback_metrics
     # Four pairs: guessing has a loss of 2 ln 4 = 2.77.
     assert metrics["train/loss"] < 1.5
-
-
-def test_every_head_looks_at_one_neighbour():
-    encoder = tiny_text_encoder()
-    look_at_neighbours(encoder)
-    bias = encoder.encoder.block[0].layer[0].SelfAttention
-    scores = bias.compute_bias(9, 9)[0]
-    offsets = [int(scores[head, 4].argmax()) - 4 for head in range(4)]
-    assert offsets == [-1, -2, -3, 1]
-
-
-def test_only_t5_can_be_aligned():
-    with pytest.raises(ConfigurationError, match="a T5EncoderModel, not a Linear"):
-        TextAlignment(torch.nn.Linear(1, 1), tiny_tokenizer())
 
 
 def picture(optimization, num_steps=40, columns=40, rows=5):

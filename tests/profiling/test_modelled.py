@@ -2,21 +2,20 @@ import pytest
 import torch
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules import on_paper
+from lightning_diffpipe.modules.on_paper import PUBLISHED, ModelOnPaper, OnPaper
+from lightning_diffpipe.pipelines.one_step import DENOISERS as DENOISER_NAMES
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import modelled
-from lightning_diffpipe.profiling.known_models import (
-    KNOWN_MODELS,
-    KnownTraining,
-)
 from lightning_diffpipe.profiling.modelled import (
     DEVICES,
     DeviceModel,
     ModelledClock,
     device_named,
     fused_attention,
-    modelled_profile,
 )
-from tests.profiling.known import CONTROLNET, TINY, check_known
+from tests.profiling.known import CONTROLNET, DENOISERS, check_known, tiny_configs
+from tests.rows import row
+from tests.zoo.pipelines import PIPELINES, build
 
 ROUND = DeviceModel(
     "round numbers",
@@ -108,51 +107,45 @@ def test_types_without_a_peak_of_their_own_run_as_single_precision():
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ConfigurationError, match="h100"):
         device_named("h1000")
-    with pytest.raises(ConfigurationError, match="sd21, controlnet, sdxl, sd3, flux, pixart"):
-        modelled_profile("sd15")
-    with pytest.raises(ConfigurationError, match="multiple of 64"):
-        modelled_profile("sd21", resolution=500)
+    with pytest.raises(ConfigurationError, match="controlnet, flux, pixart, sd21, sd3, sdxl, wan"):
+        ModelOnPaper("sd15")
     with pytest.raises(ConfigurationError, match="bfloat16"):
-        modelled_profile("sd21", dtype="fp8")
+        ModelOnPaper("sd21", dtype="fp8")
+    with pytest.raises(ConfigurationError, match="divisible by 8 but are 500"):
+        ModelOnPaper("sd21", resolution=500).profile()
 
 
 @pytest.mark.slow
-def test_a_tiny_model_is_modelled_like_the_large_ones(monkeypatch, tmp_path):
-    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path))
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
-    profile = modelled_profile("tiny", device_model=ROUND, dtype="float32", sample_counts=(1, 4))
-    assert profile.name == "tiny at 64 in float32, modelled on round numbers"
-    training = KnownTraining(TINY, torch.float32)
-    trained = 4 * sum(p.numel() for p in training.denoiser.parameters())
+def test_a_tiny_model_is_modelled_like_the_large_ones(monkeypatch):
+    monkeypatch.setattr(on_paper, "read_configs", lambda path: tiny_configs())
+    profile = ModelOnPaper("sd21", ROUND, "float32").profile((1, 4))
+    assert profile.name == "sd21 at 64 in float32, modelled on round numbers"
+    unet = OnPaper("sd21", torch.float32).module.unet
+    trained = 4 * sum(p.numel() for p in unet.parameters())
     layers = profile.backbones[0].layers
     assert sum(layer.parameter_bytes for layer in layers) == trained
     assert sum(layer.gradient_bytes for layer in layers) == trained
-    assert [e.name for e in profile.encoders] == ["frozen vae", "frozen text_encoders"]
+    assert [e.name for e in profile.encoders] == ["frozen vae", "frozen text_encoder"]
     forward_s = sum(layer.forward_s.at(4) for layer in layers)
     backward_s = sum(layer.backward_s.at(4) for layer in layers)
     assert 1.5 * forward_s < backward_s < 3 * forward_s
     assert sum(layer.activation_bytes_per_sample for layer in layers) > 0
-
-    monkeypatch.setattr(modelled, "_model", None)  # a second time it comes from the cache
-    assert (
-        modelled_profile("tiny", device_model=ROUND, dtype="float32", sample_counts=(1, 4))
-        == profile
-    )
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in ("sd21", "pixart") else pytest.mark.slow)
-        for name in KNOWN_MODELS
+        for name in PUBLISHED
     ],
 )
 def test_published_configurations_have_the_published_number_of_parameters(name):
-    known = KNOWN_MODELS[name]
-    training = KnownTraining(known, torch.bfloat16)
-    count = lambda module: sum(p.numel() for p in module.parameters())
-    assert count(training.denoiser) == known.num_parameters
-    sizes = [count(encoder) for encoder in training.text_encoders]
+    module = OnPaper(name, torch.bfloat16).module
+    count = lambda part: sum(p.numel() for p in part.parameters())
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in module.parameters())
+    denoiser = module.parts.get("unet", module.parts.get("transformer"))
+    assert count(denoiser) == DENOISERS[name]
+    sizes = [count(part) for n, part in module.parts.items() if n.startswith("text_encoder")]
     published = {
         "sd21": [340_387_840],
         "controlnet": [340_387_840],
@@ -162,19 +155,91 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
         "pixart": [4_762_310_656],
         "wan": [5_680_910_336],
     }
-    assert sizes == published[name]
+    assert sorted(sizes) == published[name]
     of_4_channels = 83_653_863
     vaes = {"sd3": 83_819_683, "flux": 83_819_683, "wan": 126_892_531}
-    assert count(training.vae) == vaes.get(name, of_4_channels)
+    assert count(module.vae) == vaes.get(name, of_4_channels)
     if name == "controlnet":
-        assert count(training.controlnet) == CONTROLNET
+        assert count(module.controlnet) == CONTROLNET
+
+
+def folder_of_configs(name, folder):
+    """A tiny pipeline of diffusers in a folder, and no weights."""
+    pipeline = build(name, folder / "vocabularies")
+    pipeline.save_pretrained(folder / "model")
+    for weights in (folder / "model").rglob("*.safetensors"):
+        weights.unlink()
+    return pipeline, str(folder / "model")
+
+
+NOT_ON_PAPER = {
+    "StableDiffusionSAGPipeline",
+    "StableDiffusionPanoramaPipeline",
+    "StableDiffusionParadigmsPipeline",
+    "StableDiffusionGLIGENPipeline",
+    "StableDiffusionInstructPix2PixPipeline",
+    "StableDiffusionXLInstructPix2PixPipeline",
+    "Kandinsky3Pipeline",
+    "DreamLitePipeline",
+    "ScoreSdeVePipeline",
+    "KarrasVePipeline",
+    "ConsistencyModelPipeline",
+    "Flux2Pipeline",
+    "Flux2KleinPipeline",
+    "BriaPipeline",
+    "BriaFiboPipeline",
+    "ErnieImagePipeline",
+    "HiDreamImagePipeline",
+    "HunyuanImagePipeline",
+    "Ideogram4Pipeline",
+    "Kandinsky5T2IPipeline",
+    "Lumina2Pipeline",
+    "LuminaPipeline",
+    "NucleusMoEImagePipeline",
+    "QwenImagePipeline",
+    "SanaPipeline",
+    "SanaPAGPipeline",
+    "SanaSprintPipeline",
+    "ZImagePipeline",
+    "HunyuanVideo15Pipeline",
+    "Kandinsky5T2VPipeline",
+    "LTXPipeline",
+    "MochiPipeline",
+    "SanaVideoPipeline",
+    "SkyReelsV2DiffusionForcingPipeline",
+}
+
+
+def on_paper_pipelines():
+    """Every pipeline of the zoo that can be trained by its own call without weights."""
+    fast = ("WanPipeline", "DiTPipeline", "QwenImagePipeline")
+    return [name if name in fast else row(name) for name in PIPELINES if name not in NOT_ON_PAPER]
+
+
+@pytest.mark.parametrize("name", on_paper_pipelines())
+def test_any_pipeline_is_modelled_by_its_configuration_files_alone(name, tmp_path):
+    pipeline, path = folder_of_configs(name, tmp_path)
+    entry = PIPELINES[name]
+    frames = entry.pixels[1] if len(entry.pixels) == 4 else None
+    model = ModelOnPaper(path, ROUND, "float32", entry.pixels[-1], frames, entry.call)
+    profile = model.profile((1, 2))
+    denoiser = next(p for n, p in pipeline.components.items() if n in DENOISER_NAMES)
+    trained = 4 * sum(p.numel() for p in denoiser.parameters())
+    assert sum(layer.parameter_bytes for layer in profile.layers) == trained
+    assert profile.trained_s(2) > profile.trained_s(1) > 0
+
+
+def test_a_pipeline_that_cannot_be_trained_so_says_why(tmp_path):
+    _, path = folder_of_configs("ConsistencyModelPipeline", tmp_path)
+    with pytest.raises(ConfigurationError, match="cannot train for CMStochasticIterative"):
+        ModelOnPaper(path).profile()
 
 
 def check_block_of_pixart(layers):
     """One transformer block and the cut after it, counted by hand; two bytes a number."""
     tokens, width, words, heads = (1024 // 8 // 2) ** 2, 1152, 300, 16
     hidden, text = 2 * tokens * width, 2 * words * width
-    (block,) = (x for x in layers if x.name == "denoiser.transformer_blocks.7")
+    (block,) = (x for x in layers if x.name == "transformer.transformer_blocks.7")
     weights = 4 * width**2 + 4 * width**2 + 2 * width * 4 * width  # two attentions, two linears
     biases = 4 * width + 4 * width + 4 * width + width
     assert block.parameter_bytes == block.gradient_bytes == 2 * (weights + biases + 6 * width)
@@ -201,7 +266,7 @@ def check_block_of_pixart(layers):
 @pytest.mark.slow
 def test_a_well_known_model_is_modelled_whole():
     """The others are modelled for their recipes, in `test_recipes.py`."""
-    profile = modelled_profile("pixart", device_model="a100", sample_counts=(8,), cache=False)
+    profile = ModelOnPaper("pixart", "a100").profile((8,))
     assert ModelProfile.from_json(profile.to_json()) == profile
     check_known("pixart", profile)
     check_block_of_pixart(profile.backbones[0].layers)

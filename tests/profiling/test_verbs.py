@@ -5,19 +5,17 @@ from functools import partial
 import pytest
 
 from lightning_diffpipe import ModelProfile, PipelinePlan
+from lightning_diffpipe.modules import on_paper
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, Seconds
-from lightning_diffpipe.profiling import modelled
-from lightning_diffpipe.profiling.known_models import KNOWN_MODELS
 from tests import command
-from tests.profiling.known import TINY
+from tests.profiling.known import tiny_configs
 
 
 @pytest.fixture
 def call(capsys, monkeypatch, tmp_path):
     """Calls the command from an empty folder; returns its exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path / "cache"))
     return partial(command.call, capsys, monkeypatch)
 
 
@@ -25,7 +23,7 @@ def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
     second = Seconds.per_sample(1.0)
     layers = tuple(LayerProfile(name, second, second) for name in "abcd")
     backbones = (BackboneProfile("backbone", layers),)
-    monkeypatch.setattr(modelled, "_model", lambda known, title, *_: ModelProfile(title, backbones))
+    monkeypatch.setattr(on_paper, "modelled", lambda title, *_: ModelProfile(title, backbones))
     arguments = ["plan", "model=flux", "model.resolution=512", "cluster=8x_h100"]
     code, out, _ = call(*arguments, "global_batch_size=16", "output=plan.json")
     assert code == 0
@@ -52,7 +50,7 @@ def test_a_model_on_paper_is_timed_on_the_device_of_the_cluster(
     """History: plans for A100 and H200 clusters were made of times of an H100."""
     second = Seconds.per_sample(1.0)
     backbones = (BackboneProfile("backbone", (LayerProfile("a", second, second),)),)
-    monkeypatch.setattr(modelled, "_model", lambda known, title, *_: ModelProfile(title, backbones))
+    monkeypatch.setattr(on_paper, "modelled", lambda title, *_: ModelProfile(title, backbones))
     code, out, err = call("plan", "model=sd21", "global_batch_size=16", "explain=false", *settings)
     assert code == 0, err
     assert f"modelled on {device};" in out
@@ -61,7 +59,7 @@ def test_a_model_on_paper_is_timed_on_the_device_of_the_cluster(
 @pytest.mark.slow
 def test_a_model_on_paper_is_modelled_planned_and_shown(call, monkeypatch, tmp_path):
     """A small one; recipes are planned with those that are well known."""
-    monkeypatch.setitem(KNOWN_MODELS, "sd21", TINY)
+    monkeypatch.setattr(on_paper, "read_configs", lambda path: tiny_configs())
     code, out, _ = call(
         *("plan", "model=sd21", "model.device=a100", "cluster=8x_h100", "global_batch_size=64"),
         *("strategy.num_stages=4", "explain=false", "output=plan.json"),
@@ -71,11 +69,6 @@ def test_a_model_on_paper_is_modelled_planned_and_shown(call, monkeypatch, tmp_p
     plan = PipelinePlan.from_json((tmp_path / "plan.json").read_text())
     assert plan.num_stages == 4
     assert plan.stages[-1].last_layer > 10
-    (kept,) = (tmp_path / "cache").rglob("modelled-sd21-*.json")
-    code, out, _ = call("show", str(kept))
-    assert code == 0
-    assert "\nfrozen text_encoders\nlayer" in out
-    assert "MFLOP" in out
 
 
 @pytest.mark.parametrize(
@@ -85,7 +78,7 @@ def test_a_model_on_paper_is_modelled_planned_and_shown(call, monkeypatch, tmp_p
         (["profile=p.json", "model=flux"], "both was given"),
         (["model=glyph_unet"], "this model can be measured"),
         (["model=flux", "model.device=b200"], "there is no device model 'b200'; choose one of t4"),
-        (["model=flux", "model.name=flux3"], "there is no known model 'flux3'"),
+        (["model=flux", "model.path=flux3"], "there is no model 'flux3'"),
         (["model=flux", "cluster=9x_h100"], "8x_h100"),
     ],
 )

@@ -370,7 +370,7 @@ def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
 @pytest.mark.parametrize("source", [None, "measure"])
 def test_without_a_profile_layers_are_timed(monkeypatch, source):
     """History: profile=None ended in a TypeError of the path it was taken for."""
-    monkeypatch.setattr(plan_source, "cached_profile", lambda subject, **options: "timed")
+    monkeypatch.setattr(plan_source, "measure_profile", lambda subject, pool: "timed")
     assert _profile(None, source, None) == "timed"
 
 

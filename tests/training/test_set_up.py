@@ -46,12 +46,11 @@ class MakesTensors(TinyDiffusion):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"profile": "flops"}, {"profile": "measure", "verify": True}])
-def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch, tmp_path):
+def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch):
     """History: on GPUs every step that used `self.device` failed while it was probed, the built-in one, too.
 
     Lightning tells modules that they are on their device before anything is there, and probing begins on the host.
     """
-    monkeypatch.setenv("DIFFPIPE_CACHE", str(tmp_path))
     monkeypatch.setattr(MakesTensors, "seen", ())
     module = build(Settings(module_class=MakesTensors))
     trainer = quiet_trainer(devices=1, strategy=quick_strategy(**options), max_steps=2)

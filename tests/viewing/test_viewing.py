@@ -7,7 +7,6 @@ from textwrap import dedent
 import pytest
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError
-from lightning_diffpipe.planning.caching import advise
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.instruction import Wait
 from lightning_diffpipe.planning.lowering import lower
@@ -27,7 +26,7 @@ from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 from lightning_diffpipe.viewing.explain import _with_largest_layer_split, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
-from lightning_diffpipe.viewing.report import cache_advice, cost_table, diff, report
+from lightning_diffpipe.viewing.report import cost_table, diff, report
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
 
 from ..planning.pictures import check_golden
@@ -143,7 +142,7 @@ def test_an_explanation_names_the_bottleneck_and_what_helps():
     assert descriptions[0].startswith("the best of all plans")
     assert "8 microbatches" in descriptions
     assert "no pipeline: plain data parallelism" in descriptions
-    assert "storing encodings (vae)" in descriptions
+    assert any(each.startswith("storing encodings (vae), ") for each in descriptions)
     assert "frozen work in the bubbles (filling=auto)" in descriptions
     assert any(d.startswith("several stages on each rank") for d in descriptions)
     steps = [change.iteration_s for change in explanation.changes]
@@ -321,28 +320,6 @@ def test_what_would_help_reads_at_the_rate_of_the_disk():
     assert storing(1e3) == []
     with pytest.raises(ConfigurationError, match="disk_bytes_per_s must be a number > 0; got 0"):
         explain(plan, stored, cluster, disk_bytes_per_s=0)
-
-
-def test_the_advice_to_store_encodings():
-    profile, cluster, _ = plan_of()
-    (vae,) = profile.encoders
-    known = replace(vae, cacheable=True, stored_bytes_per_sample=2**16)
-    locked = EncoderProfile("locked", vae.layers, ("vae",), (), False)
-    options = PlanOptions(32, num_stages=4, num_microbatches=4, partition="uniform")
-    advice = advise(replace(profile, encoders=(known, locked)), cluster, options, 1000, 10)
-    lines = cache_advice(advice).splitlines()
-    assert lines[0].startswith("Cache or fill?")
-    assert lines[1] == f"  as planned  {seconds(advice.filled_step_s)} a step"
-    assert lines[2].startswith(f"  stored      {seconds(advice.cached_step_s)} a step (")
-    assert lines[2].endswith("less), 2.62 ms of it reading: vae")
-    assert lines[3].startswith(
-        "  on disk     64.0 KiB a sample, 62.5 MiB in all; each rank reads 200 MB/s"
-    )
-    assert lines[4] == "  pays        from pass 2 over the data on"
-    assert lines[5].startswith("  computed    locked: follows noise or")
-    assert "callbacks=cached" in lines[-1]
-    nothing = advise(replace(profile, encoders=(replace(locked, needs=()),)), cluster, options)
-    assert cache_advice(nothing).endswith("Nothing can be stored: fill bubbles.")
 
 
 def test_bubbles_that_are_full_hold_nothing_up():

@@ -1,4 +1,4 @@
-"""`diffpipe demo`: what this package does, shown by one short run.
+"""`make demo`: what this package does, shown by one short run (`examples/conf/experiment/demo.yaml`).
 
 Draws prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
 and its timeline, draws the same prompts again with both processes together, and lays the pictures side by side.
@@ -102,10 +102,12 @@ class DemoStory(L.Callback):
             generator=torch.Generator().manual_seed(0),
         )
 
-    def begin(self, module: LatentDiffusion) -> None:
-        """Draws the prompts before training."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Draws the prompts before training, while the first process has the whole model."""
+        if not trainer.is_global_zero:
+            return
         print(f"1. Drawing {len(self.prompts)} prompts with the model as it is.", flush=True)
-        self._before = self._draw(module)
+        self._before = self._draw(pl_module)
         print("2. Looking at the model, timing its layers, planning the pipeline.", flush=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -134,10 +136,11 @@ class DemoStory(L.Callback):
         self._num_samples += len(batch["caption"])
         self._stop_s = time.perf_counter()
 
-    def end(self, checkpoint: Path) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
         from matplotlib.figure import Figure
 
+        checkpoint = self.folder / "checkpoints" / "final.ckpt"
         rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
         settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
         with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
@@ -184,8 +187,8 @@ checkpoint   {checkpoint}
 To try next:
   diffpipe sample sampler={self.sampler["method"]} trainer.devices=2 path={checkpoint} \
 'prompts=["digit six, serif italic"]'
-  diffpipe demo model=pretrained_unet sampler=distrifusion  # a U-Net, sampled in bands of rows
-  diffpipe demo model=glyph_unet sampler=distrifusion trainer.max_steps=900      # from nothing
+  make demo ARGS="model=pretrained_unet data=glyphs sampler=distrifusion"  # a U-Net, sampled in bands of rows
+  make demo ARGS="model=glyph_unet data=glyphs sampler=distrifusion trainer.max_steps=900"  # from nothing
   diffpipe train experiment=glyphs strategy.num_stages=2 trainer.max_steps=200 logger=wandb
   diffpipe train --help"""
         )

@@ -1,0 +1,362 @@
+"""Models without weights, from configuration files alone, in their own training step: to be timed on paper.
+
+    FOLDER/model_index.json, FOLDER/*/config.json  ->  parts on the meta device  ->  PipelineDiffusion  ->  profile
+
+No weights are read and no memory is taken, so a model may be larger than the machine. Integers are the exception:
+pipelines cut and count tokens by the values of ids and masks, which are therefore computed (`Values`). The
+configurations of well-known models, as they are published, are in `published/`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import BatchEncoding
+
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
+from lightning_diffpipe.graph.placement import created_in
+from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
+from lightning_diffpipe.modules.parts import PartsModule
+from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
+from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
+from lightning_diffpipe.pipelines.trial import find_tail
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.profiling.modelled import DeviceModel, device_named, modelled
+from lightning_diffpipe.sampling.source import class_of
+
+Configs = Mapping[str, Mapping[str, Any]]
+"""By `"model_index"` or the name of a part: the contents of its configuration file."""
+
+_PUBLISHED = files("lightning_diffpipe.modules") / "published"
+PUBLISHED = tuple(sorted(f.name.removesuffix(".json") for f in _PUBLISHED.iterdir()))
+_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+_MOST_VALUES = 2**20
+
+
+def read_configs(path: str) -> Configs:
+    """Reads the configuration files of a diffusers folder, or those of a well-known model.
+
+    Raises:
+        ConfigurationError: There is neither.
+    """
+    if path in PUBLISHED:
+        return json.loads((_PUBLISHED / f"{path}.json").read_text())
+    folder = Path(path)
+    try:
+        configs = {"model_index": json.loads((folder / "model_index.json").read_text())}
+        for part in sorted(folder.iterdir()):
+            for file in (part / name for name in _FILES if (part / name).is_file()):
+                configs[part.name] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"there is no model {path!r} to plan for: neither one of {', '.join(PUBLISHED)}, nor a folder with a "
+            f"model_index.json and configuration files ({error})"
+        ) from error
+    return configs
+
+
+class Values(TorchDispatchMode):
+    """Lets integers and truth values on the meta device be read, as far as they follow from known ones.
+
+    Other numbers that are copied to the host, such as statistics of an autoencoder's latents, become ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        if func is aten._local_scalar_dense.default and args[0] in self._known:
+            return self._known[args[0]].item()
+        if func is aten.nonzero.default and args[0] in self._known:
+            with _disable_current_modes():
+                found = self._known[args[0]].nonzero()
+            return found.to("meta")  # by way of this mode, which notes it
+        if func is aten.index.Tensor:
+            args = (args[0], [i for each in args[1] for i in self._by_numbers(each)])
+        if func is aten._to_copy.default and args[0].is_meta:
+            place = torch.device(kwargs.get("device") or "meta")
+            if place.type != "meta":
+                with _disable_current_modes():
+                    kind = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": place}
+                    known = self._known.get(args[0])
+                    return torch.ones(args[0].shape, **kind) if known is None else known.to(**kind)
+        out = func(*args, **kwargs)
+        self._note(func, args, kwargs, pytree.tree_leaves(out))
+        return out
+
+    def _by_numbers(self, index: Tensor | None) -> Sequence[Tensor | None]:
+        """Returns the entries in the place of truth values, whose number would not be known on the meta device."""
+        is_mask = index is not None and index.dtype == torch.bool and index in self._known
+        return index.nonzero().unbind(1) if is_mask else [index]
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> None:
+        made = [x for x in outs if isinstance(x, Tensor) and x.is_meta]
+        if not any(not x.is_floating_point() and x.numel() <= _MOST_VALUES for x in made):
+            return
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not all(x.device.type == "cpu" or x in self._known for x in given):
+            for x in made:
+                self._known.pop(x, None)
+            return
+        value = lambda x: self._known[x] if x.is_meta else x
+        args, kwargs = pytree.tree_map_only(Tensor, value, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        with _disable_current_modes():
+            values = pytree.tree_leaves(func(*args, **kwargs))
+        self._known.update({x: v for x, v in zip(outs, values, strict=True) if x is not None})
+
+
+class BlankTokenizer:
+    """A tokenizer without a vocabulary: all prompts have as many tokens as there may be."""
+
+    pad_token_id, bos_token_id, eos_token_id, unk_token_id = 0, 1, 2, 3
+    padding_side = "right"
+
+    def __init__(self, model_max_length: int) -> None:
+        self.model_max_length = model_max_length
+
+    def __call__(
+        self,
+        text: Any,
+        *_: Any,
+        max_length: int | None = None,
+        return_tensors: Any = None,
+        **__: Any,
+    ) -> BatchEncoding:
+        """Gives ids and a mask of `max_length` tokens."""
+        rows = 1 if isinstance(text, str) else len(text)
+        ids = torch.full((rows, max_length or self.model_max_length), 2)
+        values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return BatchEncoding(
+            values if return_tensors else {n: v.tolist() for n, v in values.items()}
+        )
+
+    def tokenize(self, text: str) -> list[str]:
+        """Gives no words, of which some might be learned embeddings."""
+        return []
+
+    def batch_decode(self, ids: Any, **_: Any) -> list[str]:
+        """Gives no words, of which some might have been cut off."""
+        return [""] * len(ids)
+
+
+def _module(cls: Any, config: Mapping[str, Any], dtype: torch.dtype, device: Any) -> nn.Module:
+    with torch.device(device), created_in(dtype):
+        if issubclass(cls, diffusers.ModelMixin):
+            return cls.from_config(config)
+        return cls(cls.config_class(**config))
+
+
+def _other_part(cls: Any, config: Mapping[str, Any], path: str, name: str) -> Any:
+    """Makes a scheduler or tokenizer; None in the place of what is not asked for in training."""
+    if name.startswith("tokenizer"):
+        if any((Path(path) / name).glob("[!t]*")):  # a vocabulary
+            return cls.from_pretrained(path, subfolder=name)
+        return BlankTokenizer(min(config.get("model_max_length", 512), 4096))
+    return cls.from_config(config) if hasattr(cls, "from_config") else None
+
+
+def _zeros_of(encoder: nn.Module) -> StandIn:
+    """Returns an encoder on the CPU that answers with zeros, of the shapes that the one on paper gives."""
+    answers: dict[str, Any] = {}
+    place = next(encoder.parameters()).device
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=torch.float32 if x.is_floating_point() else x.dtype)
+
+    def call(*args: Any, **options: Any) -> Any:
+        shapes = pytree.tree_map_only(Tensor, lambda x: (x.shape, x.dtype), (args, options))
+        if (key := repr(shapes)) not in answers:
+            args, options = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, options))
+            answers[key] = pytree.tree_map_only(Tensor, zeros, encoder(*args, **options))
+        return answers[key]
+
+    return StandIn(encoder, call=call, device=torch.device("cpu"), dtype=torch.float32)
+
+
+class OnPaper:
+    """A training step without weights, or with random ones.
+
+    Args:
+        path: A diffusers folder, or the name of a well-known model.
+        dtype: Of weights, gradients and activations.
+        configs: Its configurations, in place of those that are read.
+        call: Further arguments of the pipeline's call.
+        device: Where weights are: without memory by default, else with random values.
+
+    Attributes:
+        module: The model in training.
+        denoiser: Name of the denoiser among its parts.
+        size: Height, width and number of frames that the pipeline draws unless it is asked for others.
+
+    Raises:
+        ConfigurationError: The model cannot be trained by its pipeline's own call, or not without values.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        configs: Configs | None = None,
+        call: Mapping[str, Any] | None = None,
+        device: torch.device | str = "meta",
+    ) -> None:
+        configs = configs or read_configs(path)
+        index = configs["model_index"]
+        cls = getattr(diffusers, str(index["_class_name"]), None)
+        if cls is None:
+            raise ConfigurationError(f"diffusers has no pipeline {index['_class_name']!r} ({path})")
+        expected = inspect.signature(cls.__init__).parameters
+        parts = {name: index[name] for name in expected if name in index}
+        for name, entry in parts.items():
+            if isinstance(entry, list | tuple) and len(entry) == 2:
+                kind, config = entry[0] and class_of(*entry), configs.get(name, {})
+                if kind is not None and issubclass(kind, nn.Module):
+                    parts[name] = _module(kind, config, dtype, device)
+                else:
+                    parts[name] = kind and _other_part(kind, config, path, name)
+        missing = {n: None for n, p in expected.items() if p.default is p.empty and n != "self"}
+        self.dtype, self.device = dtype, device
+        self.module: PartsModule
+        if "controlnet" in parts:
+            own = inspect.signature(ControlNetDiffusion).parameters
+            self.module = ControlNetDiffusion(**{n: p for n, p in parts.items() if n in own})
+            self.denoiser = "unet"
+            side = 8 * self.module.unet.config.sample_size
+            self.size = {"height": side, "width": side, "num_frames": 1}
+        else:
+            self.module = PipelineDiffusion(cls(**missing | parts), 0.0, call=call)
+            self.denoiser = self.module.step.denoiser
+            with Values():
+                self.size = self._looked_at(self.module)
+        self.size |= configs.get("size", {})
+
+    def _looked_at(self, module: PipelineDiffusion) -> dict[str, int]:
+        """Finds the tail of the pipeline's call, and its size in pixels."""
+        step, parts = module.step, dict(module.parts)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                parts[name] = _zeros_of(part)
+        parts[step.denoiser] = StandIn(
+            module.denoiser,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            parameters=lambda: iter([torch.zeros(())]),
+        )
+        module._tail = find_tail(step, parts)
+        shapes = list[tuple[int, ...]]()
+
+        def draw(shape: Sequence[int]) -> Tensor:
+            shapes.append(tuple(shape))
+            raise Captured
+
+        nothing: Callable[..., Any] = lambda *_: None
+        step.run(draw, torch.ones(1), [step.neutral], {}, parts, nothing, nothing)
+        encoded = module.encode(torch.zeros(1, 3, 64, 64, device=self.device))
+        rows, columns = (64 // side for side in encoded.shape[-2:])
+        known = inspect.signature(type(module.pipeline).__call__).parameters
+        frames = getattr(known.get("num_frames"), "default", 1)
+        height, width = shapes[0][-2] * rows, shapes[0][-1] * columns
+        return {"height": height, "width": width, "num_frames": frames or 1}
+
+    def step(self, module: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Returns the loss of a batch."""
+        with Values():
+            return module.losses(batch)["loss"]
+
+    def batch(self, num_samples: int) -> dict[str, Any]:
+        """Returns a batch of random values, without memory where weights have none."""
+        height, width, frames = self.size["height"], self.size["width"], self.size["num_frames"]
+        make = functools.partial(torch.randn, dtype=self.dtype, device=self.device)
+        batch: dict[str, Any] = {"image": make(num_samples, 3, height, width)}
+        if frames > 1:
+            batch = {"video": make(num_samples, 3, frames, height, width)}
+        if isinstance(self.module, ControlNetDiffusion):
+            batch["condition"] = make(num_samples, 3, height, width)
+        if getattr(self.module, "draws_from", "caption") == "class_labels":
+            return batch | {"class_labels": torch.zeros(num_samples, dtype=torch.long)}
+        return batch | {"caption": ["a picture"] * num_samples}
+
+
+@dataclass(frozen=True)
+class ModelOnPaper:
+    """What to model, as a value: nothing is done before `profile()`.
+
+    Args:
+        path: A diffusers folder, of which configuration files are read, or the name of a well-known model.
+        device: A name of `DEVICES`, or a device of your own.
+        dtype: Type of weights, gradients and activations.
+        resolution: Pixels along an edge; that of the model if not given.
+        num_frames: Of a video; that of the model if not given.
+        call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
+
+    Raises:
+        ConfigurationError: There is no such model, device or type.
+    """
+
+    path: str | None = None
+    device: str | DeviceModel = "h100"
+    dtype: str = "bfloat16"
+    resolution: int | None = None
+    num_frames: int | None = None
+    call: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        read_configs(str(self.path))
+        device_named(self.device)
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigurationError(
+                f"dtype={self.dtype!r} is none; choose bfloat16, float16 or float32"
+            )
+
+    def profile(self, sample_counts: Sequence[int] = (1, 8)) -> ModelProfile:
+        """Models it, which takes seconds.
+
+        Args:
+            sample_counts: Numbers of samples to model; linear between and beyond.
+
+        Raises:
+            ConfigurationError: The step cannot be run without values.
+        """
+        device, verbosity = device_named(self.device), diffusers.utils.logging.get_verbosity()
+        diffusers.utils.logging.set_verbosity_error()  # nobody draws with these pipelines
+        try:
+            path = str(self.path)
+            paper = OnPaper(path, getattr(torch, self.dtype), call=self.call)
+            if self.resolution is not None:
+                paper.module.require_size(self.resolution, self.resolution)
+                paper.size |= {"height": self.resolution, "width": self.resolution}
+            if self.num_frames is not None:
+                paper.size["num_frames"] = self.num_frames
+            height, width = paper.size["height"], paper.size["width"]
+            pixels = f"{height}" if height == width else f"{height}x{width}"
+            name = path if path in PUBLISHED else Path(path).resolve().name
+            title = f"{name} at {pixels} in {self.dtype}, modelled on {device.name}"
+            run = (paper.module, paper.step, paper.batch)
+            return modelled(title, *run, paper.denoiser, device, sample_counts)
+        except (DiffPipeError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of whatever library the model is made of
+            raise ConfigurationError(
+                f"{self.path} cannot be run without weights: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}; measure a profile with diffpipe profile"
+            ) from error
+        finally:
+            diffusers.utils.logging.set_verbosity(verbosity)
