@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.comm.waiting import ask_for_queues
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -345,8 +346,7 @@ class Predictor:
         """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
 
         def on_step(index: int) -> None:
-            if self._world.heartbeat is not None:
-                self._world.heartbeat.step()
+            watcher.step()
             if self._on_step is not None:
                 self._on_step(index + 1, len(packed.timesteps))
 

@@ -81,14 +81,8 @@ class Outcome:
 
     def names_both(self, rank: int, phase: str) -> bool:
         """Whether one line says that the rank was lost in the phase, and another what the rank itself lost then."""
-        name, _, method = phase.partition(" (")
-        if method:
-            sides = [
-                rf"rank {1 - rank} waited for (?=.*\brank {rank}\b).*while {name}",
-                rf"rank {rank} waited for (?=.*\brank {1 - rank}\b).*while \w",
-            ]
-            return all(re.search(side, self.output) is not None for side in sides)
-        own, other = rf"rank {rank} \({re.escape(phase)}", rf"rank {1 - rank} \(\w"
+        name = phase.partition(" (")[0]
+        own, other = rf"rank {rank} \({re.escape(name)}", rf"rank {1 - rank} \(\w"
         sides = [rf"{other}.*lost {own}", rf"{own}.*lost {other}"]
         return all(re.search(side, self.output) is not None for side in sides)
 

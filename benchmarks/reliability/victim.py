@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy, Predictor
-from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.sampling.world import World
-from lightning_diffpipe.training import processes
 
 FOLDER, HARM, RANK, PHASE = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 TIMEOUT_S = float(sys.argv[5])
@@ -70,7 +69,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Comes to harm in the middle of a step."""
-        if liveness.phase == IN_STEP and batch_idx == 2:
+        if watcher.phase == IN_STEP and batch_idx == 2:
             come_to_harm(IN_STEP)
         loss = self.layers(self.encoder(batch)).pow(2).mean()
         self.log("loss", loss, prog_bar=True)
@@ -125,22 +124,19 @@ def sample(method: str) -> None:
 
 def train() -> None:
     """Trains two epochs."""
-    broadcast = liveness._broadcast
+    publish, connect = watcher.publish, watcher.connect
 
-    def broadcast_and_come_to_harm(**message: Any) -> None:
-        broadcast(**message)
-        if message.get("phase", IN_STEP) != IN_STEP:
-            come_to_harm(message["phase"])
+    def publish_and_come_to_harm(**changes: Any) -> None:
+        publish(**changes)
+        if changes.get("phase", IN_STEP) != IN_STEP:
+            come_to_harm(changes["phase"])
 
-    liveness._broadcast = broadcast_and_come_to_harm
-    meet = processes.meet
+    def connect_and_come_to_harm(*arguments: Any) -> str:
+        prefix = connect(*arguments)
+        come_to_harm("starting processes")
+        return prefix
 
-    def meet_and_come_to_harm(*arguments: Any) -> Any:
-        met = meet(*arguments)
-        come_to_harm("connecting")
-        return met
-
-    processes.meet = meet_and_come_to_harm
+    watcher.publish, watcher.connect = publish_and_come_to_harm, connect_and_come_to_harm  # type: ignore[method-assign]
     L.seed_everything(3, verbose=False)
     data = torch.randn(16, 8)
     strategy = DiffPipeStrategy(num_stages=2, num_microbatches=2, timeout_s=TIMEOUT_S)

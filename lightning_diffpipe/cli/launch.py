@@ -325,7 +325,8 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         ConfigurationError: A launcher made another number of processes, or this is one job of a sweep.
         DiffPipeError: Another process failed, and this one did not.
     """
-    from lightning_diffpipe.comm.meeting import open_meeting_place
+    from lightning_diffpipe.comm.rendezvous import open_store
+    from lightning_diffpipe.comm.watcher import watcher
     from lightning_diffpipe.training.processes import take_place_in_slurm
 
     take_place_in_slurm()
@@ -344,8 +345,9 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
             "jobs with torchrun"
         )
     print(f"starting {num_ranks} processes", file=sys.stderr, flush=True)
-    meeting_place = open_meeting_place()
-    children = _start_others(num_ranks, meeting_place.port)
+    store = open_store()  # until the default process group takes it over
+    children = _start_others(num_ranks, store.port)
+    watcher.children = dict(enumerate(children, 1))
     with _ended_with(children):
         try:
             result = function()

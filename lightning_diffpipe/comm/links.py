@@ -13,7 +13,7 @@ What all positions send each other at the same point of their programs begins at
     x = a.wait()                                                              # blocks, or times out
 
 A message is waited for as long as `timeout_s`. Plain objects are made on the way, by a probe perhaps, so that they
-are waited for as long as their maker lives: its heartbeat shows that, or in training `liveness.py`.
+are waited for as long as their maker lives (`watcher.py`).
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
   turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
@@ -40,10 +40,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.mesh import connected_group, open_edge
 from lightning_diffpipe.comm.packing import TensorShape, as_bytes
 from lightning_diffpipe.comm.waiting import SideStreams, naming
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 
 MessageKind = Literal[
@@ -223,7 +223,6 @@ class ProcessLinks(Links):
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.
-        heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
         is_under_way: Whether anything was sent, or is to be received, since all of it was `finish`ed.
     """
 
@@ -234,7 +233,6 @@ class ProcessLinks(Links):
     groups: dict[tuple[int, int], dist.ProcessGroup]
     control: dist.ProcessGroup
     together: dist.ProcessGroup
-    heartbeat: Heartbeat | None = None
     is_under_way: bool = False
 
     def __post_init__(self) -> None:
@@ -256,7 +254,6 @@ class ProcessLinks(Links):
         device: torch.device,
         backend: str = "gloo",
         timeout_s: float = 300.0,
-        heartbeat: Heartbeat | None = None,
         patience_s: float | None = None,
     ) -> ProcessLinks:
         """Makes links inside each of some groups of world ranks.
@@ -269,9 +266,8 @@ class ProcessLinks(Links):
             device: Where tensors of this rank live.
             backend: "gloo" or "nccl".
             timeout_s: How long a wait for a message may last.
-            heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
-            patience_s: Without a heartbeat: how long a wait for plain objects may last, where others find lost
-                ranks.
+            patience_s: How long a wait for plain objects may last; long where ranks watch each other, and else as
+                one for a message, if not given.
 
         Returns:
             The links of this rank's group.
@@ -280,15 +276,14 @@ class ProcessLinks(Links):
             PipelineTimeoutError: A rank was lost meanwhile.
         """
         mine, timeout = None, datetime.timedelta(seconds=timeout_s)
-        patience = timeout if heartbeat is None else max(timeout, default_pg_timeout)
-        if patience_s is not None:
-            patience = datetime.timedelta(seconds=patience_s)
+        if patience_s is None:
+            is_watched = watcher.num_ranks > 1
+            patience_s = default_pg_timeout.total_seconds() if is_watched else timeout_s
+        patience = datetime.timedelta(seconds=max(patience_s, timeout_s))
 
         def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
-            def make() -> dist.ProcessGroup | None:
-                return connected_group(list(ranks), backend, limit)
-
-            return make() if heartbeat is None else heartbeat.call("new connections", make)
+            make = lambda: connected_group(list(ranks), backend, limit)
+            return watcher.call("new connections", make)
 
         for ranks in groups_of_ranks:
             control = group_of(ranks, "gloo", patience)
@@ -304,7 +299,7 @@ class ProcessLinks(Links):
                     groups[a, b] = group_of(pair, backend, timeout)
                     open_edge(groups[a, b], *pair, device)
             if dist.get_rank() in ranks:
-                mine = cls(ranks, device, backend, timeout_s, groups, control, together, heartbeat)
+                mine = cls(ranks, device, backend, timeout_s, groups, control, together)
         assert mine is not None, "this rank is in no group"
         return mine
 
@@ -436,16 +431,10 @@ class ProcessLinks(Links):
         ]
 
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
-        if self.heartbeat is None:
-            with self._naming("plain data", None if self.rank == 0 else 0):
-                work = start()
-                assert work is not None
-                work.wait()
-            return
-        with self.heartbeat.naming("the other ranks"):
+        with watcher.explaining(), self._naming("plain data", None if self.rank == 0 else 0):
             work = start()
             assert work is not None
-            self.heartbeat.wait(work.is_completed, "the other ranks")
+            watcher.wait(work.is_completed, "the other ranks")
             work.wait()
 
     def finish(self) -> None:
@@ -470,8 +459,7 @@ class ProcessLinks(Links):
         self, what: str, peer: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
         name = "a peer" if peer is None else f"rank {self.ranks[peer]}"
-        phase = "" if self.heartbeat is None else f" while {self.heartbeat.phase}"
-        return naming(self.ranks[self.rank], what + phase, name, self.timeout_s)
+        return naming(self.ranks[self.rank], what, name, self.timeout_s)
 
 
 @dataclass

@@ -26,7 +26,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.links import Alone, Links, ProcessLinks, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
@@ -163,7 +162,6 @@ class MeshLinks:
         device: torch.device,
         backend: str = "gloo",
         timeout_s: float = 120.0,
-        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.mesh, self.rank = mesh, rank
         at = mesh.coordinates(rank)
@@ -174,7 +172,7 @@ class MeshLinks:
             groups = mesh.groups(axis)
             if len(groups[0]) == 1:
                 return Alone(device)
-            return ProcessLinks.connect(groups, device, backend, timeout_s, heartbeat)
+            return ProcessLinks.connect(groups, device, backend, timeout_s)
 
         self.links = links("parallel")
         self.sequence_links = links("sequence")

@@ -227,9 +227,7 @@ class Worker:
     ) -> None:
         assert options.mesh is not None
         self.options, self.world = options, world
-        self.place = MeshLinks(
-            options.mesh, world.rank, device, world.backend, timeout_s, world.heartbeat
-        )
+        self.place = MeshLinks(options.mesh, world.rank, device, world.backend, timeout_s)
         self._model, self._weights = source.denoiser, source.weights
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options

@@ -7,31 +7,26 @@ rank 2 | make ... waits for rank 1, which breaks its links      | raises LayoutE
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import itertools
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_diffpipe.comm.bandwidth import measure_cluster
-from lightning_diffpipe.comm.heartbeat import Heartbeat
 from lightning_diffpipe.comm.links import Alone, ProcessLinks
-from lightning_diffpipe.comm.meeting import gloo_of_all_hosts, meet
-from lightning_diffpipe.comm.waiting import in_thread
+from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts, rendezvous
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import DiffPipeError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.sampling.rehearsal import forget_variables
 
 _log = logging.getLogger(__name__)
-_boards = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -41,12 +36,10 @@ class World:
     Attributes:
         links: Between all of them, over gloo: what is rare travels on the host.
         backend: Of messages between denoisers, `"gloo"` or `"nccl"`.
-        heartbeat: Of all ranks, in whatever they do; None if there is one rank.
     """
 
     links: ProcessLinks | Alone
     backend: str
-    heartbeat: Heartbeat | None = None
 
     @classmethod
     def alone(cls, device: torch.device) -> World:
@@ -69,8 +62,7 @@ class World:
 
     def enter(self, phase: str) -> None:
         """Says what this rank does from now on, for the others' messages: `"encoding prompts"`."""
-        if self.heartbeat is not None:
-            self.heartbeat.phase = phase
+        watcher.enter(phase)
 
     def agree(
         self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
@@ -79,33 +71,32 @@ class World:
 
         Args:
             phase: What is done, for messages.
-            make: May note its steps in `heartbeat`; from the first one on it is missed if it hangs.
+            make: May note its steps (`watcher.step`); from the first one on it is missed if it hangs.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 
         Raises:
             PipelineTimeoutError: A rank stopped, or makes no more steps.
         """
-        heartbeat = self.heartbeat
-        if heartbeat is None:
+        if self.num_ranks == 1:
             return make()
         value, error = None, None
-        heartbeat.begin(phase)
+        watcher.begin_turn(phase)
         try:
-            value = make()
-            heartbeat.note("done")
+            with watcher.explaining():
+                value = make()
+            watcher.publish(step=0)
         except BaseException as raised:
             refuses = isinstance(raised, DiffPipeError)
             if isinstance(raised, PipelineTimeoutError):
                 # Who lost a rank may have lost one that refuses.
-                refuses = heartbeat.has_refusal()
+                refuses = watcher.has_refusal()
             if not refuses:
                 self.leave(raised)
                 raise
-            with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
-                heartbeat.note("refused", str(raised) or repr(raised))
+            watcher.publish(step=0, refuses=True)
             error = raised
-        errors = self._errors(heartbeat, error, give_up)
+        errors = self._errors(error, give_up)
         failed = [rank for rank, each in enumerate(errors) if each is not None]
         if failed:  # on all ranks the same, and what was lost because of another error only if there is none
             rank = min(failed, key=lambda rank: isinstance(errors[rank], PipelineTimeoutError))
@@ -116,14 +107,11 @@ class World:
         return value
 
     def leave(self, error: BaseException) -> None:
-        """Lets the others know that this rank does not go on, before its beats end: it was not lost first."""
-        if self.heartbeat is not None:
-            with contextlib.suppress(PipelineTimeoutError):  # of the store, which all miss
-                self.heartbeat.note("gone", str(error) or repr(error))
+        """Lets the others know that this rank does not go on: it was not lost first."""
+        if self.num_ranks > 1:
+            watcher.fail(error)
 
-    def _errors(
-        self, heartbeat: Heartbeat, error: Exception | None, give_up: Callable[[], None]
-    ) -> list[Any]:
+    def _errors(self, error: Exception | None, give_up: Callable[[], None]) -> list[Any]:
         """Waits for all ranks; returns their errors."""
         flags = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
         has_given_up = False
@@ -138,11 +126,11 @@ class World:
         try:
             if isinstance(error, PipelineTimeoutError):
                 give_up_here()
-            with heartbeat.naming("the other ranks"):
+            with watcher.explaining():
                 flag = torch.tensor([error is not None], dtype=torch.uint8)
                 assert isinstance(self.links, ProcessLinks)
                 work = dist.all_gather(flags, flag, group=self.links.control, async_op=True)
-                heartbeat.wait(work.is_completed, "the other ranks", give_up_here)
+                watcher.wait(work.is_completed, "the other ranks", give_up_here)
                 work.wait()
             if not any(map(bool, flags)):
                 return []
@@ -160,7 +148,7 @@ class World:
 
         Between hosts if there are several, since every mesh of all ranks has messages that go there.
         """
-        if self.heartbeat is None or not isinstance(self.links, ProcessLinks):
+        if not isinstance(self.links, ProcessLinks):
             return Link()
         device, control = self.links.device, self.links.control
 
@@ -173,24 +161,18 @@ class World:
             dist.destroy_process_group(group)
             return cluster
 
-        cluster = self.heartbeat.call("the measurement of links", measure)
+        cluster = watcher.call("the measurement of links", measure)
         return cluster.p2p_between_hosts or cluster.p2p
 
     def disconnect(self) -> None:
         """Destroys the groups made for these links; the default group stays."""
         if isinstance(self.links, ProcessLinks):
             self.links.disconnect()
-        self._stop()
 
     def abandon(self) -> None:
         """Does the same at once, with messages under way."""
         if isinstance(self.links, ProcessLinks):
             self.links.abandon()
-        self._stop()
-
-    def _stop(self) -> None:
-        if self.heartbeat is not None:
-            self.heartbeat.close()
 
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
@@ -201,19 +183,25 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
     Raises:
         PipelineTimeoutError: A rank was lost, or did not come.
     """
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _meet(max(timeout_s, 60.0))
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if num_ranks == 1:
         return World.alone(device)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    host = "rank 0"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        host = "the launcher, torchrun"
-    board = f"diffpipe/{next(_boards)}"
-    heartbeat = Heartbeat(store, board, rank, num_ranks, timeout_s, host)
-    ranks = list(range(num_ranks))
-    links = ProcessLinks.connect([ranks], device, "gloo", timeout_s, heartbeat)
+    watcher.begin_run("connecting", rank)
+    patience_s = max(timeout_s, 60.0)
+    store = rendezvous(rank, num_ranks, timeout_s, patience_s)
+    if not dist.is_initialized():
+        limit = timedelta(seconds=patience_s)
+
+        def make_group() -> None:
+            with gloo_of_all_hosts():
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit
+                )
+
+        watcher.call("the first connections", make_group)
+    links = ProcessLinks.connect([range(num_ranks)], device, "gloo", timeout_s)
     places = links.gather_object(_Place.of(device))
     reason = _why_not_nccl(places)
     backend = "gloo" if reason else "nccl"
@@ -225,30 +213,7 @@ def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
         )
     elif rank == 0:
         _log.info("messages between %d ranks travel over %s", num_ranks, backend)
-    return World(links, backend, heartbeat)
-
-
-def _meet(patience_s: float) -> None:
-    """Makes the default process group; in a thread, as a store that is frozen never answers."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = meet(rank, size, patience_s)
-
-    def make_group() -> None:
-        with gloo_of_all_hosts():
-            limit = datetime.timedelta(seconds=patience_s)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-
-    making = in_thread(make_group, "diffpipe-meet")
-    try:
-        # Torch's own error comes first, if it comes.
-        if wait([making], patience_s + 30.0).not_done:
-            raise RuntimeError("the store did not answer")
-        making.result()
-    except RuntimeError as error:
-        raise PipelineTimeoutError(
-            f"rank {rank} has met all of {size} ranks, but could not connect with them within {patience_s:g} s: "
-            f"one of them has stopped, or cannot be reached: {error}"
-        ) from error
+    return World(links, backend)
 
 
 class _Place(NamedTuple):

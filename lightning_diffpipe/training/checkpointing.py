@@ -36,8 +36,8 @@ from lightning_diffpipe.checkpoint_files import (
     types_of_hydra_configs,
     unreadable,
 )
-from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.runtime.ownership import (
@@ -154,7 +154,7 @@ class CheckpointHooks(ParallelStrategy):
         """The module is whole until the set-up; afterwards Lightning forgets what `weights_only` it was given."""
         return False
 
-    @liveness.inside("saving a checkpoint")
+    @watcher.inside("saving a checkpoint")
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
@@ -166,7 +166,7 @@ class CheckpointHooks(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.last_saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
 
-    @liveness.inside("saving a checkpoint")
+    @watcher.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the state of all stages; complete on rank 0, empty elsewhere.
 
@@ -227,7 +227,7 @@ class CheckpointHooks(ParallelStrategy):
                 "or gradient_clip_val; strategy.check_finite=True names the layer that is the first"
             )
 
-    @liveness.inside("saving a checkpoint")
+    @watcher.inside("saving a checkpoint")
     def gather_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings tensors that belong to parameters together, for checkpoints; collective.
 
@@ -246,7 +246,7 @@ class CheckpointHooks(ParallelStrategy):
         with self._connected(self.division.mesh):
             return collect(tensors, self.division.owners, self.division.mesh)
 
-    @liveness.inside("saving a checkpoint")
+    @watcher.inside("saving a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer state of all stages, numbered as on one device; empty except on rank 0.
 
@@ -282,7 +282,7 @@ class CheckpointHooks(ParallelStrategy):
         with mesh.reconnected():
             yield
 
-    @liveness.inside("loading a checkpoint")
+    @watcher.inside("loading a checkpoint")
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class CheckpointHooks(ParallelStrategy):
         except Exception as error:
             raise unreadable(path, error) from error
 
-    @liveness.inside("loading a checkpoint")
+    @watcher.inside("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes over a whole state dict: all of it, or this rank's part once the module is cut.
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_links
-from lightning_diffpipe.comm.liveness import liveness
-from lightning_diffpipe.comm.meeting import agree
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
+from lightning_diffpipe.comm.rendezvous import agree
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -149,19 +149,19 @@ def plan_of_rank_0(
 
     All ranks time the layers at once, as they will run at once: cores share caches and memory.
     """
-    with liveness.inside("measuring links"):
+    with watcher.inside("measuring links"):
         cluster, profile = _cluster(options, process, world), None
     answer: str | DiffPipeError = ""
     try:
         if options.plan is None:
-            with liveness.inside("profiling layers"):
+            with watcher.inside("profiling layers"):
                 profile = _profile(subject, options.profile, world)
                 sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
                 if tuple(accumulate(sizes, initial=0)) != chains.starts:
                     profile = separated(joined(profile), chains.starts)
                 profile = _with_forms(profile, forms)
         if process.rank == 0:
-            with liveness.inside("planning"):
+            with watcher.inside("planning"):
                 profile = profile and _knowing_what_splits(subject, profile)
                 _require_chains(chains, options)
                 answer = _make_plan(subject, profile, options, cluster, process).to_json()
@@ -169,7 +169,7 @@ def plan_of_rank_0(
         raise
     except DiffPipeError as error:
         answer = error
-    with liveness.inside("waiting for the plan" if process.rank else "planning"):
+    with watcher.inside("waiting for the plan" if process.rank else "planning"):
         answer = agree(answer, world)
     if isinstance(answer, DiffPipeError):
         with raised_by_all():

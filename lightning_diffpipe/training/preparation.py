@@ -1,7 +1,7 @@
 """From a module and one batch to a running pipeline.
 
     equal weights -> probe -> profile -> plan (rank 0, broadcast) -> fold -> groups -> place -> engine
-    comm/meeting     graph/   plan_source                            assembly
+    comm/rendezvous  graph/   plan_source                            assembly
 
 Every rank builds the whole module on the host, agrees on its weights, and looks at it in the same way;
 rank 0 alone plans. Then each rank keeps its own stages and the frozen layers, and gives the memory of
@@ -25,8 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_diffpipe.comm.liveness import liveness
-from lightning_diffpipe.comm.meeting import (
+from lightning_diffpipe.comm.rendezvous import (
     agree,
     align_parameters,
     close_group,
@@ -34,6 +33,7 @@ from lightning_diffpipe.comm.meeting import (
     require_equal,
     world_group,
 )
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.forms import Forms, names_of, survey
@@ -88,7 +88,7 @@ def prepare(
         refuse_untrainable(module)
     if process.device.type == "cpu":
         keep_freed_memory()
-    with liveness.inside("aligning weights"):
+    with watcher.inside("aligning weights"):
         world = world_group(process.world_size, process.timeout_s)
         own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
         seed = agree(int(own_seed) if options.seed is None else options.seed, world)
@@ -98,7 +98,7 @@ def prepare(
         size = num_samples(batch, own)
         form = own or BatchForm.of(batch, size)
         small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
-    with liveness.inside("probing the step"):
+    with watcher.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
         with _phase("probing the layers of a step", process, counted=False):
             survey_all = partial(_surveyed, module, step, small, form, seed, planned, arguments)
@@ -118,7 +118,7 @@ def prepare(
         )  # fmt: skip
         plan, basis = plan_of_rank_0(subject, chains, forms, options, process, world)
     close_group(world)
-    with liveness.inside("placing stages"):
+    with watcher.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
     return replace(pipeline, basis=basis)
 

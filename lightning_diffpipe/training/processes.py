@@ -34,10 +34,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.comm.liveness import LAUNCHER, liveness
-from lightning_diffpipe.comm.meeting import meet, open_meeting_place
 from lightning_diffpipe.comm.mesh import broadcast_object
+from lightning_diffpipe.comm.rendezvous import open_store, rendezvous
 from lightning_diffpipe.comm.waiting import ask_for_queues
+from lightning_diffpipe.comm.watcher import LAUNCHER, watcher
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_timeout
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.refusals import foreign_writes_named
@@ -153,16 +153,19 @@ class ProcessHooks(ParallelStrategy):
         # Processes start, download and save at their own pace; only messages of a step are urgent.
         patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
         options: dict[str, Any] = {"timeout": timedelta(seconds=patience_s)}
-        if self.world_size > 1 and not _distributed_is_initialized():
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            options["store"] = meet(self.global_rank, self.world_size, patience_s)
+        if self.world_size > 1:
+            if not _distributed_is_initialized():
+                os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+                os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             # Before torch's own connections, which wait for as long as ranks may take to start.
-            liveness.connect(self.global_rank, self.world_size, self.timeout_s, options["store"])
+            options["store"] = rendezvous(
+                self.global_rank, self.world_size, self.timeout_s, patience_s
+            )
+        watcher.enter("connecting")
         _init_dist_connection(self.cluster_environment, self._backend, **options)
         if isinstance(self._launcher, _Launcher):
-            self._launcher.meeting_place = None  # all have met
-        liveness.connect(self.global_rank, self.world_size, self.timeout_s)
+            self._launcher.store = None  # that of the default process group now
+        watcher.enter("setting up")
 
     def stop_requeueing(self) -> None:
         """Turns off SLURM's auto-requeue of several ranks; Lightning registers its handler only later.
@@ -239,7 +242,7 @@ class ProcessHooks(ParallelStrategy):
 
 
 def take_place_in_slurm() -> None:
-    """Tells the tasks of `srun` what torchrun would: their ranks and a meeting place, in the environment.
+    """Tells the tasks of `srun` what torchrun would: their ranks and where they meet, in the environment.
 
     What is there already stays. A batch script without `srun` is one process, whatever it has been granted.
     """
@@ -259,11 +262,11 @@ def take_place_in_slurm() -> None:
 class _Launcher(_SubprocessScriptLauncher):
     """Starts the other processes of this machine, if nobody has, and sees a run through to its end.
 
-    The meeting place of the processes is open before they look for it. Where a rank is lost, `liveness` ends the
+    The store where processes meet is open before they look for it. Where a rank is lost, the watcher ends the
     others; Lightning's own observer would kill them before they have said anything.
     """
 
-    meeting_place: dist.TCPStore | None = None
+    store: dist.TCPStore | None = None
     check_run: Callable[[Any, dict[str, Any]], None]
 
     @property
@@ -291,11 +294,11 @@ class _Launcher(_SubprocessScriptLauncher):
             _set_num_threads_if_needed(num_processes=self.num_processes)
         if max(self.num_processes * self.num_nodes, environment.world_size()) == 1:
             return function(*call.args, **call.kwargs)
-        liveness.children = dict(enumerate(self.procs, 1))
+        watcher.children |= enumerate(self.procs, 1)
         rank = trainer.strategy.node_rank * self.num_processes + environment.local_rank()
         named = foreign_writes_named(trainer.strategy)
         try:
-            with stopping_at_signals(trainer), liveness.run(rank), named:
+            with stopping_at_signals(trainer), watcher.run(rank), named:
                 return function(*call.args, **call.kwargs)
         except LostRankError as error:
             if error.by_signal:
@@ -304,8 +307,8 @@ class _Launcher(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         if not {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys():
-            self.meeting_place = open_meeting_place()
-            os.environ["MASTER_PORT"] = str(self.meeting_place.port)
+            self.store = open_store()
+            os.environ["MASTER_PORT"] = str(self.store.port)
         os.environ[LAUNCHER] = str(os.getpid())
         try:
             super()._call_children_scripts()

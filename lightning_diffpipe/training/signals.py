@@ -28,8 +28,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_diffpipe.comm.agreement import Agreement
-from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import LostRankError
 from lightning_diffpipe.training.patching import patched
 
@@ -46,8 +46,8 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
     def stop(signum: int, frame: Any) -> None:
         if os.getpid() != process:  # forked, with this handler
             _die(b"")
-        elif not (found._original_handlers and liveness.agrees_on_signals):  # else it is noted
-            liveness.note_signal()
+        elif not (found._original_handlers and watcher.at_sigterm == "agree"):  # else it is noted
+            watcher.note_signal()
             raise stop_by_signal()
 
     if threading.current_thread() is not threading.main_thread():
@@ -64,7 +64,7 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
         # Lightning's would broadcast from wherever it finds a rank.
         quiet = patched(found, _sigterm_notifier_fn=lambda *_: None)
     try:
-        with quiet:
+        with quiet, patched(watcher, at_sigterm="stop"):
             yield
     except LostRankError as error:
         after = partial(_die, f"lightning_diffpipe: {error}\n".encode())
@@ -84,19 +84,20 @@ def _die(last_words: bytes, *_: Any) -> None:
 
 def stop_by_signal() -> SIGTERMException:
     """Ends with the exit code of the signal before Lightning listens to it, and as Lightning does later."""
-    return SIGTERMException(*[] if liveness.agrees_on_signals else [128 + signal.SIGTERM])
+    return SIGTERMException(*[] if watcher.at_sigterm == "agree" else [128 + signal.SIGTERM])
 
 
 def report_signals(strategy: Any) -> None:
     """Says in a line which ranks got SIGTERM, where that ended the run, and what there is to go on from."""
     # Ranks may agree to stop before the word of whom the signal reached has come.
     deadline_s = time.monotonic() + GRACE_S
-    while strategy.world_size > 1 and not liveness.signals and time.monotonic() < deadline_s:
+    while strategy.world_size > 1 and not watcher.signals and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    signals = liveness.signals or {strategy.global_rank: "training"}
+    signals = watcher.signals or {strategy.global_rank: "training"}
     # Where a rank is lost, torchrun sends SIGTERM to the others, often before they could say whom they lost.
-    loss = liveness.loss() if strategy.pipeline is None else None
-    lost = loss if loss is not None and loss.kind in ("ended", "failed", "silent") else None
+    lost = watcher.loss() if strategy.pipeline is None else None
+    if lost is not None and (lost.follows or lost.signal):
+        lost = None
     if lost is None and strategy.global_rank != (
         0 if strategy.pipeline is not None else min(signals)
     ):
@@ -129,7 +130,7 @@ class LockStep:
         loop = trainer.fit_loop.epoch_loop
 
         def note_signal(signum: Any, frame: Any) -> None:
-            liveness.note_signal()
+            watcher.note_signal()
             launcher = trainer.strategy.launcher
             if launcher is not None and not self._signalled:
                 launcher.kill(signum)
@@ -162,7 +163,8 @@ class LockStep:
             return run_and_agree
 
         until.enter_context(patched(self._signals, _sigterm_notifier_fn=note_signal))
-        until.enter_context(patched(liveness, agrees_on_signals=True))
+        if watcher.at_sigterm == "stop":
+            until.enter_context(patched(watcher, at_sigterm="agree"))
         replaced = {
             "_broadcast_sigterm_tensor": self.stop_together,
             "_should_check_val_fx": should_check_validation,
@@ -194,7 +196,7 @@ class LockStep:
             SIGTERMException: A rank got a signal to stop; the other pipelines will hear of it.
             PipelineTimeoutError: As for `stop_together`.
         """
-        signalled = self._mesh.gathered([bool(self._signalled or liveness.signals)], patient=True)
+        signalled = self._mesh.gathered([bool(self._signalled or watcher.signals)], patient=True)
         if any(map(any, signalled)):
             self._stop()
 

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpoint_files import keep_last
-from lightning_diffpipe.comm.liveness import liveness
-from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.comm.watcher import watcher
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
@@ -439,7 +439,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 "they gave for coming batches was thrown away, and they run when a batch is due from now on"
             )
         else:
-            liveness.begin_batch(number)
+            watcher.note_batch()
         if isinstance(pipeline.engine, FreeRunningEngine):
             return self._step_without_flush(pipeline.engine, batch, arguments)
         accumulate = trainer.accumulate_grad_batches
@@ -467,19 +467,21 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return result.loss.to(pipeline.loss_dtype).requires_grad_()
 
     def _refuse_change_alone(self, number: int) -> None:
-        """Refuses a change of what frozen layers read if other ranks of the pipeline have none.
+        """Refuses a change of what frozen layers read if not all ranks of the pipeline have found one.
 
-        They are asked outside of all groups: ranks vote before the hooks in which weights may change, and another
-        vote after them would cost every step a round trip.
+        Only those that have meet here: ranks vote before the hooks in which weights may change, and another vote
+        after them would cost every step a round trip. The others wait in their step for `timeout_s`.
         """
-        liveness.enter("training, with frozen layers changed")
-        ranks = set(self._running.mesh.pipeline_ranks) - {self.global_rank}
-        if others := liveness.find_unchanged(number, ranks, self.timeout_s):
+        watcher.enter("training, with frozen layers changed")
+        try:
+            self._running.mesh.gathered([number], patient=True)
+        except PipelineTimeoutError as error:
             raise ConfigurationError(
                 f"weights of frozen layers, or buffers that feed them, were changed before batch {number} on rank "
-                f"{self.global_rank}, but not on rank {', '.join(map(str, others))} of the same pipeline, which "
-                "would train on what the old ones gave. Change them on all ranks alike, from what all have"
-            )
+                f"{self.global_rank}, but not on all ranks of its pipeline: the others would train on what the old "
+                "ones gave. Change them on all ranks alike, from what all have"
+            ) from error
+        watcher.enter("training")
 
     def _step_without_flush(
         self, engine: FreeRunningEngine, batch: Any, arguments: tuple[Any, ...]
@@ -622,7 +624,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
             return
         self.drain()
-        with liveness.inside(f"{liveness.phase} with the whole model"), self.pipeline.relayed():
+        with watcher.inside(f"{watcher.phase} with the whole model"), self.pipeline.relayed():
             yield
 
     def is_resident(self, name: str) -> bool:
@@ -664,7 +666,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _enter(self, phase: str) -> None:
         """Lets the other ranks know what this one does; weights are those after the last batch."""
         self.drain()
-        liveness.enter(phase)
+        watcher.enter(phase)
 
     on_train_start = on_validation_end = partialmethod(_enter, "training")  # type: ignore[assignment]
     on_validation_start = partialmethod(_enter, "validating")  # type: ignore[assignment]
@@ -673,7 +675,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def on_train_end(self) -> None:
         """Looks at the last step, after which none comes that would, and for a signal that came in it."""
-        liveness.enter("ending")
+        watcher.enter("ending")
         self.drain()
         if self.pipeline is not None:
             refuse_copies(self._trainer, self.pipeline)

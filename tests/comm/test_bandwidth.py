@@ -13,7 +13,7 @@ from lightning_diffpipe.comm.bandwidth import (
     measure_cluster,
     memory_bytes,
 )
-from lightning_diffpipe.comm.meeting import gloo_of_all_hosts
+from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.cluster import Cluster
 from tests.ranks import run_ranks

@@ -32,8 +32,8 @@ from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe import EMA, DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
-from lightning_diffpipe.comm import liveness
-from lightning_diffpipe.comm.meeting import align_parameters
+from lightning_diffpipe.comm import watcher
+from lightning_diffpipe.comm.rendezvous import align_parameters
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.training import step_watch
 from lightning_diffpipe.training.processes import ProcessHooks
@@ -678,7 +678,7 @@ class Dies(L.Callback):
 
 
 def fit_with(rank, world_size, callback, timeout_s):
-    liveness._GRACE_S = 30.0  # a busy machine may take long from an error to its traceback
+    watcher._GRACE_S = 30.0  # a busy machine may take long from an error to its traceback
     strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=timeout_s)
     trainer = quiet_trainer(devices=world_size, strategy=strategy, callbacks=[callback])
     trainer.fit(build(Settings()), datamodule=Data())

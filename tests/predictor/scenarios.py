@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_diffpipe.comm.heartbeat import _Board
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.cluster import Link
@@ -237,14 +237,14 @@ def lost(rank, port, path, prompts, settings, options, victim, when, how, phase,
         phase: What it does then.
         folder: Where the others write what they see.
     """
-    see = _Board._see
+    note = watcher._note
 
-    def note_seen(board, peer, value, now_s):
-        see(board, peer, value, now_s)
-        if peer == victim and value[1].phase == phase:
+    def note_seen(status):
+        note(status)
+        if status.rank == victim and status.phase == phase:
             (folder / f"{rank}.sees").touch()
 
-    _Board._see = note_seen
+    watcher._note = note_seen
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def strike(*arguments, **options):

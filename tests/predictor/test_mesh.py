@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,8 +230,7 @@ def test_links_are_measured_where_messages_of_denoisers_travel(backend, monkeypa
     monkeypatch.setattr(world.dist, "new_group", lambda backend: backend)
     monkeypatch.setattr(world.torch.cuda, "device", nullcontext)
     monkeypatch.setattr(world.dist, "destroy_process_group", lambda group: None)
-    heartbeat = SimpleNamespace(call=lambda what, function: function())
-    assert World(links, backend, heartbeat).measured_link() == SLOW  # several hosts
+    assert World(links, backend).measured_link() == SLOW  # several hosts
     assert measured == [(backend, "cuda" if backend == "nccl" else "cpu")]
 
 

@@ -558,9 +558,10 @@ def test_a_killed_rank_ends_the_others(num_ranks, victim, options, job, tmp_path
     with pytest.raises(RankError, match=rf"ranks failed\n(?s:.*)rank {victim} \(exit code -9\)"):
         run_ranks(killed, num_ranks, *arguments)
     errors = [(tmp_path / str(rank)).read_text() for rank in range(num_ranks) if rank != victim]
-    assert all(each.startswith("PipelineTimeoutError: rank") for each in errors), errors
+    assert all(each.startswith("LostRankError: rank") for each in errors), errors
     assert not any("timeout_s" in each for each in errors), "nobody waits so long"
-    assert any(f"lost rank {victim}, which stopped" in each for each in errors), errors
+    named = f"lost rank {victim} (drawing): its process has ended without a word"
+    assert all(named in each for each in errors), errors
 
 
 DRAW = "lightning_diffpipe.sampling.source.draw_with"
@@ -602,22 +603,22 @@ def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
         run_ranks(lost, 3, *arguments, group_timeout_s=None, grace_s=grace_s)
     errors = {rank: (tmp_path / str(rank)).read_text() for rank in {0, 1, 2} - {victim}}
     for rank, each in errors.items():
-        assert each.startswith(f"PipelineTimeoutError: rank {rank} waited for"), each
-        assert re.search(rf"\brank {victim}\b", each.partition("waited for")[2]), each
-        assert f"while {phase}" in each
-    why = "timeout_s" if how == SIGSTOP else "which stopped"
-    assert any(why in each for each in errors.values()), errors
+        why = "nothing was heard of it for 10 s" if how == SIGSTOP else "its process has ended"
+        assert each.startswith(f"LostRankError: rank {rank} "), each
+        assert re.search(rf"rank {rank} \([\w ]+\) lost rank {victim} \({phase}\): {why}", each), (
+            each
+        )
 
 
 def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
-    """History: its beats ended without a word, and the others named it beside, or before, who was lost first."""
+    """History: it went without a word, and the others named it beside, or before, who was lost first."""
     path, prompts, settings, options = job("dit", method="single", timeout_s=20.0)
     errors = run_ranks(left, 3, path, prompts[:1], settings, options)
     assert errors[0] == "DiffPipeError: no room for the pictures"
     for rank in (1, 2):
         assert errors[rank] == (
-            f"PipelineTimeoutError: rank {rank} waited for the other ranks: rank 0 while drawing, which stopped: "
-            "no room for the pictures"
+            f"LostRankError: rank {rank} (drawing) lost rank 0 (drawing): it failed with DiffPipeError: no room "
+            "for the pictures; its own error says where"
         )
 
 
@@ -627,5 +628,5 @@ def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
     arguments = (*job("dit", 9, method="single", data=2, timeout_s=4.0), 1, tmp_path)
     with pytest.raises(RankError, match="ranks failed"):
         run_ranks(hung, 2, *arguments)
-    message = "rank 0 waited for the other ranks: rank 1 while drawing: no denoising step for 4 s"
+    message = "rank 0 (drawing) waited for the other ranks: rank 1 (drawing) lives, but has made no step for 4 s"
     assert message in (tmp_path / "0").read_text()

@@ -1,12 +1,12 @@
 """Where the processes of a run meet, and what they must have in common before there is a pipeline.
 
-They meet at a store, in which each says that it has come:
+They meet at a store, where rank 0 says how to connect to it (`watcher.py`):
 
-    rank 0 | opens the store, has come     waits: a warning that names rank 2      all are there
-    rank 1 |         connects, has come    waits                                   all are there
-    rank 2 |                                                 connects, has come    all are there
+    rank 0 | opens the store      waits: a warning that names rank 2      all are there
+    rank 1 |         connects     waits                                   all are there
+    rank 2 |                                                 connects     all are there
 
-Torch's own meeting says nothing for as long as it waits, and then not for whom.
+Torch's own rendezvous says nothing for as long as it waits, and then not for whom.
 
 Then every rank builds the module by itself. Rank 0's weights count where they differ, and its values where one is
 asked for (`agree`); what one rank refuses, all refuse, with the same words (`on_all_ranks`).
@@ -21,8 +21,6 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +31,7 @@ from torch import nn
 from lightning_diffpipe.comm.mesh import broadcast_object, connected_group, gathered_objects
 from lightning_diffpipe.comm.packing import as_bytes
 from lightning_diffpipe.comm.waiting import in_thread, in_words
+from lightning_diffpipe.comm.watcher import Watcher, watcher
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -45,10 +44,9 @@ _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
 _LONGEST_PAUSE_S = 0.5  # between two looks at who has come
 _PLANNING_TIMEOUT_S = 1800.0
-_FROZEN_S = 5.0  # after the store should have said who has not
 
 
-def open_meeting_place() -> dist.TCPStore:
+def open_store() -> dist.TCPStore:
     """Opens the store where processes of this machine will meet, on a port that it takes at once.
 
     A port that was found free and given back could be anybody's seconds later, when rank 0 has come so far. The
@@ -58,110 +56,97 @@ def open_meeting_place() -> dist.TCPStore:
         To be held until that group is there; its port is `.port`.
     """
     while True:
-        place = _store("127.0.0.1", 0)
+        store = _own_store("127.0.0.1", 0)
         try:
-            _store("127.0.0.1", place.port)
+            _own_store("127.0.0.1", store.port)
         except dist.DistNetworkError:
             # PyTorch (2.13) finds shared stores in a table of their ports. An entry of a closed store stays there
             # when port 0 gives its port to a new one, until somebody looks for it in vain, as was done just now.
             continue
-        return place
+        return store
 
 
-def _store(host: str, port: int) -> dist.TCPStore:
+def _own_store(host: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
-def meet(rank: int, num_ranks: int, patience_s: float, notice_s: float = _NOTICE_S) -> dist.Store:
-    """Waits at the place in the environment (`MASTER_ADDR`, `MASTER_PORT`) until all ranks have come there.
+def rendezvous(
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    patience_s: float,
+    notice_s: float = _NOTICE_S,
+    watcher: Watcher = watcher,
+) -> dist.Store:
+    """Waits until all ranks have come, which watch each other from then on.
+
+    They meet at the store of the default process group; if there is none, at the place in the environment
+    (`MASTER_ADDR`, `MASTER_PORT`).
 
     Args:
         rank: This one.
         num_ranks: All ranks.
+        timeout_s: How long one that has come may be silent.
         patience_s: After so long it is given up.
         notice_s: After so long a warning names the ranks that have not come.
+        watcher: Of this process.
 
     Returns:
-        The store of the default process group to be made.
+        The store of the default process group, made or to be made.
 
     Raises:
-        ConfigurationError: Another process has the port.
+        ConfigurationError: Another process has the port; or rank 0 cannot be reached.
+        LostRankError: A rank has come, and was lost meanwhile.
         PipelineTimeoutError: Some ranks have not come, which it names.
     """
-    arrival = _Arrival(rank, num_ranks, patience_s)
-    # Of a store whose process is frozen, calls never return.
-    arriving = in_thread(arrival.run, "diffpipe-meeting")
-    if notice_s < patience_s and wait([arriving], notice_s).not_done:
-        _log.warning("%s; it waits up to %g s", arrival.waited(notice_s), patience_s)
-    if wait([arriving], max(patience_s - notice_s, 0.0) + _FROZEN_S).not_done:
-        raise PipelineTimeoutError(arrival.waited(patience_s))
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    stores: list[dist.Store] = []
+
+    def connect() -> dist.Store:
+        if dist.is_initialized():
+            stores.append(dist.distributed_c10d._get_default_store())
+        else:
+            opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            limit = timedelta(seconds=patience_s)
+            options: dict[str, Any] = {"is_master": opens, "multi_tenant": opens, "timeout": limit}
+            stores.append(dist.TCPStore(host, port, wait_for_workers=False, **options))
+        prefix = watcher.connect(stores[0], rank, num_ranks, timeout_s)
+        return dist.PrefixStore(prefix, stores[0])  # processes may meet more than once
+
+    def waited(seconds: float) -> str:
+        missing = watcher.missing() if rank == 0 or connecting.done() else [0]
+        who = f"{in_words(missing)} {'have' if len(missing) > 1 else 'has'} not come"
+        if not stores:
+            who = "nobody has opened that place: rank 0, or the launcher, torchrun"
+        return (
+            f"rank {rank} could not meet all of {num_ranks} ranks at {host}:{port} within {seconds:g} s: {who}; "
+            "it starts slowly, has stopped, or cannot be reached"
+        )
+
+    connecting = in_thread(connect, "diffpipe-rendezvous")  # a store that is frozen never answers
+    started_s, warned_s, pause_s = time.monotonic(), notice_s, 0.01
+    while not connecting.done() or watcher.missing():
+        watcher.refuse_loss()
+        if connecting.done() and connecting.exception() is not None:
+            break
+        waited_s = time.monotonic() - started_s
+        if waited_s > patience_s:
+            raise PipelineTimeoutError(waited(patience_s))
+        if waited_s > warned_s:
+            warned_s = patience_s
+            _log.warning("%s; it waits up to %g s", waited(notice_s), patience_s)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+    watcher.refuse_loss()
     try:
-        return arriving.result()
+        return connecting.result()
     except RuntimeError as error:  # of torch
         if "EADDRINUSE" in str(error):
             raise ConfigurationError(
-                f"port {arrival.place[1]}, where rank 0 lets all ranks meet, is in use by another process; "
+                f"port {port}, where rank 0 lets all ranks meet, is in use by another process; "
                 "give all ranks another MASTER_PORT (torchrun: --master-port, or --standalone, which finds one)"
             ) from error
-        raise PipelineTimeoutError(f"{arrival.waited(patience_s)}: {error}") from error
-
-
-@dataclass
-class _Arrival:
-    """How far one rank has come, and who else has."""
-
-    rank: int
-    num_ranks: int
-    patience_s: float
-    missing: list[int] | None = None  # not known before the store answers
-
-    def __post_init__(self) -> None:
-        self.place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # The store of torchrun may have seen an attempt that failed.
-        self.name = f"diffpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-    def run(self) -> dist.Store:
-        """Tells the others that this rank has come, and waits for all of them.
-
-        Returns:
-            The store of the default process group to be made.
-        """
-        deadline_s = time.monotonic() + self.patience_s
-        opens = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(
-            *self.place,
-            is_master=opens,
-            wait_for_workers=False,
-            multi_tenant=opens,
-            timeout=timedelta(seconds=self.patience_s / 2),  # it tries twice
-        )
-        turn = store.add(f"{self.name}/come/{self.rank}", 1)  # processes may meet more than once
-        come, pause_s = [False] * self.num_ranks, 0.01
-        while not all(come):
-            for rank in range(self.num_ranks):
-                come[rank] = come[rank] or store.add(f"{self.name}/come/{rank}", 0) >= turn
-            self.missing = [rank for rank in range(self.num_ranks) if not come[rank]]
-            if self.missing and time.monotonic() > deadline_s:
-                raise PipelineTimeoutError(self.waited(self.patience_s))
-            if self.missing:
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return dist.PrefixStore(f"{self.name}/group/{turn}", store)
-
-    def waited(self, seconds: float) -> str:
-        """Returns the message about a wait: who has not come, and why perhaps."""
-        host, port = self.place
-        missing = self.missing
-        if missing is None:
-            why = "nobody has opened that place: rank 0, or the launcher, torchrun, starts slowly, has stopped, "
-        elif len(missing) == 1:
-            why = f"{in_words(missing)} has not come, and starts slowly, has stopped, "
-        else:
-            why = f"{in_words(missing)} have not come, and start slowly, have stopped, "
-        return (
-            f"rank {self.rank} could not meet all of {self.num_ranks} ranks at {host}:{port} within {seconds:g} s: "
-            f"{why}or cannot be reached"
-        )
+        raise PipelineTimeoutError(f"{waited(patience_s)}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,668 @@
+"""Which ranks live, and what each of them does: a thread of every process watches, over one connection to rank 0.
+
+    rank 1 ──┐  its status: phase, progress, why it fails, that it leaves
+    rank 2 ──┼── rank 0 ──> all others: every status that has changed
+    rank 3 ──┘
+
+A collective that breaks names an address, and one that waits for a rank that is stopped, or cut off by a dead
+link, says nothing for as long as ranks may be busy between two steps. Here the kernel closes the connection of a
+process that ends, one that is stopped falls silent, and one that is busy does neither. So
+
+    inside       turns what a lost rank raises, in anybody's collective, into an error with its rank, phase and end
+    wait, call   give up a wait, outside of a run, when a rank is lost
+    run          ends a process that would go on without the others, wherever it waits; and one that gets SIGTERM
+                 and does not come to act upon it
+
+Threads outside of a run, such as those of a script between two fits, are left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import math
+import multiprocessing
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_diffpipe.comm.waiting import in_thread
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    LostRankError,
+    PipelineTimeoutError,
+)
+
+LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
+"""Environment variable of processes that rank 0 started: its process."""
+
+_log = logging.getLogger(__name__)
+_STARTING = "starting processes"
+_TICK_S, _PERIOD_S = 0.25, 2.0  # between two looks; between two signs of life, at most
+_LEAST_SILENCE_S = 10.0  # a thread may wait so long for a busy machine, or the interpreter
+_GRACE_S = 5.0  # for a rank that has lost another, or got SIGTERM, to end by itself
+_VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
+_GIVE_UP_S = 0.5  # what ranks that refuse together need at most to arrive
+_EXIT_S = 5.0  # for Python to end, on a busy machine
+_BY_SIGNAL = 128 + signal.SIGTERM
+_BROKEN = re.compile(
+    r"/gloo/|Gloo|ProcessGroup|NCCL|TCPStore|Connection (closed|reset) by peer|Connection refused|Broken pipe"
+    r"|Operation timed out|[Ww]ait timeout|connectFullMesh"
+)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank says of itself, or another of one that says nothing any more.
+
+    Attributes:
+        rank: Which.
+        phase: What it does.
+        state: It lives; it left with a word; its process ended; it fell silent.
+        run: The number of its run; a user may catch a failure, and begin another.
+        failure: How it was lost, or why it ends its run.
+        follows: It does so because it lost another rank.
+        signal: The phase in which it got SIGTERM.
+        turn: Of what ranks of a Predictor do together.
+        step: How often it went on in this turn, once it has; 0 when it is done.
+        refuses: It raised in this turn, and will say what.
+        process: Its process, by host, processes that see each other, and number.
+        parent: The process that started it.
+    """
+
+    rank: int = 0
+    phase: str = _STARTING
+    state: Literal["alive", "left", "ended", "silent"] = "alive"
+    run: int = 0
+    failure: str = ""
+    follows: bool = False
+    signal: str = ""
+    turn: int = 0
+    step: int = 0
+    refuses: bool = False
+    process: str = ""
+    parent: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.signal or self.phase}): {self.failure}"
+
+
+class _Connection:
+    """Carries short messages, and never blocks; its rank is not known before the first one."""
+
+    def __init__(self, peer: socket.socket, rank: int | None = None) -> None:
+        peer.setblocking(False)
+        self.socket, self.rank, self.heard_s = peer, rank, time.monotonic()
+        self._incoming = self._outgoing = b""
+
+    def send(self, **message: Any) -> None:
+        """Sends, at once or with a later message; of a broken connection the reader will know."""
+        self._outgoing += json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
+
+    def received(self) -> list[dict[str, Any]] | None:
+        """Returns what has come; None at the end of the connection, or where it is not of this protocol."""
+        try:
+            data = self.socket.recv(1 << 16)
+            self.heard_s = time.monotonic()
+            *whole, self._incoming = (self._incoming + data).split(b"\n")
+            messages = [json.loads(each) for each in whole]
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError):  # the latter of a stranger: a scanner of ports, perhaps
+            return None
+        return messages if data and all(isinstance(each, dict) for each in messages) else None
+
+
+class Watcher:
+    """This process's view of all ranks; one per process.
+
+    Attributes:
+        status: This rank's.
+        num_ranks: All that are connected, or shall be.
+        children: Processes that this one has started, by rank.
+        at_sigterm: What the handler does: another's; it ends the run; it waits for the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.status, self.num_ranks = Status(phase="between two runs"), 1
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.at_sigterm: Literal["ignore", "stop", "agree"] = "ignore"
+        self._lock = threading.RLock()
+        self._connections: list[_Connection] = []
+        self._statuses: dict[int, Status] = {}  # of the other ranks
+        self._moved_s: dict[int, float] = {}  # when each rank's status was another
+        self._losses: dict[int, Status] = {}
+        self._timeout_s, self._silence_s, self._period_s = math.inf, _LEAST_SILENCE_S, _PERIOD_S
+        self._runs = self._num_connects = 0
+        self._signal_phase, self._signal_limit_s = "", _GRACE_S
+        self._end_s = self._signalled_s = math.inf
+        self._server: socket.socket | None = None
+        self._token = ""
+        self._thread: threading.Thread | None = None
+
+    # --------------------------------------------------------------------------------- the main thread
+
+    @property
+    def phase(self) -> str:
+        """What this rank does."""
+        return self.status.phase
+
+    @property
+    def signals(self) -> dict[int, str]:
+        """Ranks that got SIGTERM, with what they were doing."""
+        everyone = (self.status, *self._statuses.copy().values())
+        return {each.rank: each.signal for each in everyone if each.signal}
+
+    def publish(self, **changes: Any) -> None:
+        """Changes this rank's status; the others hear of it at once."""
+        with self._lock:
+            self.status = replace(self.status, **changes)
+            self._moved_s[self.status.rank] = time.monotonic()
+            self._send(self.status)
+
+    def enter(self, phase: str) -> None:
+        """Begins another phase, in place of the present one."""
+        self.publish(phase=phase)
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Enters a phase, and turns what a lost rank raises in it into an error that names the rank.
+
+        Raises:
+            LostRankError: A rank was lost, or a collective waited in vain.
+        """
+        before = self.phase
+        self.publish(phase=name)
+        try:
+            with self.explaining():
+                yield
+        except BaseException as error:
+            with contextlib.suppress(AttributeError):  # of one that takes none
+                error._phase = getattr(error, "_phase", self.phase)  # type: ignore[attr-defined]
+            raise
+        finally:
+            self.publish(phase=before)
+
+    @contextlib.contextmanager
+    def run(self, rank: int) -> Iterator[None]:
+        """Watches a run of several ranks: this process is ended if it would go on without the others.
+
+        Raises:
+            LostRankError: As for `inside`.
+        """
+        phase = self.phase
+        self._start()
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:  # a signal is heard of even while the main thread waits outside of Python
+            before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self.begin_run(_STARTING, rank)
+        self._runs += 1
+        try:
+            with self.explaining():
+                yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._runs -= 1
+            if in_main:
+                signal.set_wakeup_fd(before)
+            self._kill_silent()
+            self.publish(phase=phase)
+
+    def begin_run(self, phase: str, rank: int) -> None:
+        """Forgets failures of an earlier run, but not which ranks are gone."""
+        with self._lock:
+            self._end_s = self._signalled_s = math.inf
+            self._signal_phase, self._signal_limit_s = "", _GRACE_S
+            self._losses.clear()
+            place = {"process": _process(os.getpid()), "parent": _process(os.getppid())}
+            run, turn = self.status.run + 1, self.status.turn
+            self.status = Status(rank, phase, run=run, turn=turn, **place)
+            for status in self._statuses.values():
+                self._look_for_failure(status)
+        self.publish()
+
+    def fail(self, error: BaseException) -> None:
+        """Lets the others know why this rank ends its run."""
+        loss, follows = self.loss(), isinstance(error, PipelineTimeoutError)
+        text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+        failure = f"it failed with {text}; its own error says where"
+        if follows:
+            text = text if loss is None else f"it lost rank {loss.rank}"
+            failure = f"{text}; its own error says more"
+        if self._signal_phase:
+            failure = "it got SIGTERM"
+        self.publish(
+            failure=failure,
+            follows=follows,
+            phase=getattr(error, "_phase", self.phase),
+            signal=self._signal_phase,
+        )
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turns what a lost rank raises inside into an error that names it.
+
+        Raises:
+            LostRankError: A rank was lost, or a collective waited in vain.
+        """
+        try:
+            yield
+        except LostRankError:  # explained already
+            raise
+        except (PipelineTimeoutError, RuntimeError) as error:
+            of_peers = isinstance(error, PipelineTimeoutError | dist.DistError)
+            if not isinstance(error, DiffPipeError):
+                of_peers = of_peers or bool(_BROKEN.search(str(error)))
+            if of_peers and self.num_ranks > 1:
+                raise self._explained(error) from error
+            raise
+
+    def loss(self) -> Status | None:
+        """Returns the rank that was lost first, as then, of those that were not lost because of another."""
+        return min(self._losses.copy().values(), key=lambda each: each.follows, default=None)
+
+    def refuse_loss(self) -> None:
+        """Raises if a rank is lost.
+
+        Raises:
+            LostRankError: One is.
+        """
+        if (loss := self.loss()) is not None:
+            raise LostRankError(f"{self._here} lost {loss}", bool(loss.signal))
+
+    @property
+    def _here(self) -> str:
+        return f"rank {self.status.rank} ({self.phase})"
+
+    def _explained(self, error: Exception) -> LostRankError:
+        """Returns an error that says who was lost; or, if nobody was, what the others are doing."""
+        until_s, may_still_hear = time.monotonic() + _VERDICT_S, True
+        while may_still_hear:  # who was lost first
+            time.sleep(0.02)
+            with self._lock:
+                loss, now_s = self.loss(), time.monotonic()
+                heard_s = min((each.heard_s for each in self._connections), default=now_s)
+                is_silent = loss is None and now_s - heard_s > 3 * self._period_s
+                is_open = (loss is None or loss.follows) and not self.has_refusal()
+                may_still_hear = is_open and (is_silent or now_s < until_s)
+        first = f"{error}\n" if isinstance(error, PipelineTimeoutError) else ""
+        if loss is not None:
+            return LostRankError(f"{first}{self._here} lost {loss}", bool(loss.signal))
+        others = sorted(self._statuses.copy().items())
+        doing = [f"rank {n}: {'has left' if s.state == 'left' else s.phase}" for n, s in others]
+        return LostRankError(
+            f"{first}{self._here} lost no rank, but could not communicate "
+            f"({'; '.join(doing) or 'none answers'}){'' if first else f'. torch said: {error}'}"
+        )
+
+    def begin_turn(self, phase: str) -> None:
+        """Begins something that all ranks of a Predictor do together, in which nothing has happened yet."""
+        self.publish(phase=phase, turn=self.status.turn + 1, refuses=False, step=0)
+
+    def step(self) -> None:
+        """Notes that this rank goes on, and is missed if it does so no more; sent with the next sign of life."""
+        self.status = replace(self.status, step=self.status.step + 1)
+
+    def has_refusal(self) -> bool:
+        """Returns whether another rank has refused in this turn."""
+        others, turn = self._statuses.copy().values(), self.status.turn
+        return any(each.refuses and each.turn == turn for each in others)
+
+    def wait(
+        self, arrived: Callable[[], bool], what: str, give_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """Waits, for as long as the other ranks live.
+
+        Args:
+            arrived: Whether the wait is over.
+            what: Is waited for, for messages.
+            give_up: Called once, if the others have not arrived a little later.
+
+        Raises:
+            PipelineTimeoutError: A rank is lost, or went on once and does so no more.
+        """
+        started_s, pause_s, has_given_up = time.monotonic(), 1e-4, False
+        while not arrived():
+            time.sleep(pause_s)
+            pause_s, now_s = min(1.5 * pause_s, 0.02), time.monotonic()
+            if not has_given_up and now_s - started_s > _GIVE_UP_S:
+                has_given_up = True
+                give_up()
+            others, turn, limit_s = self._statuses.copy(), self.status.turn, self._timeout_s
+            going = [each for each in others.values() if each.step and each.turn == turn]
+            stuck = [each for each in going if now_s - self._moved_s[each.rank] > limit_s]
+            if arrived():  # who has done its part may be gone
+                return
+            self.refuse_loss()
+            for each in stuck:
+                raise PipelineTimeoutError(
+                    f"{self._here} waited for {what}: rank {each.rank} ({each.phase}) lives, but has made no step "
+                    f"for {limit_s:g} s (timeout_s)"
+                )
+
+    def call(self, what: str, function: Callable[[], Any]) -> Any:
+        """Returns what a function returns that may block for ever, in a thread of its own; as `wait`."""
+        called = in_thread(function, "diffpipe-call")
+        self.wait(called.done, what)
+        with self.explaining():
+            return called.result()
+
+    def note_batch(self) -> None:
+        """Notes, for this process only, that it goes on: after SIGTERM it has as long for every batch."""
+        self._moved_s[self.status.rank] = time.monotonic()
+
+    def note_signal(self) -> None:
+        """Lets all ranks know that this one got SIGTERM; for its handler, which may find it in any call."""
+        self._signal_phase = self._signal_phase or self.phase
+        self._signal_limit_s = self._silence_s  # it has come so far
+        if self._thread is not None:
+            with contextlib.suppress(OSError):
+                self._wake.send(bytes([signal.SIGTERM]))
+
+    # ------------------------------------------------------------------------------------- connections
+
+    def connect(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
+        """Connects to rank 0, for which it may wait as long as the store does, or lets the others connect.
+
+        Args:
+            store: Where ranks meet.
+            rank: This one.
+            num_ranks: All ranks.
+            timeout_s: How long one may be silent.
+
+        Returns:
+            A prefix of keys in the store that no other call returns.
+
+        Raises:
+            ConfigurationError: Rank 0 cannot be reached.
+        """
+        self._start()
+        with self._lock:
+            self._timeout_s, self._silence_s = timeout_s, max(timeout_s, _LEAST_SILENCE_S)
+            self._period_s = min(_PERIOD_S, timeout_s / 5)
+            self._num_connects += 1
+            # The store of torchrun may have seen an attempt that failed.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            key = f"diffpipe/{attempt}/{self._num_connects}"
+            if self.num_ranks == num_ranks and (self._connections or self._server):
+                return key
+            self._leave()
+            self._statuses.clear()
+            self._losses.clear()
+            self.num_ranks = num_ranks
+            self.status = replace(self.status, rank=rank, state="alive")
+        if rank == 0:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            server = socket.create_server(
+                ("", 0), family=family, dualstack_ipv6=dual, backlog=num_ranks
+            )
+            server.setblocking(False)
+            self._server, self._token = server, secrets.token_hex(8)
+            self._selector.register(server, selectors.EVENT_READ, server)
+            self._wake.send(b"\0")  # the thread looks at a longer list
+            port = server.getsockname()[1]
+            store.set(key, json.dumps([port, self._token, socket.gethostname()]))
+            return key
+        port, token, host = json.loads(store.get(key))
+        names = [os.environ.get("MASTER_ADDR", "127.0.0.1"), host]
+        connection = _Connection(_connected(names, port, 0.75 * self._silence_s), 0)
+        with self._lock:
+            connection.send(token=token, **asdict(self.status))
+            self._connections.append(connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        self._wake.send(b"\0")
+        return key
+
+    def missing(self) -> list[int]:
+        """Returns ranks that have not connected, as this one knows."""
+        return sorted({*range(self.num_ranks)} - self._statuses.keys() - {self.status.rank})
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._connections:
+                self.publish(state="left")
+            for connection in self._connections.copy():
+                self._hang_up(connection)
+            if self._server is not None:
+                self._selector.unregister(self._server)
+                self._server.close()
+                self._server = None
+
+    def _hang_up(self, connection: _Connection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+    def limit_exit(self) -> None:
+        """Ends this process some seconds after Python's last exit handler, where a rank was lost.
+
+        Gloo's groups wait in a destructor for what is left, up to half an hour, where a peer is silent; only a
+        thread in C goes on then. The handler that was registered first is called last.
+        """
+        if self._losses:
+            nothing = open(os.devnull, "w")  # noqa: PTH123, SIM115
+            faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=nothing)
+
+    def forget(self) -> None:
+        """Closes connections in a forked process: they would look alive for as long as it lives."""
+        if self._thread is not None:
+            with contextlib.suppress(ValueError):  # of a thread that forked
+                signal.set_wakeup_fd(-1)
+            every = [each.socket for each in self._connections]
+            for each in (*every, self._server, self._wake, self._woken, self._selector):
+                if each is not None:
+                    each.close()
+        self.__init__()  # type: ignore[misc]
+
+    # -------------------------------------------------------------------------------------- the thread
+
+    def _start(self) -> None:
+        if self._thread is None:
+            atexit.register(self._leave)
+            self._selector = selectors.DefaultSelector()
+            self._wake, self._woken = socket.socketpair()
+            self._wake.setblocking(False)
+            self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
+            self._thread = threading.Thread(
+                target=self._watch, name="diffpipe-watcher", daemon=True
+            )
+            self._thread.start()
+
+    def _watch(self) -> None:
+        said_s = 0.0
+        while True:
+            try:
+                before_s = time.monotonic()
+                ready = self._selector.select(_TICK_S)
+                with self._lock:
+                    now_s = time.monotonic()
+                    if now_s - before_s > _TICK_S + 1.0:  # stopped, perhaps with all others
+                        for each in self._connections:
+                            each.heard_s = now_s
+                    for key, _ in ready:
+                        self._hear(key.data)
+                    if now_s - said_s >= self._period_s:
+                        said_s = now_s
+                        self._send(self.status)
+                    self._look_around(now_s)
+                self._end_if_due(now_s)
+            except Exception as error:  # or nobody would watch, and nobody know it
+                _log.exception("the other ranks are watched no more")
+                self._end(f"{self._here} cannot watch the other ranks: {error!r}", 1)
+
+    def _hear(self, source: Any) -> None:
+        if source is self._woken:
+            if signal.SIGTERM in self._woken.recv(64) and self.at_sigterm != "ignore":
+                self._signal_phase = self._signal_phase or self.phase
+                self._signalled_s = min(self._signalled_s, time.monotonic())
+                self.publish(signal=self._signal_phase)
+        elif source is self._server:
+            with contextlib.suppress(OSError):
+                stranger = _Connection(source.accept()[0])
+                self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+                self._connections.append(stranger)
+        elif source in self._connections:  # else it was hung up just now
+            messages = source.received()
+            for message in messages or ():
+                token = message.pop("token", None)
+                if source.rank is None and token != self._token:
+                    messages = None
+                    break
+                status = Status(**message)
+                if source.rank is None:
+                    source.rank = status.rank
+                    for each in (self.status, *self._statuses.values()):
+                        source.send(**asdict(each))
+                self._note(status)
+            if messages is None:
+                self._hang_up(source)
+                if source.rank is not None and self._status(source.rank).state != "left":
+                    self._note_end(source.rank)
+
+    def _status(self, rank: int) -> Status:
+        return self._statuses.get(rank, Status(rank))
+
+    def _note(self, status: Status) -> None:
+        """Takes note of another rank's status; rank 0 passes on what is new."""
+        rank, own = status.rank, self.status.rank
+        if rank != own and status != self._statuses.get(rank):
+            self._statuses[rank], self._moved_s[rank] = status, time.monotonic()
+            if own == 0:
+                self._send(status)
+            self._look_for_failure(status)
+
+    def _look_for_failure(self, status: Status) -> None:
+        is_gone = status.state != "alive"
+        if status.failure and (is_gone or status.run == self.status.run):
+            self._losses.setdefault(status.rank, status)
+            # Where it failed, the others do so, too, perhaps.
+            limit_s = _GRACE_S if is_gone else self._silence_s
+            self._end_s = min(self._end_s, time.monotonic() + limit_s)
+
+    def _send(self, status: Status) -> None:
+        for connection in self._connections:
+            if connection.rank not in (None, status.rank):
+                connection.send(**asdict(status))
+
+    def _look_around(self, now_s: float) -> None:
+        """Looks who is silent, and which processes that rank 0 starts have ended before they could connect."""
+        for connection in self._connections:
+            if connection.rank is None or now_s - connection.heard_s <= self._silence_s:
+                continue
+            if (status := self._status(connection.rank)).state == "alive":
+                silence = f"nothing was heard of it for {self._silence_s:g} s"
+                failure = f"{silence}: it is stopped, or its host or link is dead"
+                self._note(replace(status, state="silent", failure=failure))
+        if self._runs:
+            ended = [rank for rank, child in self.children.items() if child.poll() is not None]
+            parent = os.environ.get(LAUNCHER)
+            if parent and self.status.rank and os.getppid() != int(parent):
+                ended.append(0)
+            for rank in set(ended) - self._statuses.keys():
+                self._note_end(rank)
+
+    def _note_end(self, rank: int) -> None:
+        """Takes note of the end of a process, which has said why, or nothing."""
+        status, child = self._status(rank), self.children.get(rank)
+        how = "killed perhaps: by hand, by its host for want of memory, or by a crash of other code"
+        if child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)
+            code = child.returncode
+            how = f"with exit code {code}"
+            if code is not None and code < 0:
+                how = f"killed by {signal.Signals(-code).name}"
+        failure = f"its process has ended without a word, {how}"
+        if status.signal:
+            failure = "it got SIGTERM"
+        self._note(replace(status, state="ended", failure=status.failure or failure))
+
+    def _end_if_due(self, now_s: float) -> None:
+        if not self._runs:
+            return
+        if now_s > self._end_s and (loss := self.loss()) is not None:
+            self._end(f"{self._here} lost {loss}", _BY_SIGNAL if loss.signal else 1)
+        if self.at_sigterm == "stop" and now_s - self._signalled_s > self._signal_limit_s:
+            self._end(f"{self._here} got SIGTERM and stops", _BY_SIGNAL)
+        if self.at_sigterm == "agree" and (signals := self.signals):
+            waited_s = now_s - max(self._moved_s.values(), default=now_s)
+            if waited_s > self._silence_s:
+                to = ", ".join(f"rank {rank} ({phase})" for rank, phase in signals.items())
+                why = f"SIGTERM to {to}: {self._here} did not go on for {waited_s:.0f} s"
+                self._end(why, _BY_SIGNAL)
+
+    def _end(self, why: str, code: int) -> None:
+        """Ends this process, whatever its other threads do; they may hold any lock."""
+        os.write(2, f"\nlightning_diffpipe: {why}. This process is ended, too\n".encode())
+        for child in (*self.children.values(), *multiprocessing.active_children()):
+            child.kill()
+        self._kill_silent()
+        os._exit(code)
+
+    def _kill_silent(self) -> None:
+        """Kills silent processes of this host that the same launcher started: nobody else would end them soon."""
+        own = {_process(os.getpid()), _process(os.getppid())}
+        for status in list(self._losses.values()):
+            if status.state == "silent" and own & {status.process, status.parent}:
+                with contextlib.suppress(OSError):
+                    os.kill(int(status.process.rpartition(" ")[2]), signal.SIGKILL)
+
+
+def _process(number: int) -> str:
+    """Returns the name of a process of this host among those of all hosts and containers."""
+    namespace = Path("/proc/self/ns/pid")
+    return (
+        f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''} {number}"
+    )
+
+
+def _connected(names: list[str], port: int, within_s: float) -> socket.socket:
+    """Connects to the first address that answers, of those that a host has by some names; all share the time.
+
+    Raises:
+        ConfigurationError: There is none; says why of each.
+    """
+    addresses, errors = dict[Any, None](), dict[Any, str]()
+    for name in names:
+        try:
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            addresses |= dict.fromkeys(each[-1][:2] for each in found)
+        except (OSError, UnicodeError) as error:  # the latter of names that are none
+            errors[name] = f"{name}: {error}"
+    for address in addresses:
+        try:
+            return socket.create_connection(address, timeout=within_s / len(addresses))
+        except OSError as error:
+            errors[address] = f"{address[0]}: {error}"
+    raise ConfigurationError(
+        f"rank 0 cannot be reached at port {port} of {' or '.join(names)} ({'; '.join(errors.values())}): ranks "
+        "connect to each other at ports that they choose; open them between hosts, or set MASTER_ADDR to an "
+        "address of rank 0's host"
+    )
+
+
+watcher = Watcher()
+"""Of this process."""
+os.register_at_fork(after_in_child=watcher.forget)
+atexit.register(watcher.limit_exit)
