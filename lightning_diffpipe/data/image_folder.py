@@ -3,9 +3,10 @@
     folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one per line
     folder/cat.png
 
-Pictures are turned upright, scaled so that the shorter side fits, then cropped in the middle. Which pictures are
-held back follows from a hash of their file name. For a ControlNet, or a pipeline that edits pictures, a line may
-name a second picture of the same shape (`condition="conditioning_image"`):
+Pictures are turned upright, converted to sRGB, put on a background where they are transparent, scaled so that the
+shorter side fits, then cropped in the middle. Which pictures are held back follows from a hash of their path in the
+folder. For a ControlNet, or a pipeline that edits pictures, a line may name a second picture of the same shape
+(`condition="conditioning_image"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
+import os
 import re
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,23 +34,27 @@ from typing import IO, Literal, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageColor, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
+BACKGROUND = "white"
+"""What shows through transparent pixels, whose stored colours nobody sees."""
+
 _LONGEST = 8
 """Sides of a picture in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
 
 
-def to_square(picture: Image.Image, resolution: int) -> Tensor:
+def to_square(picture: Image.Image, resolution: int, background: str = BACKGROUND) -> Tensor:
     """Scales the shorter side to `resolution` and crops the middle square.
 
     Args:
-        picture: Any picture of 8 or 16 bits; turned as its EXIF orientation says, and converted to RGB.
+        picture: Any picture of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
         resolution: Width and height wanted, in pixels.
+        background: Colour that shows where the picture is transparent, as PIL knows it.
 
     Returns:
         Float32 in [-1, 1], `(3, resolution, resolution)`.
@@ -57,6 +64,7 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
     """
     # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
     picture = ImageOps.exif_transpose(picture)
+    icc, key = picture.info.get("icc_profile"), picture.info.get("transparency")
     most = _LONGEST * min(picture.size)
     if max(picture.size) > most:  # a line of 60000 pixels would take 20 s to scale
         width, height = (min(side, most) for side in picture.size)
@@ -69,12 +77,55 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
         )
     if picture.mode.startswith("I;16"):
         # Depth maps and others, of which a conversion to RGB would make white.
-        levels = np.asarray(picture).astype(np.float32) / 257
-        picture = Image.fromarray(levels.round().astype(np.uint8))
+        values = np.asarray(picture)
+        levels = (values.astype(np.float32) / 257).round().astype(np.uint8)
+        picture = Image.fromarray(levels)
+        if key is not None:
+            picture.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    is_grey = picture.mode in ("1", "L", "LA")
+    if picture.has_transparency_data:
+        picture = picture.convert("LA" if is_grey else "RGBA")
+    elif picture.mode != "CMYK":
+        picture = picture.convert("L" if is_grey else "RGB")
     size, (left, top) = _scaled_and_cropped(picture.size, resolution)
-    resized = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    square = resized.crop((left, top, left + resolution, top + resolution))
-    return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
+    # With an alpha channel, colours are weighted by it: those that nobody sees do not bleed into others.
+    square = picture.resize(size, Image.Resampling.LANCZOS)
+    square = square.crop((left, top, left + resolution, top + resolution))
+    seen = _in_srgb(square.convert(square.mode.removesuffix("A")), icc)
+    if "A" in square.getbands():
+        behind = Image.new("RGB", seen.size, background)
+        seen = Image.composite(seen, behind, square.getchannel("A"))
+    return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _in_srgb(picture: Image.Image, icc: bytes | None) -> Image.Image:
+    """Converts grey, RGB or CMYK to sRGB; as in viewers, a broken profile or one of other channels does nothing."""
+    if icc:
+        with contextlib.suppress(ImageCms.PyCMSError, OSError):
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+            mode = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}.get(
+                profile.profile.xcolor_space.strip()
+            )
+            if (picture.mode, mode) == ("L", "RGB"):
+                picture = picture.convert("RGB")
+            if picture.mode == mode:
+                srgb = ImageCms.createProfile("sRGB")
+                return ImageCms.profileToProfile(picture, profile, srgb, outputMode="RGB")
+    return picture.convert("RGB")
+
+
+def require_color(name: str) -> None:
+    """Refuses a background that PIL does not know.
+
+    Raises:
+        ConfigurationError: It is no colour.
+    """
+    try:
+        ImageColor.getrgb(name)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"background={name!r} is no colour; write a name such as 'white', or '#ff8000' (data.background)"
+        ) from error
 
 
 def _scaled_and_cropped(
@@ -108,9 +159,9 @@ def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
     }
 
 
-def to_condition(picture: Image.Image, resolution: int) -> Tensor:
+def to_condition(picture: Image.Image, resolution: int, background: str = BACKGROUND) -> Tensor:
     """Crops as `to_square` does, to values in [0, 1], as ControlNets want their conditions."""
-    return (to_square(picture, resolution) + 1) / 2
+    return (to_square(picture, resolution, background) + 1) / 2
 
 
 def read_sample(
@@ -118,6 +169,7 @@ def read_sample(
     caption: str,
     condition: IO[bytes] | Path | None,
     resolution: int,
+    background: str,
     names: tuple[str, str],
 ) -> Sample:
     """Reads a picture and that of its condition, if there is one.
@@ -127,28 +179,32 @@ def read_sample(
         caption: Of the picture.
         condition: A file, too.
         resolution: Width and height wanted, in pixels.
+        background: As for `to_square`.
         names: What to call picture and condition.
 
     Raises:
         DataError: A file cannot be read, or the two have other shapes; names what they are called.
     """
     with _reading(names[0]), Image.open(picture) as image:
-        sample: Sample = {"image": to_square(image, resolution), "caption": caption}
+        sample: Sample = {"image": to_square(image, resolution, background), "caption": caption}
         sample |= size_and_crop(image, resolution)
         if condition is not None:
             with _reading(names[1]), Image.open(condition) as other:
                 require_same_shape(image, names[0], other, names[1])
-                sample["condition"] = to_condition(other, resolution)
+                sample["condition"] = to_condition(other, resolution, background)
     return sample
 
 
-def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
+def read_video(
+    path: Path, num_frames: int, resolution: int, background: str = BACKGROUND
+) -> Tensor:
     """Reads successive frames out of the middle of a video.
 
     Args:
         path: A file, or a folder whose pictures are the frames, in the order of the numbers in their names.
         num_frames: How many.
         resolution: Width and height wanted, in pixels.
+        background: As for `to_square`.
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, resolution, resolution)`.
@@ -157,15 +213,17 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
         DataError: It has fewer frames.
     """
     if path.is_file():
-        frames = _decoded(path, num_frames, resolution)
+        pictures: Iterable[Image.Image] = _decoded(path, num_frames)
     else:
         known = Image.registered_extensions()
         files = (file for file in path.iterdir() if file.suffix.lower() in known)
-        files, frames = sorted(files, key=_by_number), []
+        files = sorted(files, key=_by_number)
         first = max(0, (len(files) - num_frames) // 2)
-        for file in files[first : first + num_frames]:
-            with Image.open(file) as picture:
-                frames.append(to_square(picture, resolution))
+        pictures = (Image.open(file) for file in files[first : first + num_frames])
+    frames = []
+    for picture in pictures:
+        with picture:
+            frames.append(to_square(picture, resolution, background))
     if len(frames) < num_frames:
         raise DataError(
             f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
@@ -179,7 +237,7 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
+def _decoded(path: Path, num_frames: int) -> list[Image.Image]:
     import av
 
     with av.open(str(path)) as container:  # counts without decoding
@@ -188,7 +246,12 @@ def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
     with av.open(str(path)) as container:
         # Packets of some codecs show nothing: where frames end early, those are read that there are.
         frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
-        return [to_square(frame.to_image(), resolution) for frame in frames]
+        return [
+            Image.fromarray(frame.to_ndarray(format="rgba"))
+            if any(component.is_alpha for component in frame.format.components)
+            else frame.to_image()
+            for frame in frames
+        ]
 
 
 @contextlib.contextmanager
@@ -310,6 +373,7 @@ class _Lines:
 class _Pictures(Dataset[Sample]):
     entries: list[_Listed]
     resolution: int
+    background: str
     num_frames: int | None
 
     def __len__(self) -> int:
@@ -322,10 +386,10 @@ class _Pictures(Dataset[Sample]):
         if self.num_frames is not None:
             with _reading(names[0]):
                 return {
-                    "video": read_video(path, self.num_frames, self.resolution),
+                    "video": read_video(path, self.num_frames, self.resolution, self.background),
                     "caption": caption,
                 }
-        return read_sample(path, caption, condition, self.resolution, names)
+        return read_sample(path, caption, condition, self.resolution, self.background, names)
 
 
 def require_same_shape(
@@ -372,6 +436,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             they are loaded; the next one takes the place of each.
         num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; None for
             pictures.
+        background: Colour that shows where pictures are transparent: a name, or such as `"#ff8000"`.
     """
 
     def __init__(
@@ -385,8 +450,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         num_frames: int | None = None,
+        background: str = BACKGROUND,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
+        require_color(background)
         if num_frames is not None:
             require_number("num_frames", num_frames, 1, whole=True)
             if condition is not None:
@@ -428,14 +495,16 @@ class ImageFolderDataModule(CaptionedDataModule):
                 f"{file} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
                 "give folders of frames"
             )
-        for entry in entries:
-            split[share_of(entry.path.name) < h.validation_share].append(entry)
+        for entry in entries:  # by paths in the folder, which it keeps wherever it is moved
+            name = Path(os.path.relpath(entry.path, h.folder)).as_posix()
+            split[share_of(name) < h.validation_share].append(entry)
         if stage == "fit" and not split[False]:
             raise ConfigurationError(
                 f"all {len(split[True])} pictures of {h.folder} are held back, and none is left to train on: add "
                 f"pictures, or lower validation_share={h.validation_share} (data.validation_share)"
             )
         train_set, validation_set = (
-            _Pictures(split[held], h.resolution, h.num_frames) for held in (False, True)
+            _Pictures(split[held], h.resolution, h.background, h.num_frames)
+            for held in (False, True)
         )
         self._use(train_set, validation_set, h.condition if h.condition in MADE else None)
