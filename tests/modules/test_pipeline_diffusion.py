@@ -27,7 +27,11 @@ CAPTIONS = ["a cat 1", "dog b", "x"]
 def module_of(name, folder, **options):
     call = {k: v for k, v in tiny.options_of(name).items() if k not in SIZES}
     call.pop("use_resolution_binning", None)
-    return PipelineDiffusion(tiny.build(name, folder), call=call, caption_dropout=0.0, **options)
+    pipeline = tiny.build(name, folder)
+    config = pipeline.scheduler.config
+    shifted = {name: 3.0 for name in ("shift", "flow_shift") if name in config}
+    pipeline.scheduler = type(pipeline.scheduler).from_config(config, **shifted)
+    return PipelineDiffusion(pipeline, call=call, caption_dropout=0.0, **options)
 
 
 def batch_of(name, dtype=torch.float32):
@@ -63,8 +67,16 @@ def discrete(module, latents):
     return scheduler.add_noise(latents, noise, timesteps), timesteps, noise
 
 
-def flow(latents):
-    sigmas = torch.sigmoid(0.3 + torch.randn(len(latents)))
+def flow(module, latents):
+    """Times as in diffusers' scripts for SD3 and Flux; none for Wan, whose scheduler shifts as the one here."""
+    config = module.scheduler.config
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+    if "flow_shift" in config:
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=config.flow_shift)
+    u = torch.sigmoid(-torch.randn(len(latents)))
+    indices = (u * scheduler.config.num_train_timesteps).long()
+    timesteps, sigmas = scheduler.timesteps[indices], scheduler.sigmas[indices]
+    torch.testing.assert_close(timesteps, 1000 * sigmas)
     noise = torch.randn(latents.shape)
     wide = sigmas.reshape(-1, *[1] * (latents.ndim - 1))
     return (1 - wide) * latents + wide * noise, sigmas, noise - latents
@@ -116,7 +128,7 @@ def by_hand_pixart(m, batch):
 
 
 def by_hand_sd3(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     clips = [
         encoder(ids_of(tokenizer).input_ids, output_hidden_states=True)
         for encoder, tokenizer in ((m.text_encoder, m.tokenizer), (m.text_encoder_2, m.tokenizer_2))
@@ -145,7 +157,7 @@ def unpacked(tokens, latents):
 
 
 def by_hand_flux(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
     states = m.text_encoder_2(ids_of(m.tokenizer_2, 8).input_ids)[0]
     tokens, places = packed(noisy)
@@ -167,7 +179,7 @@ def by_hand_wan(m, batch):
         for values in (m.vae.config.latents_mean, m.vae.config.latents_std)
     )
     latents = (m.vae.encode(batch["video"]).latent_dist.sample() - mean) / std
-    noisy, sigmas, target = flow(latents)
+    noisy, sigmas, target = flow(m, latents)
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
     states = states * tokens.attention_mask[..., None]
@@ -180,14 +192,14 @@ def by_hand_ddpm(m, batch):
 
 
 def by_hand_aura_flow(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(**tokens)[0] * tokens.attention_mask[..., None]
     return m.transformer(noisy, states, sigmas).sample, target
 
 
 def by_hand_chroma(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     words = ids_of(m.tokenizer, 8)
     states = m.text_encoder(**words)[0]
     one_more = F.pad(words.attention_mask, (1, 0), value=1)[:, :8]  # of the padding
@@ -205,7 +217,7 @@ def by_hand_chroma(m, batch):
 
 def by_hand_sana(m, batch):
     latents = m.vae.encode(batch["image"]).latent * m.vae.config.scaling_factor
-    noisy, sigmas, target = flow(latents)
+    noisy, sigmas, target = flow(m, latents)
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(**tokens)[0]
     mask = tokens.attention_mask
@@ -214,7 +226,7 @@ def by_hand_sana(m, batch):
 
 def by_hand_lumina2(m, batch):
     """Time runs from noise to picture, and so does the velocity."""
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     texts = [f"{m.pipeline.system_prompt} <Prompt Start> {caption}" for caption in CAPTIONS]
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     tokens = m.tokenizer(texts, max_length=8, **options)
@@ -237,7 +249,7 @@ def by_hand_cogvideox(m, batch):
 def by_hand_ltx(m, batch):
     mean, std = (x.reshape(1, -1, 1, 1, 1) for x in (m.vae.latents_mean, m.vae.latents_std))
     latents = m.vae.encode(batch["video"]).latent_dist.sample()
-    noisy, sigmas, target = flow((latents - mean) * m.vae.config.scaling_factor / std)
+    noisy, sigmas, target = flow(m, (latents - mean) * m.vae.config.scaling_factor / std)
     words = ids_of(m.tokenizer, 8)
     space = batch["video"].shape[-1] // noisy.shape[-1]
     predicted = m.transformer(
@@ -260,7 +272,7 @@ def by_hand_instruct_pix2pix(m, batch):
 
 def by_hand_kontext(m, batch):
     """The picture before is more tokens, at the same places of another layer."""
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     mode = m.vae.encode(2 * batch["condition"] - 1).latent_dist.mode()
     before = (mode - m.vae.config.shift_factor) * m.vae.config.scaling_factor
     pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
