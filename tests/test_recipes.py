@@ -239,8 +239,9 @@ def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monk
     code, out, err = call(capsys, monkeypatch, *command, f"hydra.run.dir={tmp_path}")
     assert code == 0, out + err
     assert re.search(r"step:\s+([\d.]+ m?s) for", header)[1] == re.search(r"step\s+(.*?),", out)[1]
-    fullest = max(re.findall(r"backbone .*?([\d.]+) GiB", out), key=float)
-    assert re.search(r"memory:\s+([\d.]+) GiB", header)[1] == fullest
+    assert (
+        "memory:" not in header
+    )  # which is planned for weights of bfloat16, and runs keep float32
     (kept,) = (tmp_path / "cache").rglob("modelled-*.json")
     if not any(setting.startswith("model.resolution=") for setting in command):
         model = kept.name.split("-")[1]

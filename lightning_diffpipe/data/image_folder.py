@@ -25,7 +25,7 @@ import os
 import re
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,14 +41,11 @@ from torch.utils.data import Dataset
 from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
-BACKGROUND = "white"
-"""What shows through transparent pixels, whose stored colours nobody sees."""
-
 _LONGEST = 8
 """Sides of a picture in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
 
 
-def to_square(picture: Image.Image, resolution: int, background: str = BACKGROUND) -> Tensor:
+def to_square(picture: Image.Image, resolution: int, background: str = "white") -> Tensor:
     """Scales the shorter side to `resolution` and crops the middle square.
 
     Args:
@@ -115,11 +112,7 @@ def _in_srgb(picture: Image.Image, icc: bytes | None) -> Image.Image:
 
 
 def require_color(name: str) -> None:
-    """Refuses a background that PIL does not know.
-
-    Raises:
-        ConfigurationError: It is no colour.
-    """
+    """Raises ConfigurationError for a background that PIL does not know."""
     try:
         ImageColor.getrgb(name)
     except (ValueError, TypeError, AttributeError) as error:
@@ -135,33 +128,6 @@ def _scaled_and_cropped(
     scale = resolution / min(size)
     width, height = (max(resolution, round(scale * side)) for side in size)
     return (width, height), ((width - resolution) // 2, (height - resolution) // 2)
-
-
-def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
-    """Returns what models such as SDXL are given with a picture that `to_square` has cut.
-
-    Args:
-        picture: Before it is scaled and cropped.
-        resolution: As for `to_square`.
-
-    Returns:
-        `original_size`, height and width of the upright picture, and `crops_coords_top_left`, top and left of the
-        square in the scaled one; whole numbers of pixels, `(2,)` each.
-
-    Source:
-        SDXL, Podell et al. (2023), section 2.2, https://arxiv.org/abs/2307.01952
-    """
-    upright = ImageOps.exif_transpose(picture)
-    _, (left, top) = _scaled_and_cropped(upright.size, resolution)
-    return {
-        "original_size": torch.tensor([upright.height, upright.width]),
-        "crops_coords_top_left": torch.tensor([top, left]),
-    }
-
-
-def to_condition(picture: Image.Image, resolution: int, background: str = BACKGROUND) -> Tensor:
-    """Crops as `to_square` does, to values in [0, 1], as ControlNets want their conditions."""
-    return (to_square(picture, resolution, background) + 1) / 2
 
 
 def read_sample(
@@ -187,17 +153,20 @@ def read_sample(
     """
     with _reading(names[0]), Image.open(picture) as image:
         sample: Sample = {"image": to_square(image, resolution, background), "caption": caption}
-        sample |= size_and_crop(image, resolution)
+        # What models such as SDXL are told; section 2.2 of https://arxiv.org/abs/2307.01952
+        upright = ImageOps.exif_transpose(image)
+        _, (left, top) = _scaled_and_cropped(upright.size, resolution)
+        sample["original_size"] = torch.tensor([upright.height, upright.width])
+        sample["crops_coords_top_left"] = torch.tensor([top, left])
         if condition is not None:
             with _reading(names[1]), Image.open(condition) as other:
                 require_same_shape(image, names[0], other, names[1])
-                sample["condition"] = to_condition(other, resolution, background)
+                # In [0, 1], as ControlNets want it.
+                sample["condition"] = (to_square(other, resolution, background) + 1) / 2
     return sample
 
 
-def read_video(
-    path: Path, num_frames: int, resolution: int, background: str = BACKGROUND
-) -> Tensor:
+def read_video(path: Path, num_frames: int, resolution: int, background: str = "white") -> Tensor:
     """Reads successive frames out of the middle of a video.
 
     Args:
@@ -213,17 +182,15 @@ def read_video(
         DataError: It has fewer frames.
     """
     if path.is_file():
-        pictures: Iterable[Image.Image] = _decoded(path, num_frames)
+        frames = _decoded(path, num_frames, resolution, background)
     else:
         known = Image.registered_extensions()
         files = (file for file in path.iterdir() if file.suffix.lower() in known)
-        files = sorted(files, key=_by_number)
+        files, frames = sorted(files, key=_by_number), []
         first = max(0, (len(files) - num_frames) // 2)
-        pictures = (Image.open(file) for file in files[first : first + num_frames])
-    frames = []
-    for picture in pictures:
-        with picture:
-            frames.append(to_square(picture, resolution, background))
+        for file in files[first : first + num_frames]:
+            with Image.open(file) as picture:
+                frames.append(to_square(picture, resolution, background))
     if len(frames) < num_frames:
         raise DataError(
             f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
@@ -237,7 +204,7 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _decoded(path: Path, num_frames: int) -> list[Image.Image]:
+def _decoded(path: Path, num_frames: int, resolution: int, background: str) -> list[Tensor]:
     import av
 
     with av.open(str(path)) as container:  # counts without decoding
@@ -246,12 +213,8 @@ def _decoded(path: Path, num_frames: int) -> list[Image.Image]:
     with av.open(str(path)) as container:
         # Packets of some codecs show nothing: where frames end early, those are read that there are.
         frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
-        return [
-            Image.fromarray(frame.to_ndarray(format="rgba"))
-            if any(component.is_alpha for component in frame.format.components)
-            else frame.to_image()
-            for frame in frames
-        ]
+        pictures = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
+        return [to_square(picture, resolution, background) for picture in pictures]
 
 
 @contextlib.contextmanager
@@ -450,7 +413,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         num_frames: int | None = None,
-        background: str = BACKGROUND,
+        background: str = "white",
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.image_folder import BACKGROUND, read_sample, require_color
+from lightning_diffpipe.data.image_folder import read_sample, require_color
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed
 
@@ -153,7 +153,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         seed: int = 0,
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
-        background: str = BACKGROUND,
+        background: str = "white",
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)

@@ -33,8 +33,6 @@ class Noise:
         logit_mean: Times of flow matching are `sigmoid(logit_mean + logit_std * normal)`, before they are shifted.
         logit_std: See `logit_mean`.
         uniform: Times of flow matching are uniform instead.
-        shift: Shift of times towards noise; None takes that of the scheduler, and none where the scheduler shifts
-            by the size of what it draws, as diffusers' training scripts do.
         preconditioned: Losses of flow matching are those of the clean latents that a prediction stands for.
 
     Raises:
@@ -49,13 +47,10 @@ class Noise:
     logit_mean: float = 0.0
     logit_std: float = 1.0
     uniform: bool = False
-    shift: float | None = None
     preconditioned: bool = False
 
     def __post_init__(self) -> None:
         require_number("logit_std", self.logit_std, 0)
-        if self.shift is not None:
-            require_number("shift", self.shift, 0)
         if self.min_snr_gamma is not None:
             require_number("min_snr_gamma", self.min_snr_gamma, 0)
 
@@ -189,16 +184,14 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
                 f"min_snr_gamma={noise.min_snr_gamma} weighs losses of epsilon and v, but this is flow matching "
                 f"({type(scheduler).__name__}); leave it out, and choose times by logit_mean and logit_std"
             )
-        # Some may be told another shift than that of their config.
+        # Some may be told another than that of their config. One by the size drawn diffusers' scripts leave out.
         shift = config.get("shift", config.get("flow_shift", 1.0))
         shift = scheduler.shift if hasattr(type(scheduler), "shift") else shift
         shift = 1.0 if config.get("use_dynamic_shifting") else shift
-        return FlowMatching(
-            config.num_train_timesteps, shift if noise.shift is None else noise.shift, noise
-        )
-    if noise.preconditioned or noise.uniform or noise.shift is not None:
+        return FlowMatching(config.num_train_timesteps, shift, noise)
+    if noise.preconditioned or noise.uniform:
         raise ConfigurationError(
-            f"preconditioned, uniform and shift are for flow matching, and {type(scheduler).__name__} with "
+            f"preconditioned and uniform are for flow matching, and {type(scheduler).__name__} with "
             f"prediction_type={prediction!r} is none; leave them out"
         )
     if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:

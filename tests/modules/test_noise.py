@@ -151,13 +151,6 @@ def test_times_of_a_flow_are_those_of_diffusers_scripts(name, used, uniform):
     assert weights is None
 
 
-def test_a_shift_may_be_given():
-    schedule = noise_schedule_of(SHIFTS["Flux"][0], Noise(shift=3.0))
-    assert schedule.shift == 3.0
-    with pytest.raises(ConfigurationError, match="shift are for flow matching, and DDPMScheduler"):
-        noise_schedule_of(diffusers.DDPMScheduler(), Noise(shift=3.0))
-
-
 def test_times_of_a_flow_are_drawn_as_asked_for():
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule = noise_schedule_of(scheduler, Noise(logit_mean=-1.0, logit_std=0.5))
@@ -169,5 +162,9 @@ def test_times_of_a_flow_are_drawn_as_asked_for():
 def test_bad_noise_is_named():
     with pytest.raises(ConfigurationError, match=r"min_snr_gamma=5\.0 weighs losses of epsilon"):
         noise_schedule_of(diffusers.FlowMatchEulerDiscreteScheduler(), Noise(min_snr_gamma=5.0))
+    with pytest.raises(
+        ConfigurationError, match="uniform are for flow matching, and DDPMScheduler"
+    ):
+        noise_schedule_of(diffusers.DDPMScheduler(), Noise(uniform=True))
     with pytest.raises(ConfigurationError, match="logit_std"):
         Noise(logit_std=-1.0)

@@ -1,5 +1,6 @@
 """Any pipeline, trained by its own call: the losses of steps written by hand, and the gradients of one process."""
 
+import warnings
 from unittest import mock
 
 import diffusers
@@ -13,7 +14,7 @@ from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
-from tests.graph.emulate import check_stages
+from tests.graph.emulate import check_stages, emulate, reference
 from tests.graph.steps import step as plain_step
 from tests.modules.tiny_parts import fit, tiny_unet
 from tests.predictor import tiny_pipelines as tiny
@@ -384,6 +385,83 @@ def test_stages_add_up_to_one_process(name, tmp_path):
     frozen = {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
     assert "vae" in frozen
     assert any(part.startswith("text_encoder") for part in frozen) or name == "dit"
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "PixArtSigmaPipeline", "DDPMPipeline"])
+def test_a_denoiser_without_a_size_is_named_with_the_cure(name, tmp_path):
+    """History: `sample_size=None`, the default of U-Nets, ended in a TypeError about None."""
+    module = PipelineDiffusion(build(name, tmp_path), caption_dropout=0.0)
+    module.denoiser.register_to_config(sample_size=None)
+    with pytest.raises(ConfigurationError, match=r"sample_size is None .*register_to_config\("):
+        module.setup("fit")
+    module.denoiser.register_to_config(sample_size=8)
+    module.setup("fit")
+
+
+@pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "flux", "wan"])
+def test_captions_that_are_cut_are_counted_by_tokenizer(name, tmp_path):
+    """Each of several tokenizers reads so many tokens."""
+    module, batch = module_of(name, tmp_path).eval(), batch_of(name)
+    module.setup("fit")
+    batch["caption"] = ["a cat", "a cat " * 200, ""]
+    module.on_train_start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(module, batch | {"caption": ["a cat", "a", ""]})
+    for _ in range(2):  # as runs before training may have warned to nobody
+        module.on_train_start()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(module, batch)
+            loss_of(module, batch)
+        said = [str(w.message) for w in caught if "cut off" in str(w.message)]
+        tokenizers = {
+            (type(part).__name__, 8 if "T5" in type(part).__name__ else part.model_max_length)
+            for name, part in module.parts.items()
+            if name.startswith("tokenizer")
+        }
+        assert len(said) == len(tokenizers)
+        for kind, length in tokenizers:
+            text = f"1 of 3 captions have more tokens than the {length} that {kind}"
+            assert any(text in line for line in said)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionInstructPix2PixPipeline"])
+def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(name, asks, tmp_path):
+    """History: under bf16-mixed SDXL's encoded in bfloat16, which its config (`force_upcast`) warns of."""
+    entry = PIPELINES[name]
+    module = PipelineDiffusion(build(name, tmp_path), call=entry.call, caption_dropout=0.0).eval()
+    module.vae.register_to_config(force_upcast=asks)
+    module.setup("fit")
+    module.log = lambda *arguments, **options: None
+    pixels = torch.randn(3, *entry.pixels, generator=torch.Generator().manual_seed(0))
+    batch = {"image": pixels, "caption": CAPTIONS, "condition": pixels.sigmoid()}
+    encodings = []
+    encode = module.vae.encode
+
+    def noted(*args, **options):
+        encodings.append(encode(*args, **options))
+        return encodings[-1]
+
+    module.vae.encode = noted
+    loss_of(module, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(module, batch)
+    assert len(encodings) == 2 * (1 + entry.edits)
+    half = len(encodings) // 2
+    for full, mixed in zip(encodings[:half], encodings[half:], strict=True):
+        means = [encoded.latent_dist.mean for encoded in (full, mixed)]
+        assert torch.equal(*means) == asks
+    module.vae.encode = encode
+    if (
+        not entry.edits
+    ):  # torch's group norm ends the process in bfloat16, asked for its weights alone
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            graph = probe(module, plain_step, batch)
+            expected, _ = reference(module, plain_step, batch, 0, graph if graph.seeded else None)
+            got, _ = emulate(module, graph, [len(graph.path) // 2], plain_step, batch, 0)
+        assert got == expected
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "wan"])
