@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.serialization import safe_globals
@@ -131,7 +131,7 @@ def look_at(
 
 
 def require_file(path: str | Path) -> None:
-    """Finds out whether there is anything to read at a path of this machine; others pass.
+    """Finds out whether there is anything to read at a path, of this machine or one that fsspec knows.
 
     Raises:
         CheckpointError: There is not, or it is an address of the web; a line with the remedy.
@@ -142,6 +142,12 @@ def require_file(path: str | Path) -> None:
             f"(curl -LO {path}), and give the path of the file"
         )
     if not _is_local_file_protocol(path):
+        try:
+            there = get_filesystem(str(path)).exists(str(path))
+        except Exception as error:  # of any package that knows the protocol
+            raise CheckpointError(f"cannot look for the checkpoint {path}: {error}") from error
+        if not there:
+            raise MissingCheckpointError(f"there is no checkpoint {path}")
         return
     file = _local(path)
     if file.is_symlink() and not file.exists():
@@ -216,14 +222,14 @@ class FinalCheckpoint(L.Callback):
     `ModelCheckpoint` writes every so many steps, and the last step is rarely one of them.
 
     Args:
-        path: File to write.
+        path: File to write, of this machine or one that fsspec knows.
 
     Attributes:
         is_written: This run has written it; not so if there was nothing left to train.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path) if _is_local_file_protocol(path) else path
         self.is_written = False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -244,7 +250,7 @@ def _folders(trainer: Any) -> Iterator[Path]:
             folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
             if _is_local_file_protocol(folder):
                 yield _local(folder)
-        elif isinstance(callback, FinalCheckpoint):
+        elif isinstance(callback, FinalCheckpoint) and isinstance(callback.path, Path):
             yield callback.path.parent
 
 
@@ -271,6 +277,12 @@ def chosen(
     Raises:
         CheckpointError: There is nothing to read at the path, or no checkpoint among the "last" can be read.
     """
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
+    if path == "last" and saves and not list(_folders(trainer)):
+        raise CheckpointError(
+            'ckpt_path="last" is looked for in folders of this machine, and callbacks save elsewhere: name a file '
+            "to go on from, or leave ckpt_path out to begin at step 0"
+        )
     if path == "last":
         found = newest(files_of(trainer), fits, weights_only)
         if found is not None:

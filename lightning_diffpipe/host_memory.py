@@ -23,6 +23,16 @@ _MOST_KEPT_BYTES = (1 << 31) - 1
 _LARGEST_IN_HEAP_BYTES = 1 << 25  # glibc takes no more
 
 
+def peak_resident_bytes() -> float | None:
+    """Returns the most memory that this process has had, torch itself included; None where no system call tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(used if sys.platform == "darwin" else 1024 * used)
+
+
 def keep_freed_memory() -> bool:
     """Asks glibc to keep freed memory; does nothing elsewhere, or where the user has set it.
 

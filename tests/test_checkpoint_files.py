@@ -5,11 +5,12 @@ import os
 import subprocess
 import tempfile
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_diffpipe import files
+from lightning_diffpipe import DiffPipeStrategy, files
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.checkpoint_files import WholeFiles, look_at, newest
 from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
@@ -241,3 +242,39 @@ def test_what_killed_writers_left_is_removed_in_time(tmp_path):
     os.utime(old, (0, 0))
     files.remove_abandoned(tmp_path)
     assert list(tmp_path.iterdir()) == [young]
+
+
+def test_a_final_checkpoint_goes_where_fsspec_writes(tmp_path, monkeypatch):
+    """History: of an address a folder was made on this machine, `memory:/run`."""
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "saved", 2, callbacks=[FinalCheckpoint("memory://run/final.ckpt")])
+    assert not list(tmp_path.glob("memory*"))
+    assert fsspec.filesystem("memory").exists("/run/final.ckpt")
+    trainer = train(tmp_path / "more", 3, ckpt_path="memory://run/final.ckpt")
+    assert steps_in(tmp_path / "more") == {3}
+    assert trainer.global_step == 3
+
+
+def test_the_last_checkpoint_elsewhere_has_to_be_named():
+    """History: folders of other file systems were not looked into, and a run began anew beside its checkpoints."""
+    train("memory://last", 2, save_last=True)
+    with pytest.raises(CheckpointError, match=r"in folders of this machine.*name a file"):
+        train("memory://last", 3, ckpt_path="last", save_last=True)
+    trainer = train("memory://last", 3, ckpt_path="memory://last/last.ckpt", save_last=True)
+    assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("memory://run/none.ckpt", "there is no checkpoint memory://run/none.ckpt"),
+        ("unheard://run/a.ckpt", "cannot look for the checkpoint unheard://run/a.ckpt: "),
+        ("http://localhost/a.ckpt", "is an address"),
+    ],
+)
+def test_addresses_that_cannot_be_read_are_refused_before_planning(
+    path, reason, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(DiffPipeStrategy, "setup_environment", lambda self: pytest.fail("began"))
+    with pytest.raises(CheckpointError, match=reason):
+        train(tmp_path, 2, ckpt_path=path)

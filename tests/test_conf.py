@@ -1,6 +1,8 @@
 """Every file of `conf/` composes, and every part of it can be built."""
 
 import inspect
+import logging
+import os
 import re
 import shlex
 from dataclasses import fields
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
+from lightning_diffpipe.cli import launch
 from lightning_diffpipe.cli.training import _build_trainer
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
@@ -161,17 +164,21 @@ def test_without_a_logger_no_learning_rate_is_monitored(output_dir, setting):
 
 
 @pytest.mark.slow
-def test_what_lets_wandb_upload(output_dir):
-    """History: the README named `WANDB_MODE=online` alone, which an offline logger overwrites."""
-    offline = lambda *settings: (
-        composed("train", "logger=wandb", *settings, output_dir).logger.wandb.offline
-    )
-    assert offline() is True
-    assert offline("offline=false") is False
-    alone = composed("train", "logger=wandb", "logger.wandb.offline=false", output_dir)
-    assert (alone.offline, alone.logger.wandb.offline) == (True, False)
-    readme = (CONF.parent / "README.md").read_text()
-    assert "`WANDB_MODE=online diffpipe train logger.wandb.offline=false`" in readme
+@pytest.mark.parametrize("hubs", [[], ["offline=false"], ["experiment=sdxl_lora"]])
+def test_downloads_and_uploads_have_a_switch_each(hubs, output_dir, monkeypatch):
+    """History: recipes, which let hubs download, also uploaded what they log to W&B."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(launch, "_be_quiet", lambda: None)
+    log = logging.getLogger("lightning_diffpipe")
+    monkeypatch.setattr(log, "handlers", [logging.NullHandler()])  # else it takes one, for good
+    for uploads in ([], ["logger.wandb.offline=false"]):
+        config = composed("train", "logger=wandb", *hubs, *uploads, output_dir)
+        assert config.offline == (not hubs)
+        launch.prepare(config)
+        assert "WANDB_MODE" not in os.environ
+        logger = hydra.utils.instantiate(config.logger.wandb)
+        assert logger._offline == (not uploads)
 
 
 def documented_commands():

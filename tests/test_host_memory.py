@@ -7,6 +7,7 @@ step cleared thousands of pages that the step before had given back.
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -33,6 +34,24 @@ def faults(**variables):
     )  # fmt: skip
     is_set, count = run.stdout.split()
     return is_set, int(count)
+
+
+def test_nothing_asks_for_what_other_systems_lack():
+    """History: the monitor imported `resource`, which Windows does not have, and with it the whole package."""
+    code = "import sys; sys.modules['resource'] = None; import lightning_diffpipe.callbacks as c"
+    subprocess.run([sys.executable, "-c", f"{code}; c.PipelineMonitor()"], timeout=120, check=True)
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_the_most_memory_is_counted_in_bytes(system, monkeypatch):
+    """History: macOS counts bytes, which were taken for kibibytes."""
+    resource = types.ModuleType("resource")
+    resource.RUSAGE_SELF, resource.getrusage = 0, lambda _: types.SimpleNamespace(ru_maxrss=3)
+    monkeypatch.setitem(sys.modules, "resource", resource)
+    monkeypatch.setattr(sys, "platform", system)
+    assert host_memory.peak_resident_bytes() == (3 if system == "darwin" else 3072)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert host_memory.peak_resident_bytes() is None
 
 
 @pytest.mark.slow

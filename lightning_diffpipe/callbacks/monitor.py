@@ -15,7 +15,6 @@ may, and are drawn only as long as drawing stays below a given share of the run.
 from __future__ import annotations
 
 import contextlib
-import resource
 import statistics
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.step import count_samples
+from lightning_diffpipe.host_memory import peak_resident_bytes
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.profiling.modelled import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
@@ -323,12 +323,12 @@ class PipelineMonitor(L.Callback):
         if device.type == "cuda":  # what tensors took, which is what is planned
             name, memory = "peak_memory_bytes", float(torch.cuda.max_memory_allocated(device))
         else:  # all that the process has, torch itself included
-            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            name, memory = "peak_resident_bytes", 1024.0 * used
+            name, memory = "peak_resident_bytes", peak_resident_bytes() or 0.0
         of_ranks = pipeline.mesh.gathered([per_step, memory], patient=True)
         for rank, (rank_sent, rank_memory) in enumerate(of_ranks):
             numbers[f"bytes_sent/rank_{rank}"] = rank_sent
-            numbers[f"{name}/rank_{rank}"] = rank_memory
+            if rank_memory:
+                numbers[f"{name}/rank_{rank}"] = rank_memory
         named = {f"planned_peak_memory_bytes/rank_{rank}": b for rank, b in enumerate(planned)}
         return numbers | named
 

@@ -115,9 +115,8 @@ def prepare(config: DictConfig) -> None:
     import torch
 
     if config.offline:
-        # Hubs and loggers read these when they are imported; the constant, when they were already.
+        # Hubs read this when they are imported; the constant, when they were already.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("WANDB_MODE", "offline")
         import huggingface_hub
 
         huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -138,6 +138,11 @@ class Mesh:
         return max(self.timeout_s, _PATIENCE_S)
 
     @property
+    def number_dtype(self) -> torch.dtype:
+        """Type of numbers that ranks sum: float32 would round counts above 2^24. Apple's GPUs have no other."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    @property
     def pipeline_ranks(self) -> tuple[int, ...]:
         """World ranks of this rank's pipeline, in order."""
         return self.layout.pipeline_ranks(self.pipeline)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 
 _MOST_NAMED = 8
 _Result = TypeVar("_Result")
@@ -96,9 +96,17 @@ def ask_for_queues() -> bool:
     Returns:
         Whether it was asked; CUDA listens before its first use only.
 
+    Raises:
+        ConfigurationError: The user has said one, in which ranks can wait for each other for ever.
+
     Source:
         https://github.com/NVIDIA/nccl/issues/783
     """
+    if os.environ.get(_QUEUES) == "1":
+        raise ConfigurationError(
+            f"{_QUEUES}=1 leaves one queue for everything that a GPU does, where messages can wait for each other "
+            f"for ever; unset it, or set {_QUEUES}={_MOST_QUEUES}"
+        )
     if _QUEUES in os.environ or torch.cuda.is_initialized():
         return False
     os.environ[_QUEUES] = _MOST_QUEUES

@@ -3,9 +3,10 @@
     folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one per line
     folder/cat.png
 
-Pictures are turned upright, scaled so that the shorter side fits, then cropped in the middle. Which pictures are
-held back follows from a hash of their file name. For a ControlNet, or a pipeline that edits pictures, a line may
-name a second picture of the same shape (`condition="conditioning_image"`):
+Pictures are turned upright, converted to sRGB, put on a background where they are transparent, scaled so that the
+shorter side fits, then cropped in the middle. Which pictures are held back follows from a hash of their path in the
+folder. For a ControlNet, or a pipeline that edits pictures, a line may name a second picture of the same shape
+(`condition="conditioning_image"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
+import os
 import re
 import stat
 from collections import deque
@@ -31,7 +34,7 @@ from typing import IO, Literal, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageColor, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -42,12 +45,13 @@ _LONGEST = 8
 """Sides of a picture in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
 
 
-def to_square(picture: Image.Image, resolution: int) -> Tensor:
+def to_square(picture: Image.Image, resolution: int, background: str = "white") -> Tensor:
     """Scales the shorter side to `resolution` and crops the middle square.
 
     Args:
-        picture: Any picture of 8 or 16 bits; turned as its EXIF orientation says, and converted to RGB.
+        picture: Any picture of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
         resolution: Width and height wanted, in pixels.
+        background: Colour that shows where the picture is transparent, as PIL knows it.
 
     Returns:
         Float32 in [-1, 1], `(3, resolution, resolution)`.
@@ -57,6 +61,7 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
     """
     # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
     picture = ImageOps.exif_transpose(picture)
+    icc, key = picture.info.get("icc_profile"), picture.info.get("transparency")
     most = _LONGEST * min(picture.size)
     if max(picture.size) > most:  # a line of 60000 pixels would take 20 s to scale
         width, height = (min(side, most) for side in picture.size)
@@ -69,12 +74,51 @@ def to_square(picture: Image.Image, resolution: int) -> Tensor:
         )
     if picture.mode.startswith("I;16"):
         # Depth maps and others, of which a conversion to RGB would make white.
-        levels = np.asarray(picture).astype(np.float32) / 257
-        picture = Image.fromarray(levels.round().astype(np.uint8))
+        values = np.asarray(picture)
+        levels = (values.astype(np.float32) / 257).round().astype(np.uint8)
+        picture = Image.fromarray(levels)
+        if key is not None:
+            picture.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    is_grey = picture.mode in ("1", "L", "LA")
+    if picture.has_transparency_data:
+        picture = picture.convert("LA" if is_grey else "RGBA")
+    elif picture.mode != "CMYK":
+        picture = picture.convert("L" if is_grey else "RGB")
     size, (left, top) = _scaled_and_cropped(picture.size, resolution)
-    resized = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    square = resized.crop((left, top, left + resolution, top + resolution))
-    return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1).float() / 127.5 - 1
+    # With an alpha channel, colours are weighted by it: those that nobody sees do not bleed into others.
+    square = picture.resize(size, Image.Resampling.LANCZOS)
+    square = square.crop((left, top, left + resolution, top + resolution))
+    seen = _in_srgb(square.convert(square.mode.removesuffix("A")), icc)
+    if "A" in square.getbands():
+        behind = Image.new("RGB", seen.size, background)
+        seen = Image.composite(seen, behind, square.getchannel("A"))
+    return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _in_srgb(picture: Image.Image, icc: bytes | None) -> Image.Image:
+    """Converts grey, RGB or CMYK to sRGB; as in viewers, a broken profile or one of other channels does nothing."""
+    if icc:
+        with contextlib.suppress(ImageCms.PyCMSError, OSError):
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+            mode = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}.get(
+                profile.profile.xcolor_space.strip()
+            )
+            if (picture.mode, mode) == ("L", "RGB"):
+                picture = picture.convert("RGB")
+            if picture.mode == mode:
+                srgb = ImageCms.createProfile("sRGB")
+                return ImageCms.profileToProfile(picture, profile, srgb, outputMode="RGB")
+    return picture.convert("RGB")
+
+
+def require_color(name: str) -> None:
+    """Raises ConfigurationError for a background that PIL does not know."""
+    try:
+        ImageColor.getrgb(name)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"background={name!r} is no colour; write a name such as 'white', or '#ff8000' (data.background)"
+        ) from error
 
 
 def _scaled_and_cropped(
@@ -86,38 +130,12 @@ def _scaled_and_cropped(
     return (width, height), ((width - resolution) // 2, (height - resolution) // 2)
 
 
-def size_and_crop(picture: Image.Image, resolution: int) -> Sample:
-    """Returns what models such as SDXL are given with a picture that `to_square` has cut.
-
-    Args:
-        picture: Before it is scaled and cropped.
-        resolution: As for `to_square`.
-
-    Returns:
-        `original_size`, height and width of the upright picture, and `crops_coords_top_left`, top and left of the
-        square in the scaled one; whole numbers of pixels, `(2,)` each.
-
-    Source:
-        SDXL, Podell et al. (2023), section 2.2, https://arxiv.org/abs/2307.01952
-    """
-    upright = ImageOps.exif_transpose(picture)
-    _, (left, top) = _scaled_and_cropped(upright.size, resolution)
-    return {
-        "original_size": torch.tensor([upright.height, upright.width]),
-        "crops_coords_top_left": torch.tensor([top, left]),
-    }
-
-
-def to_condition(picture: Image.Image, resolution: int) -> Tensor:
-    """Crops as `to_square` does, to values in [0, 1], as ControlNets want their conditions."""
-    return (to_square(picture, resolution) + 1) / 2
-
-
 def read_sample(
     picture: IO[bytes] | Path,
     caption: str,
     condition: IO[bytes] | Path | None,
     resolution: int,
+    background: str,
     names: tuple[str, str],
 ) -> Sample:
     """Reads a picture and that of its condition, if there is one.
@@ -127,28 +145,35 @@ def read_sample(
         caption: Of the picture.
         condition: A file, too.
         resolution: Width and height wanted, in pixels.
+        background: As for `to_square`.
         names: What to call picture and condition.
 
     Raises:
         DataError: A file cannot be read, or the two have other shapes; names what they are called.
     """
     with _reading(names[0]), Image.open(picture) as image:
-        sample: Sample = {"image": to_square(image, resolution), "caption": caption}
-        sample |= size_and_crop(image, resolution)
+        sample: Sample = {"image": to_square(image, resolution, background), "caption": caption}
+        # What models such as SDXL are told; section 2.2 of https://arxiv.org/abs/2307.01952
+        upright = ImageOps.exif_transpose(image)
+        _, (left, top) = _scaled_and_cropped(upright.size, resolution)
+        sample["original_size"] = torch.tensor([upright.height, upright.width])
+        sample["crops_coords_top_left"] = torch.tensor([top, left])
         if condition is not None:
             with _reading(names[1]), Image.open(condition) as other:
                 require_same_shape(image, names[0], other, names[1])
-                sample["condition"] = to_condition(other, resolution)
+                # In [0, 1], as ControlNets want it.
+                sample["condition"] = (to_square(other, resolution, background) + 1) / 2
     return sample
 
 
-def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
+def read_video(path: Path, num_frames: int, resolution: int, background: str = "white") -> Tensor:
     """Reads successive frames out of the middle of a video.
 
     Args:
         path: A file, or a folder whose pictures are the frames, in the order of the numbers in their names.
         num_frames: How many.
         resolution: Width and height wanted, in pixels.
+        background: As for `to_square`.
 
     Returns:
         Float32 in [-1, 1], `(3, num_frames, resolution, resolution)`.
@@ -157,7 +182,7 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
         DataError: It has fewer frames.
     """
     if path.is_file():
-        frames = _decoded(path, num_frames, resolution)
+        frames = _decoded(path, num_frames, resolution, background)
     else:
         known = Image.registered_extensions()
         files = (file for file in path.iterdir() if file.suffix.lower() in known)
@@ -165,7 +190,7 @@ def read_video(path: Path, num_frames: int, resolution: int) -> Tensor:
         first = max(0, (len(files) - num_frames) // 2)
         for file in files[first : first + num_frames]:
             with Image.open(file) as picture:
-                frames.append(to_square(picture, resolution))
+                frames.append(to_square(picture, resolution, background))
     if len(frames) < num_frames:
         raise DataError(
             f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
@@ -179,7 +204,7 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
+def _decoded(path: Path, num_frames: int, resolution: int, background: str) -> list[Tensor]:
     import av
 
     with av.open(str(path)) as container:  # counts without decoding
@@ -188,7 +213,8 @@ def _decoded(path: Path, num_frames: int, resolution: int) -> list[Tensor]:
     with av.open(str(path)) as container:
         # Packets of some codecs show nothing: where frames end early, those are read that there are.
         frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
-        return [to_square(frame.to_image(), resolution) for frame in frames]
+        pictures = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
+        return [to_square(picture, resolution, background) for picture in pictures]
 
 
 @contextlib.contextmanager
@@ -310,6 +336,7 @@ class _Lines:
 class _Pictures(Dataset[Sample]):
     entries: list[_Listed]
     resolution: int
+    background: str
     num_frames: int | None
 
     def __len__(self) -> int:
@@ -322,10 +349,10 @@ class _Pictures(Dataset[Sample]):
         if self.num_frames is not None:
             with _reading(names[0]):
                 return {
-                    "video": read_video(path, self.num_frames, self.resolution),
+                    "video": read_video(path, self.num_frames, self.resolution, self.background),
                     "caption": caption,
                 }
-        return read_sample(path, caption, condition, self.resolution, names)
+        return read_sample(path, caption, condition, self.resolution, self.background, names)
 
 
 def require_same_shape(
@@ -372,6 +399,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             they are loaded; the next one takes the place of each.
         num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; None for
             pictures.
+        background: Colour that shows where pictures are transparent: a name, or such as `"#ff8000"`.
     """
 
     def __init__(
@@ -385,8 +413,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         num_frames: int | None = None,
+        background: str = "white",
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
+        require_color(background)
         if num_frames is not None:
             require_number("num_frames", num_frames, 1, whole=True)
             if condition is not None:
@@ -428,14 +458,16 @@ class ImageFolderDataModule(CaptionedDataModule):
                 f"{file} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
                 "give folders of frames"
             )
-        for entry in entries:
-            split[share_of(entry.path.name) < h.validation_share].append(entry)
+        for entry in entries:  # by paths in the folder, which it keeps wherever it is moved
+            name = Path(os.path.relpath(entry.path, h.folder)).as_posix()
+            split[share_of(name) < h.validation_share].append(entry)
         if stage == "fit" and not split[False]:
             raise ConfigurationError(
                 f"all {len(split[True])} pictures of {h.folder} are held back, and none is left to train on: add "
                 f"pictures, or lower validation_share={h.validation_share} (data.validation_share)"
             )
         train_set, validation_set = (
-            _Pictures(split[held], h.resolution, h.num_frames) for held in (False, True)
+            _Pictures(split[held], h.resolution, h.background, h.num_frames)
+            for held in (False, True)
         )
         self._use(train_set, validation_set, h.condition if h.condition in MADE else None)

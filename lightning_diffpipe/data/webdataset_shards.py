@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.image_folder import read_sample
+from lightning_diffpipe.data.image_folder import read_sample, require_color
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed
 
@@ -134,6 +134,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
+        background: Colour that shows where pictures are transparent: a name, or such as `"#ff8000"`.
 
     Raises:
         ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
@@ -152,8 +153,10 @@ class WebDatasetDataModule(CaptionedDataModule):
         seed: int = 0,
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
+        background: str = "white",
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
+        require_color(background)
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -239,7 +242,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         condition = None if wanted is None else io.BytesIO(files[wanted])
         names = f"the picture of {where}", f"{wanted} of {where}"
         # Not by webdataset, which cuts pictures of 16 bits off at 255.
-        sample = read_sample(io.BytesIO(files[picture]), caption, condition, h.resolution, names)
+        given = io.BytesIO(files[picture]), caption, condition, h.resolution, h.background
+        sample = read_sample(*given, names)
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
         return sample

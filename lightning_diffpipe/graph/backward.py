@@ -14,7 +14,8 @@ computes only what is asked for, so the two halves are two kinds of questions to
 A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for where its
 way leaves the u's: that gradient is noted in the first half, and continued in the second. Weights of a group norm
 are asked for in the first half: all its gradients come from the same sums, and torch's kernel for channels-last
-tensors on CPUs ends the process where those of its weights alone are asked for.
+tensors on CPUs ends the process where those of its weights alone are asked for. So are those of compiled blocks and
+of an `autograd.Function`, whose backward would run twice, all of it.
 
 Autograd gives a parameter its first gradient without a copy, if nobody else holds that tensor, and adds all later
 ones to it in place. But a tensor that nobody else holds may be a view of memory that somebody does hold:
@@ -39,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
@@ -72,7 +74,11 @@ def _memory(tensor: Tensor | None) -> int | None:
 
 
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
-_IN_ONE_PIECE = ("NativeGroupNormBackward0",)
+
+
+def _is_in_one_piece(node: Node) -> bool:
+    """Returns whether all gradients of an operation are computed together, whichever are asked for."""
+    return isinstance(node, BackwardCFunction) or node.name() == "NativeGroupNormBackward0"
 
 
 @dataclass
@@ -112,7 +118,7 @@ def input_gradients(
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
     apart, shared = graph.exits()
-    whole = [node for node in apart if node.name() in _IN_ONE_PIECE]
+    whole = [node for node in apart if _is_in_one_piece(node)]
     early = [weight for node in whole for weight in apart.pop(node)]
     noted: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(partial(noted.__setitem__, node)) for node in apart]

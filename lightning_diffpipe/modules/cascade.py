@@ -33,7 +33,7 @@ from lightning_diffpipe.modules.encoders import (
     uses_mask,
 )
 from lightning_diffpipe.modules.latent_diffusion import denoised, start_noise
-from lightning_diffpipe.modules.noise import noise_schedule_of
+from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartsModule
 
@@ -79,7 +79,7 @@ class CascadedDiffusion(PartsModule):
         self.text_encoder, self.tokenizer = text_encoder, tokenizer
         self.scheduler = scheduler
         self.optimization = optimization or Optimization()
-        self.noise_schedule = noise_schedule_of(scheduler)
+        self.noise_schedule = noise_schedule_of(scheduler, Noise(logit_mean=0.3))
         self.frozen_parts = ("text_encoder",)
         self.freeze_parts()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules.parts import warn_of_cut
 
 
 class Tokens(NamedTuple):
@@ -41,6 +42,7 @@ def tokenize(
             "it, so set it, for example to 77"
         )
     encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length)
+    warn_of_cut(tokenizer, captions, encoded, length)
     # `device=` would let the host wait for a GPU, and thereby for messages, in every microbatch.
     return Tokens(
         torch.tensor(encoded["input_ids"]).to(device, non_blocking=True),

@@ -52,6 +52,7 @@ from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedul
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
+from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.sampling.schedulers import takes_generator
 
 WITHOUT_CONTROLNET = {"StableDiffusionControlNetPipeline": "StableDiffusionPipeline"}
@@ -76,10 +77,16 @@ def latent_size(
         width: In pixels.
 
     Raises:
-        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink pictures by.
+        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink pictures by; or
+            none is given, and the model has none.
     """
     trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
-    default = (trained, trained) if isinstance(trained, int) else tuple(trained)
+    if trained is None and None in (height, width):
+        raise ConfigurationError(
+            "the denoiser does not say which size it draws (sample_size is None in its config); give height and "
+            "width, or set it: denoiser.register_to_config(sample_size=rows of its latents)"
+        )
+    default = tuple(trained) if isinstance(trained, list | tuple) else (trained, trained)
     scale = 2 ** (len(vae["block_out_channels"]) - 1)
     unit, found = scale * patch, []
     for name, pixels, rows in (("height", height, default[0]), ("width", width, default[1])):
@@ -241,14 +248,16 @@ class LatentDiffusion(PartsModule):
             ConfigurationError: The model has no latents for pictures of this size.
         """
         self.require_size(*images.shape[-2:])
-        posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
+        with in_own_precision(self.vae, images.device):
+            posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
         latents = (posterior.sample() if sample else posterior.mode()).float()
         return (latents - (self.vae.config.shift_factor or 0)) * self.vae.config.scaling_factor
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         """Decodes latents to pictures, `(B, 3, H, W)` in [0, 1]."""
         latents = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)
-        images = self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+        with in_own_precision(self.vae, latents.device):
+            images = self.vae.decode(latents.to(self.vae.dtype)).sample.float()
         return (images / 2 + 0.5).clamp(0, 1)
 
     def encode_text(self, tokens: Tokens) -> Tensor:

@@ -30,8 +30,10 @@ class Noise:
 
     Attributes:
         min_snr_gamma: Losses of epsilon and v count as if their signal-to-noise ratio were at most this, often 5.
-        logit_mean: Times of flow matching are `sigmoid(logit_mean + logit_std * normal)`.
+        logit_mean: Times of flow matching are `sigmoid(logit_mean + logit_std * normal)`, before they are shifted.
         logit_std: See `logit_mean`.
+        uniform: Times of flow matching are uniform instead.
+        preconditioned: Losses of flow matching are those of the clean latents that a prediction stands for.
 
     Raises:
         ConfigurationError: A number is negative.
@@ -42,8 +44,10 @@ class Noise:
     """
 
     min_snr_gamma: float | None = None
-    logit_mean: float = 0.3
+    logit_mean: float = 0.0
     logit_std: float = 1.0
+    uniform: bool = False
+    preconditioned: bool = False
 
     def __post_init__(self) -> None:
         require_number("logit_std", self.logit_std, 0)
@@ -77,19 +81,17 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class FlowMatching:
-    """Straight lines from data to noise; times are `sigmoid(mean + std * normal)`.
-
-    Middle times, where there is most to learn, are drawn most often.
+    """Straight lines from data to noise; times are multiples of one over the number of timesteps, shifted.
 
     Attributes:
         num_timesteps: What the denoiser is told at `t = 1`.
-        mean: Mean of the logit of the time.
-        std: Standard deviation of the logit of the time.
+        shift: Times are `shift * t / (1 + (shift - 1) * t)`.
+        noise: Which times are drawn how often, and how they count.
     """
 
     num_timesteps: int = 1000
-    mean: float = 0.3
-    std: float = 1.0
+    shift: float = 1.0
+    noise: Noise = Noise()
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """Draws times, one for each sample, and noise, and mixes them in.
@@ -98,11 +100,23 @@ class FlowMatching:
             clean: fp32 latents of unit variance, `(B, C, h, w)`.
             generator: Drawn from, on the device of `clean`; `None` for the global one.
         """
-        logits = _normal((len(clean),), clean, generator)
-        times = torch.sigmoid(self.mean + self.std * logits)
+        if self.noise.uniform:
+            share = torch.rand(len(clean), generator=generator, device=clean.device)
+        else:
+            logits = _normal((len(clean),), clean, generator)
+            share = torch.sigmoid(-(self.noise.logit_mean + self.noise.logit_std * logits))
+        # As an index into the timesteps of the scheduler, which fall.
+        index = (share * self.num_timesteps).long()
+        times = (self.num_timesteps - index).to(clean.dtype) / self.num_timesteps
+        times = self.shift * times / (1 + (self.shift - 1) * times)
         noise = _normal(clean.shape, clean, generator)
         t = _per_sample(times, clean)
-        return Corrupted((1 - t) * clean + t * noise, self.num_timesteps * times, noise - clean)
+        return Corrupted(
+            (1 - t) * clean + t * noise,
+            self.num_timesteps * times,
+            noise - clean,
+            times.square() if self.noise.preconditioned else None,
+        )
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
@@ -159,7 +173,7 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
     Schedulers of flow matching are known by their name or `prediction_type`; all others need DDPM's betas.
 
     Raises:
-        ConfigurationError: The scheduler predicts something else, or `min_snr_gamma` is given for flow matching.
+        ConfigurationError: The scheduler predicts something else, or a setting is given that is for others.
     """
     noise = noise or Noise()
     config = scheduler.config
@@ -170,7 +184,16 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
                 f"min_snr_gamma={noise.min_snr_gamma} weighs losses of epsilon and v, but this is flow matching "
                 f"({type(scheduler).__name__}); leave it out, and choose times by logit_mean and logit_std"
             )
-        return FlowMatching(config.num_train_timesteps, noise.logit_mean, noise.logit_std)
+        # Some may be told another than that of their config. One by the size drawn diffusers' scripts leave out.
+        shift = config.get("shift", config.get("flow_shift", 1.0))
+        shift = scheduler.shift if hasattr(type(scheduler), "shift") else shift
+        shift = 1.0 if config.get("use_dynamic_shifting") else shift
+        return FlowMatching(config.num_train_timesteps, shift, noise)
+    if noise.preconditioned or noise.uniform:
+        raise ConfigurationError(
+            f"preconditioned and uniform are for flow matching, and {type(scheduler).__name__} with "
+            f"prediction_type={prediction!r} is none; leave them out"
+        )
     if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
         raise ConfigurationError(
             f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use one "

@@ -191,6 +191,28 @@ def _from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
     return part
 
 
+said_of_cut: set[str] = set()
+"""Tokenizers of which a warning has said that they cut captions; emptied when a training begins."""
+
+
+def warn_of_cut(tokenizer: Any, texts: Sequence[str], encoded: Any, length: int) -> None:
+    """Warns, once, of texts that a tokenizer has cut to a length; reads no tensor."""
+    reads = f"the {length} that {type(tokenizer).__name__} reads"
+    if reads in said_of_cut:
+        return
+    if (parts := encoded.encodings) is not None:
+        cut = sum(bool(part.overflowing) for part in parts)
+    else:
+        whole = tokenizer(list(texts), verbose=False)["input_ids"]
+        cut = sum(len(ids) > length for ids in whole)
+    if cut:
+        said_of_cut.add(reads)
+        rank_zero_warn(
+            f"{cut} of {len(texts)} captions have more tokens than {reads}, and their ends are cut off, as may "
+            "those of others. Shorten them, or raise max_sequence_length if the pipeline's call takes it"
+        )
+
+
 class PartsModule(L.LightningModule):
     """A LightningModule made of diffusers and transformers parts.
 
@@ -290,6 +312,10 @@ class PartsModule(L.LightningModule):
         """Notes from where parts of these names have been read, to which checkpoints of adapters leave them."""
         if self._lora is not None and not self._lora.store_all:
             self._base = BaseModel.of(path, {n: p for n, p in self.parts.items() if n in names})
+
+    def on_train_start(self) -> None:
+        """Lets warnings of trial runs be said again."""
+        said_of_cut.clear()
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one batch; see `losses`."""

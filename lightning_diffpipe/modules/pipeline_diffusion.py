@@ -25,11 +25,14 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule, read_index
+from lightning_diffpipe.modules.parts import PartsModule, read_index, warn_of_cut
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
+from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.source import call_of, load_networks
+
+_UNOPENED = (OSError, ValueError, TypeError, ImportError, AttributeError, SafetensorError)
 
 
 class PipelineDiffusion(PartsModule):
@@ -85,6 +88,7 @@ class PipelineDiffusion(PartsModule):
         call = dict(call or {})
         require_number("caption_dropout", caption_dropout, 0, 1)
         self.step = OneStep(pipeline, call)
+        self.step.note_tokens = warn_of_cut
         guides = self.step.guides_by_picture
         if condition_dropout is None:
             condition_dropout = 0.1 if guides else 0.0
@@ -142,7 +146,7 @@ class PipelineDiffusion(PartsModule):
             pipeline = DiffusionPipeline.from_pretrained(str(path), **networks)
         except DiffPipeError:
             raise
-        except (OSError, ValueError, ImportError, AttributeError, SafetensorError) as error:
+        except _UNOPENED as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(
                 f"diffusers and transformers cannot open {path}: {type(error).__name__}: {reason}"
@@ -196,7 +200,8 @@ class PipelineDiffusion(PartsModule):
             pixels = pixels.unsqueeze(2)  # a picture is a video of one frame
         if tail.frames_apart:
             pixels = pixels.transpose(1, 2).flatten(0, 1)
-        encoded = vae.encode(pixels.to(vae.dtype))
+        with in_own_precision(vae, pixels.device):
+            encoded = vae.encode(pixels.to(vae.dtype))
         posterior = getattr(encoded, "latent_dist", None)
         if posterior is not None:
             drawn = posterior.sample() if sample else posterior.mode()

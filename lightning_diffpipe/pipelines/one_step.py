@@ -146,6 +146,7 @@ class OneStep:
         picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.
         needs_picture: Whether it draws nothing without one.
         guides_by_picture: Whether it can be guided by the difference that the picture makes.
+        note_tokens: As `PaddingTokenizer` takes it.
         sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
             those that are given for all.
 
@@ -187,6 +188,7 @@ class OneStep:
         self.time: float | None = None
         self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
+        self.note_tokens: Callable[..., None] = lambda *_: None
         self._drawing = _methods_that_draw(type(pipeline))
 
     def predict(
@@ -291,7 +293,7 @@ class OneStep:
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
-                own[name] = PaddingTokenizer(part)
+                own[name] = PaddingTokenizer(part, self.note_tokens)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self.decoder is not None:

@@ -6,6 +6,7 @@ real part. The functions below make those of training; `trial.py` makes further 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -154,10 +155,14 @@ class PaddingTokenizer(StandIn):
 
     Pipelines tokenize twice, the second time without a limit, and compare ids by value to warn of what was
     cut off. The second answer is shorter here than the first, so that there is nothing to compare.
+
+    Args:
+        real: The tokenizer.
+        note: Is given it, the texts, its answer and the most tokens that it reads.
     """
 
-    def __init__(self, real: Any) -> None:
-        super().__init__(real, _text=None, _answer=None)
+    def __init__(self, real: Any, note: Callable[..., None]) -> None:
+        super().__init__(real, _text=None, _answer=None, _note=note)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         """Tokenizes."""
@@ -167,18 +172,33 @@ class PaddingTokenizer(StandIn):
         elif options.get("truncation") and options.get("padding") in (True, "longest"):
             options["padding"] = "max_length"
         self._text, self._answer = text, self._real(text, *args, **options)
+        if options.get("truncation"):
+            length = options.get("max_length") or self._real.model_max_length
+            texts = [text] if isinstance(text, str) else text
+            self._note(self._real, texts, self._answer, length)
         return self._answer
 
 
+def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
+    if getattr(vae.config, "force_upcast", False) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def no_decoder(real: Any, give: Callable[[Tensor], None]) -> StandIn:
-    """Returns an autoencoder that gives away what it shall decode, and ends the call."""
+    """Returns an autoencoder that gives away what it shall decode, and ends the call; it encodes by itself."""
 
     def decode(latents: Tensor, *_: Any, **__: Any) -> Any:
         give(latents)
         raise Captured
 
+    def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
+        with in_own_precision(real, pixels.device):
+            return real.encode(pixels.to(real.dtype), *args, **options)
+
     # In float32, so that the pipeline does not round what it unpacks.
-    return StandIn(real, decode=decode, dtype=torch.float32)
+    return StandIn(real, decode=decode, encode=encode, dtype=torch.float32)
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:

@@ -24,6 +24,11 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
 from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given
 
+_NO_SIZE = (
+    ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
+    "rows of latents, as {0}.register_to_config(sample_size=64) does"
+)
+
 
 def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """Runs the call at its default size with stand-ins, to see what can be trained and how.
@@ -38,7 +43,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             step, samples cannot have timesteps of their own, latents are changed in a way that cannot be
             undone, or the pipeline expects something else of its scheduler.
     """
-    refusals = []
+    refusals, config = [], getattr(parts[step.denoiser], "config", {})
     for one_time, arguments in itertools.product((False, True), step.unguided):
         step.arguments |= arguments
         step.time, step.places = None, ()
@@ -61,6 +66,8 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             refusal = ConfigurationError(
                 f"{step.name} cannot be trained by its own call: with one step at a timestep for each sample "
                 f"it ended in {type(error).__name__}: {error}"
+                + _NO_SIZE.format(step.denoiser)
+                * (config.get("sample_size", 0) is None)
             )
             refusal.__cause__ = error
             refusals.append(refusal)

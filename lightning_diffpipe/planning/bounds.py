@@ -183,8 +183,8 @@ class Bounds:
             limit_s: Give up if no cut has a bound of at most this.
 
         Returns:
-            A lower bound on the step, for any cuts with these replicas, and cuts that meet it within a thousandth,
-            or come close (see `greedy_cuts`); None if there are none within `limit_s` or memory.
+            A lower bound on the step, for any cuts with these replicas, and cuts that meet it within a thousandth;
+            None if there are none within `limit_s` or memory.
         """
         num_layers, later = self.model.num_layers, ranks_after(replicas)
 

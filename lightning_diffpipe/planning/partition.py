@@ -259,8 +259,7 @@ def greedy_cuts(
             later first layer.
 
     Returns:
-        The first layer of every stage and the number of layers. None if there is no way; where a layer is too
-        much for one stage and not for a later one, a way that is not within the limits may be returned instead.
+        The first layer of every stage and the number of layers; None if there is no way.
     """
     stops, first = list[int](), 0
     for stage in range(num_stages):
@@ -272,7 +271,19 @@ def greedy_cuts(
         return None
     for stage in reversed(range(num_stages - 1)):  # those that hold nothing take a layer before
         stops[stage] = min(stops[stage], stops[stage + 1] - 1)
-    return (0, *stops)
+    edges = (0, *stops)
+    if all(b <= reach(stage, a) for stage, (a, b) in enumerate(pairwise(edges))):
+        return edges
+    # A layer is too much for one stage and not for a later one, and the layer before is too much for it, too.
+    ways: dict[int, tuple[int, ...]] = {0: (0,)}
+    for stage in range(num_stages):
+        most = num_layers - (num_stages - stage - 1)
+        ways = {
+            stop: (*firsts, stop)
+            for first, firsts in ways.items()
+            for stop in range(first + 1, min(reach(stage, first), most) + 1)
+        }
+    return ways.get(num_layers)
 
 
 _T = TypeVar("_T")

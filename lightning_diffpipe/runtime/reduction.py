@@ -201,15 +201,16 @@ class GradientReducer:
         Returns:
             A scalar, equal on all ranks of the pipeline.
         """
-        device = self._mesh.device
         # One type on all ranks, also on those that count no parameter; a norm loses nothing in it.
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        device, dtype = self._mesh.device, self._mesh.number_dtype
+        # GPUs sum float32 many times as fast; what is wider already may not be narrowed.
+        least = torch.float64 if device.type == "cpu" else torch.float32
+        found = (p.grad for name, p in parameters.items() if name in self._counted)
+        gradients = [g.abs() if g.is_complex() else g for g in found if g is not None]
+        wide = [torch.promote_types(g.dtype, least) for g in gradients]
         norms = [
-            torch.linalg.vector_norm(
-                grad.abs() if grad.is_complex() else grad, norm_type, dtype=dtype
-            )
-            for name, parameter in parameters.items()
-            if name in self._counted and (grad := parameter.grad) is not None
+            torch.linalg.vector_norm(gradient, norm_type, dtype=own).to(dtype)
+            for gradient, own in zip(gradients, wide, strict=True)
         ]
         total = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=device)
         if math.isinf(norm_type):
@@ -266,7 +267,7 @@ class Reduction:
             self._under_way.append(self._begin(*self._later.popleft()))
 
     def _begin(self, ranks: tuple[int, ...], bucket: list[nn.Parameter]) -> PendingWork:
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
         # After them, of each parameter, whether this rank has a gradient: summed, how many holders have one.
         has = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         has = has.to(bucket[0].device, non_blocking=True)
@@ -286,7 +287,7 @@ def _put(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
         # With zeros what is frozen during training, or was left out of all holders' steps, would decay.
         if not having or not parameter.requires_grad:
             continue
-        if parameter.grad is None:
+        if parameter.grad is None or parameter.grad.is_sparse:  # rows of others may be others
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(summed)
 

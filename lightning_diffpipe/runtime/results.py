@@ -190,8 +190,7 @@ class ResultSharing:
 
     def _filled_in(self, works: Sequence[MicrobatchWork], agreed: Entries) -> Tensor:
         """Returns values and samples, `(2, microbatches, 1 + names)`, loss first; zeros where there is nothing."""
-        device = self._mesh.device
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        device, dtype = self._mesh.device, self._mesh.number_dtype
         columns = {name: column for column, name in enumerate(agreed, 1)}
         width = 1 + len(columns)
         zeros = torch.zeros(len(works) * width, dtype=dtype, device=device)

@@ -124,6 +124,8 @@ class AlignedLoader:
         # Lightning reads sampler, dataset and more: without the user's sampler, `set_epoch` would never
         # arrive and every epoch would have the same order. A loader that is not stateful must not
         # look stateful.
+        if "_loader" not in vars(self):  # not yet made, as one that is unpickled
+            raise AttributeError(name)
         return getattr(unaligned(self.__dict__["_loader"]), name)
 
     @property
@@ -398,7 +400,7 @@ def take_over(trainer: Any) -> None:
     connector = trainer._data_connector
     vars(connector).pop("_requires_distributed_sampler", None)
     if trainer.state.fn == TrainerFn.FITTING:
-        connector._requires_distributed_sampler = lambda loader: False
+        connector._requires_distributed_sampler = _wants_none
         # Every loader is, by the place in the epoch that its loops tell.
         message = "You're resuming from a checkpoint that ended before the epoch ended"
         warnings.filterwarnings("ignore", message=message)
@@ -411,6 +413,11 @@ def take_over(trainer: Any) -> None:
     )
     for source in (loop._data_source for loop in loops):
         source.dataloader = partial(_copied, type(source).dataloader, source)
+
+
+def _wants_none(loader: Any) -> bool:
+    """Says that a loader needs no sampler of Lightning; has a name, as trainers are pickled."""
+    return False
 
 
 def _copied(ask: Callable[[Any], Any], source: Any) -> Any:

@@ -95,6 +95,18 @@ class Basis:
     cluster: Cluster
 
 
+class Ended:
+    """A pipeline in another process, of a trainer that was pickled while something held its own; does nothing."""
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        """Does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
 @dataclass
 class Pipeline:
     """One rank's pipeline, ready to run.
@@ -131,6 +143,10 @@ class Pipeline:
     _relay: RelayView
     basis: Basis | None = None
     runs_ahead: bool = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stores none of what only this process has: threads, groups, messages."""
+        return Ended, ()
 
     @property
     def resident(self) -> frozenset[str]:

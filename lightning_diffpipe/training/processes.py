@@ -141,7 +141,7 @@ class ProcessHooks(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Sets the device and joins the default process group."""
-        if self.root_device.type == "cuda":
+        if self.root_device.type == "cuda" and self.world_size > 1:
             ask_for_queues()
         super().setup_environment()
         reset_seed()

@@ -98,6 +98,21 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             "precision='16-mixed' needs one loss scale agreed by all stages, which is not supported; "
             "use precision='bf16-mixed' or '32-true'"
         )
+    if strategy.root_device.type == "cuda":
+        refuse_cuda_graphs(module)
+
+
+def refuse_cuda_graphs(module: nn.Module) -> None:
+    """Refuses blocks whose compiler records CUDA graphs."""
+    for name, part in module.named_modules():
+        for compiled in (part, part._compiled_call_impl):
+            config = getattr(compiled, "get_compiler_config", dict)()
+            if config and config.get("triton.cudagraphs"):
+                raise ConfigurationError(
+                    f"{name} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which write "
+                    "outputs of a call over those of the one before, but a pipeline needs those of several "
+                    "microbatches until their backwards; leave the mode out, or take 'max-autotune-no-cudagraphs'"
+                )
 
 
 def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None:

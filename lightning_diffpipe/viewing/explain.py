@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
+from lightning_diffpipe.planning.partition import Stage
 from lightning_diffpipe.planning.plan import (
     SAME_STEP,
     PipelinePlan,
@@ -177,8 +178,9 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
     """Measures each part by leaving it out of the simulation."""
     step_s = plan.planned.iteration_s
     nothing = tuple((0.0,) * len(costs.sizes) for _ in plan.stages)
-    stage_s = [f[0] + b[0] for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-    slowest = max(plan.stages, key=lambda stage: stage_s[stage.index] / stage.num_replicas)
+    passes_s = zip(plan.stages, costs.forward_s, costs.backward_s, strict=True)
+    stage_s = [(f[0] + b[0] * s.gradient) / s.num_replicas for s, f, b in passes_s]
+    slowest = max(plan.stages, key=lambda stage: stage_s[stage.index])
     whole = "pipeline" if plan.num_stages > 1 else "backbone"
     frozen = "that fits no bubble" if plan.pieces else f"before the {whole}"
     unfrozen: dict[str, Any] = {"encode_s": (0.0,) * len(costs.encode_s), "all_gather_s": 0.0}
@@ -201,16 +203,17 @@ def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
 
 
 def _balanced(plan: PipelinePlan, costs: PipelineCosts) -> PipelineCosts:
-    """Returns the same work shared evenly: every rank computes for the same time."""
-    ranks = sum(stage.num_replicas for stage in plan.stages)
+    """Returns the same work shared evenly over the stages that do it: every rank computes for the same time."""
 
-    def even(table: Table) -> Table:
-        totals = [sum(column) for column in zip(*table, strict=True)]
-        return tuple(
-            tuple(total * stage.num_replicas / ranks for total in totals) for stage in plan.stages
-        )
+    def even(table: Table, stages: Sequence[Stage]) -> Table:
+        ranks = sum(stage.num_replicas for stage in stages)
+        totals = [sum(column) for column in zip(*(table[s.index] for s in stages), strict=True)]
+        shares = {s.index: tuple(t * s.num_replicas / ranks for t in totals) for s in stages}
+        return tuple(shares.get(index, row) for index, row in enumerate(table))
 
-    return replace(costs, forward_s=even(costs.forward_s), backward_s=even(costs.backward_s))
+    trained = [stage for stage in plan.stages if stage.gradient]
+    backward = even(costs.backward_s, trained)
+    return replace(costs, forward_s=even(costs.forward_s, plan.stages), backward_s=backward)
 
 
 class _Try(NamedTuple):

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_diffpipe import DiffPipeStrategy, predictor
 from lightning_diffpipe.comm.waiting import ask_for_queues
+from lightning_diffpipe.errors import ConfigurationError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -33,6 +34,13 @@ def test_what_the_user_says_counts(unused, monkeypatch):
     assert os.environ[QUEUES] == "16"
 
 
+def test_one_queue_is_refused(unused, monkeypatch):
+    """History: the value that Megatron asks for was accepted."""
+    monkeypatch.setenv(QUEUES, "1")
+    with pytest.raises(ConfigurationError, match=rf"{QUEUES}=1 leaves one queue .* {QUEUES}=32"):
+        ask_for_queues()
+
+
 def test_nothing_is_said_to_a_device_that_does_not_listen_any_more(unused, monkeypatch):
     """Processes started later would believe it."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -40,8 +48,10 @@ def test_nothing_is_said_to_a_device_that_does_not_listen_any_more(unused, monke
     assert QUEUES not in os.environ
 
 
-@pytest.mark.parametrize(("device", "queues"), [("cuda:0", "32"), ("cpu", None)])
-def test_the_strategy_asks_before_it_sets_the_device(unused, monkeypatch, device, queues):
+@pytest.mark.parametrize(
+    ("device", "ranks", "queues"), [("cuda:0", 2, "32"), ("cuda:0", 1, None), ("cpu", 2, None)]
+)
+def test_the_strategy_asks_before_it_sets_the_device(unused, monkeypatch, device, ranks, queues):
     class Sets(Exception):
         """Instead of setting the device."""
 
@@ -52,6 +62,7 @@ def test_the_strategy_asks_before_it_sets_the_device(unused, monkeypatch, device
     strategy = DiffPipeStrategy()
     strategy.parallel_devices = [torch.device(device)]
     strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_world_size(ranks)
     with pytest.raises(Sets) as error:
         strategy.setup_environment()
     assert error.value.args == (queues,)

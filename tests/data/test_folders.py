@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
-from lightning_diffpipe.data.image_folder import to_condition, to_square
+from lightning_diffpipe.data.image_folder import to_square
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import aligned
 from tests.data.folders import write_folder
@@ -107,7 +107,7 @@ def test_pictures_of_16_bits_keep_their_levels(tmp_path):
     assert depth_map().mode == "I;16"
     depth_map().save(tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as picture:
-        condition = to_condition(picture, 20)
+        condition = (to_square(picture, 20) + 1) / 2
     expected = torch.zeros(3, 20, 20)
     expected[:, :10] = 128 / 255
     torch.testing.assert_close(condition, expected)

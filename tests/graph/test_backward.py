@@ -1,9 +1,13 @@
 """The two halves of a backward add up to the whole, and the first does not touch weights."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 
@@ -81,6 +85,67 @@ def test_group_norms_in_any_memory_format(memory_format):
     )  # fmt: skip
     x = torch.randn(2, 4, 4, 4).to(memory_format=memory_format).requires_grad_()
     compare(lambda: [module(x)], [x], module)
+
+
+class Scaled(torch.autograd.Function):
+    """An operation of one's own, whose backward computes all gradients at once and is counted."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, flow):
+        Scaled.runs += 1
+        x, weight = ctx.saved_tensors
+        return flow * weight, (flow * x).sum((0, 1))
+
+
+class OwnOperation(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return Scaled.apply(super().forward(x), self.scale.exp())
+
+
+class Activated(nn.Linear):
+    def forward(self, x):
+        return F.silu(F.linear(x, self.weight, self.bias))
+
+
+@contextlib.contextmanager
+def counted_compiler(module):
+    """Compiles the blocks of a module by a compiler that counts runs of their backwards."""
+    runs = []
+
+    def backward(graph, _):
+        return make_boxed_func(lambda *args: runs.append(1) or graph(*args))
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward
+    )
+    for block in module:
+        block.compile(backend=compiler)
+    yield runs
+    torch._dynamo.reset()
+
+
+def test_a_backward_that_is_one_piece_runs_once():
+    """History: with zero_bubble the whole backward of a compiled block ran in both halves."""
+    module = nn.Sequential(*(OwnOperation(8) for _ in range(3)))
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    Scaled.runs = 0
+    compare(lambda: [module(x)], [x], module)
+    assert Scaled.runs == 2 * 3  # of the halves, and of the whole
+    blocks = nn.Sequential(*(Activated(8, 8) for _ in range(3)))
+    with counted_compiler(blocks) as runs:
+        compare(lambda: [blocks(x)], [x], blocks)
+        assert len(runs) == 2 * 3
 
 
 def test_received_conditioning_and_several_outputs():

@@ -1,5 +1,6 @@
 import json
 import random
+import warnings
 from unittest import mock
 
 import diffusers
@@ -103,6 +104,40 @@ def test_the_loss_is_fp32_under_bf16(make_model, batch):
     model = make_model()
     with torch.autocast("cpu", torch.bfloat16):
         assert loss_of(model, batch).dtype == torch.float32
+
+
+def test_a_model_that_does_not_say_its_size_is_told_it(make_model):
+    """History: `sample_size=None`, the default of diffusers' U-Net, ended in a TypeError about None."""
+    model = make_model()
+    model.unet.register_to_config(sample_size=None)
+    with pytest.raises(ConfigurationError, match=r"sample_size is None.*give height and width"):
+        model.sample(["a"], num_inference_steps=1)
+    assert model.sample(["a"], 1, height=16, width=8).shape == (1, 3, 16, 8)
+
+
+def test_captions_that_are_cut_are_counted_once(make_model, batch, tmp_path):
+    """History: what a tokenizer does not read was left out without a word, of which diffusers warns in sampling."""
+    model = make_model()
+    length = model.tokenizer.model_max_length
+    assert [len(c) < length for c in batch["caption"]] == [True, True, True, False]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, batch, tmp_path)
+    said = [str(w.message) for w in caught if "are cut off" in str(w.message)]
+    assert len(said) == 1
+    assert f"1 of 4 captions have more tokens than the {length} that ByT5Tokenizer reads" in said[0]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(make_model, batch, asks):
+    model = make_model()
+    model.vae.register_to_config(force_upcast=asks)
+    latents = model.encode_images(batch["image"], sample=False)
+    pictures = model.decode_latents(latents)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model.encode_images(batch["image"], sample=False), latents) == asks
+        assert torch.equal(model.decode_latents(latents), pictures) == asks
+        assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_a_flow_leads_straight_from_data_to_noise():
     torch.testing.assert_close(noisy - t * target, clean)
     noise = clean + target
     torch.testing.assert_close(noisy, (1 - t) * clean + t * noise)
-    assert ((timesteps > 0) & (timesteps < 1000)).all()
+    assert ((timesteps > 0) & (timesteps <= 1000)).all()
 
 
 def test_a_perfect_flow_is_sampled_exactly_by_diffusers_scheduler():
@@ -99,6 +99,58 @@ def test_the_alphas_are_the_schedulers_own():
     torch.testing.assert_close(alpha.sqrt() * noisy - (1 - alpha).sqrt() * target, clean)
 
 
+SHIFTS = {
+    "SD3": (diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 3.0),
+    "set": (diffusers.FlowMatchEulerDiscreteScheduler(), 4.0),
+    "Heun": (diffusers.FlowMatchHeunDiscreteScheduler(shift=2.0), 2.0),
+    "LCM": (diffusers.FlowMatchLCMScheduler(shift=2.0), 2.0),
+    "Flux": (diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), 1.0),
+    "Wan": (
+        diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+        ),
+        5.0,
+    ),
+    "DPM": (
+        diffusers.DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+        ),
+        5.0,
+    ),
+    "none": (diffusers.FlowMatchEulerDiscreteScheduler(), 1.0),
+}
+SHIFTS["set"][0].set_shift(4.0)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", SHIFTS)
+def test_times_of_a_flow_are_those_of_diffusers_scripts(name, used, uniform):
+    """History: the shift was ignored, and SD3 trained at other times than it is drawn with.
+
+    A scheduler that has drawn already has other tables, of its steps.
+    """
+    scheduler, shift = SHIFTS[name]
+    if used:
+        scheduler.set_timesteps(5, **({"mu": 1.0} if name == "Flux" else {}))
+    schedule = noise_schedule_of(scheduler, Noise(logit_mean=-0.5, logit_std=0.7, uniform=uniform))
+    clean = normal(4000, 1, 2)
+    noisy, timesteps, target, weights = schedule.corrupt(clean, torch.Generator().manual_seed(1))
+    same = torch.Generator().manual_seed(1)
+    if uniform:
+        u = torch.rand(4000, generator=same)
+    else:  # with the other sign, as the script counts from noise
+        u = torch.sigmoid(-(-0.5 + 0.7 * torch.randn(4000, generator=same)))
+    script = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    indices = (u * script.config.num_train_timesteps).long()
+    assert torch.equal(timesteps, script.timesteps[indices])
+    sigmas = script.sigmas[indices].reshape(-1, 1, 1)
+    noise = torch.randn(clean.shape, generator=same)
+    assert torch.equal(noisy, (1.0 - sigmas) * clean + sigmas * noise)
+    assert torch.equal(target, noise - clean)
+    assert weights is None
+
+
 def test_times_of_a_flow_are_drawn_as_asked_for():
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     schedule = noise_schedule_of(scheduler, Noise(logit_mean=-1.0, logit_std=0.5))
@@ -110,5 +162,9 @@ def test_times_of_a_flow_are_drawn_as_asked_for():
 def test_bad_noise_is_named():
     with pytest.raises(ConfigurationError, match=r"min_snr_gamma=5\.0 weighs losses of epsilon"):
         noise_schedule_of(diffusers.FlowMatchEulerDiscreteScheduler(), Noise(min_snr_gamma=5.0))
+    with pytest.raises(
+        ConfigurationError, match="uniform are for flow matching, and DDPMScheduler"
+    ):
+        noise_schedule_of(diffusers.DDPMScheduler(), Noise(uniform=True))
     with pytest.raises(ConfigurationError, match="logit_std"):
         Noise(logit_std=-1.0)

@@ -1,5 +1,6 @@
 """Any pipeline, trained by its own call: the losses of steps written by hand, and the gradients of one process."""
 
+import warnings
 from unittest import mock
 
 import diffusers
@@ -13,7 +14,7 @@ from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
-from tests.graph.emulate import check_stages
+from tests.graph.emulate import check_stages, emulate, reference
 from tests.graph.steps import step as plain_step
 from tests.modules.tiny_parts import fit, tiny_unet
 from tests.predictor import tiny_pipelines as tiny
@@ -27,7 +28,11 @@ CAPTIONS = ["a cat 1", "dog b", "x"]
 def module_of(name, folder, **options):
     call = {k: v for k, v in tiny.options_of(name).items() if k not in SIZES}
     call.pop("use_resolution_binning", None)
-    return PipelineDiffusion(tiny.build(name, folder), call=call, caption_dropout=0.0, **options)
+    pipeline = tiny.build(name, folder)
+    config = pipeline.scheduler.config
+    shifted = {name: 3.0 for name in ("shift", "flow_shift") if name in config}
+    pipeline.scheduler = type(pipeline.scheduler).from_config(config, **shifted)
+    return PipelineDiffusion(pipeline, call=call, caption_dropout=0.0, **options)
 
 
 def batch_of(name, dtype=torch.float32):
@@ -63,8 +68,16 @@ def discrete(module, latents):
     return scheduler.add_noise(latents, noise, timesteps), timesteps, noise
 
 
-def flow(latents):
-    sigmas = torch.sigmoid(0.3 + torch.randn(len(latents)))
+def flow(module, latents):
+    """Times as in diffusers' scripts for SD3 and Flux; none for Wan, whose scheduler shifts as the one here."""
+    config = module.scheduler.config
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+    if "flow_shift" in config:
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=config.flow_shift)
+    u = torch.sigmoid(-torch.randn(len(latents)))
+    indices = (u * scheduler.config.num_train_timesteps).long()
+    timesteps, sigmas = scheduler.timesteps[indices], scheduler.sigmas[indices]
+    torch.testing.assert_close(timesteps, 1000 * sigmas)
     noise = torch.randn(latents.shape)
     wide = sigmas.reshape(-1, *[1] * (latents.ndim - 1))
     return (1 - wide) * latents + wide * noise, sigmas, noise - latents
@@ -116,7 +129,7 @@ def by_hand_pixart(m, batch):
 
 
 def by_hand_sd3(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     clips = [
         encoder(ids_of(tokenizer).input_ids, output_hidden_states=True)
         for encoder, tokenizer in ((m.text_encoder, m.tokenizer), (m.text_encoder_2, m.tokenizer_2))
@@ -145,7 +158,7 @@ def unpacked(tokens, latents):
 
 
 def by_hand_flux(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
     states = m.text_encoder_2(ids_of(m.tokenizer_2, 8).input_ids)[0]
     tokens, places = packed(noisy)
@@ -167,7 +180,7 @@ def by_hand_wan(m, batch):
         for values in (m.vae.config.latents_mean, m.vae.config.latents_std)
     )
     latents = (m.vae.encode(batch["video"]).latent_dist.sample() - mean) / std
-    noisy, sigmas, target = flow(latents)
+    noisy, sigmas, target = flow(m, latents)
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
     states = states * tokens.attention_mask[..., None]
@@ -180,14 +193,14 @@ def by_hand_ddpm(m, batch):
 
 
 def by_hand_aura_flow(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(**tokens)[0] * tokens.attention_mask[..., None]
     return m.transformer(noisy, states, sigmas).sample, target
 
 
 def by_hand_chroma(m, batch):
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     words = ids_of(m.tokenizer, 8)
     states = m.text_encoder(**words)[0]
     one_more = F.pad(words.attention_mask, (1, 0), value=1)[:, :8]  # of the padding
@@ -205,7 +218,7 @@ def by_hand_chroma(m, batch):
 
 def by_hand_sana(m, batch):
     latents = m.vae.encode(batch["image"]).latent * m.vae.config.scaling_factor
-    noisy, sigmas, target = flow(latents)
+    noisy, sigmas, target = flow(m, latents)
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(**tokens)[0]
     mask = tokens.attention_mask
@@ -214,7 +227,7 @@ def by_hand_sana(m, batch):
 
 def by_hand_lumina2(m, batch):
     """Time runs from noise to picture, and so does the velocity."""
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     texts = [f"{m.pipeline.system_prompt} <Prompt Start> {caption}" for caption in CAPTIONS]
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     tokens = m.tokenizer(texts, max_length=8, **options)
@@ -237,7 +250,7 @@ def by_hand_cogvideox(m, batch):
 def by_hand_ltx(m, batch):
     mean, std = (x.reshape(1, -1, 1, 1, 1) for x in (m.vae.latents_mean, m.vae.latents_std))
     latents = m.vae.encode(batch["video"]).latent_dist.sample()
-    noisy, sigmas, target = flow((latents - mean) * m.vae.config.scaling_factor / std)
+    noisy, sigmas, target = flow(m, (latents - mean) * m.vae.config.scaling_factor / std)
     words = ids_of(m.tokenizer, 8)
     space = batch["video"].shape[-1] // noisy.shape[-1]
     predicted = m.transformer(
@@ -260,7 +273,7 @@ def by_hand_instruct_pix2pix(m, batch):
 
 def by_hand_kontext(m, batch):
     """The picture before is more tokens, at the same places of another layer."""
-    noisy, sigmas, target = flow(scaled(m.vae, batch["image"]))
+    noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     mode = m.vae.encode(2 * batch["condition"] - 1).latent_dist.mode()
     before = (mode - m.vae.config.shift_factor) * m.vae.config.scaling_factor
     pooled = m.text_encoder(ids_of(m.tokenizer).input_ids).pooler_output
@@ -372,6 +385,83 @@ def test_stages_add_up_to_one_process(name, tmp_path):
     frozen = {graph.layers[i].name.partition(".")[0] for i in graph.frozen}
     assert "vae" in frozen
     assert any(part.startswith("text_encoder") for part in frozen) or name == "dit"
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "PixArtSigmaPipeline", "DDPMPipeline"])
+def test_a_denoiser_without_a_size_is_named_with_the_cure(name, tmp_path):
+    """History: `sample_size=None`, the default of U-Nets, ended in a TypeError about None."""
+    module = PipelineDiffusion(build(name, tmp_path), caption_dropout=0.0)
+    module.denoiser.register_to_config(sample_size=None)
+    with pytest.raises(ConfigurationError, match=r"sample_size is None .*register_to_config\("):
+        module.setup("fit")
+    module.denoiser.register_to_config(sample_size=8)
+    module.setup("fit")
+
+
+@pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "flux", "wan"])
+def test_captions_that_are_cut_are_counted_by_tokenizer(name, tmp_path):
+    """Each of several tokenizers reads so many tokens."""
+    module, batch = module_of(name, tmp_path).eval(), batch_of(name)
+    module.setup("fit")
+    batch["caption"] = ["a cat", "a cat " * 200, ""]
+    module.on_train_start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(module, batch | {"caption": ["a cat", "a", ""]})
+    for _ in range(2):  # as runs before training may have warned to nobody
+        module.on_train_start()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(module, batch)
+            loss_of(module, batch)
+        said = [str(w.message) for w in caught if "cut off" in str(w.message)]
+        tokenizers = {
+            (type(part).__name__, 8 if "T5" in type(part).__name__ else part.model_max_length)
+            for name, part in module.parts.items()
+            if name.startswith("tokenizer")
+        }
+        assert len(said) == len(tokenizers)
+        for kind, length in tokenizers:
+            text = f"1 of 3 captions have more tokens than the {length} that {kind}"
+            assert any(text in line for line in said)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionInstructPix2PixPipeline"])
+def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(name, asks, tmp_path):
+    """History: under bf16-mixed SDXL's encoded in bfloat16, which its config (`force_upcast`) warns of."""
+    entry = PIPELINES[name]
+    module = PipelineDiffusion(build(name, tmp_path), call=entry.call, caption_dropout=0.0).eval()
+    module.vae.register_to_config(force_upcast=asks)
+    module.setup("fit")
+    module.log = lambda *arguments, **options: None
+    pixels = torch.randn(3, *entry.pixels, generator=torch.Generator().manual_seed(0))
+    batch = {"image": pixels, "caption": CAPTIONS, "condition": pixels.sigmoid()}
+    encodings = []
+    encode = module.vae.encode
+
+    def noted(*args, **options):
+        encodings.append(encode(*args, **options))
+        return encodings[-1]
+
+    module.vae.encode = noted
+    loss_of(module, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(module, batch)
+    assert len(encodings) == 2 * (1 + entry.edits)
+    half = len(encodings) // 2
+    for full, mixed in zip(encodings[:half], encodings[half:], strict=True):
+        means = [encoded.latent_dist.mean for encoded in (full, mixed)]
+        assert torch.equal(*means) == asks
+    module.vae.encode = encode
+    if (
+        not entry.edits
+    ):  # torch's group norm ends the process in bfloat16, asked for its weights alone
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            graph = probe(module, plain_step, batch)
+            expected, _ = reference(module, plain_step, batch, 0, graph if graph.seeded else None)
+            got, _ = emulate(module, graph, [len(graph.path) // 2], plain_step, batch, 0)
+        assert got == expected
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "wan"])

@@ -1,10 +1,12 @@
 """Gradients are summed in buckets, of which only some are under way at a time."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_diffpipe.comm import mesh
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
@@ -129,6 +131,42 @@ def test_hooks_after_one_that_removes_itself_are_called(register):
         call_hooks(weight, hooks)
     weight.sum().backward()
     assert seen == ["later", "later"]
+
+
+@pytest.mark.slow
+def test_sparse_gradients_are_summed(parts, monkeypatch):
+    """History: those of `nn.Embedding(sparse=True)` could not be laid out in a row."""
+    parameters, start = parts
+    weight = parameters["weight07"]
+    weight.grad = weight.grad.to_sparse()
+    monkeypatch.setattr(mesh, "dist", Sums(more=1))
+    start().wait()
+    assert torch.equal(weight.grad, torch.full((3,), 15.0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_norms_of_all_types_are_taken_on_all_devices(device, dtype, order, monkeypatch):
+    """History: on a GPU those of float64 should have become float32, which torch refuses."""
+    monkeypatch.setattr(Mesh, "reduce", lambda *_, **__: None)
+    layout = RankLayout(1, Placement.of_replicas([1]))
+    own = Mesh(layout, 0, torch.device(device), "gloo", timeout_s=9.0)
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(3, dtype=dtype, device=device))
+        weight.grad = torch.empty(3, dtype=dtype, device=device)
+        reducer = GradientReducer(own, {"weight": weight}, {"weight": (0,)})
+        assert reducer.global_norm({"weight": weight}, order).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", "float64"), ("cuda", "float64"), ("mps", "float32")]
+)
+def test_numbers_are_summed_as_wide_as_a_device_can(device, dtype):
+    """History: on GPUs counts above 2^24 and losses of float64 were rounded."""
+    layout = RankLayout(2, Placement.of_replicas([2]))
+    own = Mesh(layout, 0, torch.device(device), "gloo", timeout_s=9.0)
+    assert own.number_dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -1,5 +1,6 @@
 """What cannot work on several stages is named before training."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.training.refusals import (
     refuse_averages,
+    refuse_cuda_graphs,
     refuse_optimizers,
     refuse_untrainable,
     refusing_norms_of_a_stage,
@@ -154,3 +156,27 @@ def test_code_that_counts_ranks_is_named(recwarn):
         match=r"ScalesByRanks\.configure_optimizers reads world_size, .*: 4\. .* 2 pip"
     ):
         warn_of_ranks_counted(trainer, ScalesByRanks(), 2)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"backend": "eager"}, False),
+        ({}, False),
+    ],
+)
+def test_blocks_that_write_over_their_outputs_are_refused(options, refused, whole):
+    """History: with mode="reduce-overhead" a microbatch got the activations of another one on GPUs."""
+    blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if whole:
+        blocks[1] = torch.compile(blocks[1], **options)
+    else:
+        blocks[1].compile(**options)
+    match = r"^1 is compiled with CUDA graphs .* take 'max-autotune-no-cudagraphs'"
+    with pytest.raises(ConfigurationError, match=match) if refused else nullcontext():
+        refuse_cuda_graphs(blocks)

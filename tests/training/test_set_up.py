@@ -1,5 +1,7 @@
 """From a trainer to a pipeline: where module and batch are whenever the user's code runs, in one process."""
 
+import io
+import pickle
 from types import SimpleNamespace
 
 import lightning as L
@@ -9,11 +11,19 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.step import untouched
 from lightning_diffpipe.profiling.state import placed, undisturbed
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion
+
+
+def torch_saved(trainer):
+    torch.save(trainer, file := io.BytesIO())
+    file.seek(0)
+    return pickle.dumps(torch.load(file, weights_only=False))
+
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -178,3 +188,21 @@ def test_metrics_are_where_a_step_is_timed_and_forget_it():
     with placed(module, HOST), untouched(module):
         module.sum.update(7.0)  # in place
     assert module.sum.sum_value == module.sum.update_count == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after fit", "after validate"])
+@pytest.mark.parametrize("stored", [pickle.dumps, torch_saved])
+def test_a_trainer_can_be_pickled(stored, when):
+    """History: after a run one held a nameless function, with which it could not be stored."""
+    strategy = quick_strategy(profile="flops")
+    trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=2, max_epochs=-1)
+    if when != "before":
+        module = build(Settings())
+        run = trainer.fit if when == "after fit" else trainer.validate
+        run(module, datamodule=Data())
+    again = pickle.loads(stored(trainer))
+    assert type(again.strategy) is DiffPipeStrategy
+    assert again.global_step == trainer.global_step
+    again.fit_loop.epoch_loop.max_steps = 3
+    again.fit(build(Settings()), datamodule=Data())
+    assert again.global_step == 3

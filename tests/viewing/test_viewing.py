@@ -1,14 +1,16 @@
 """What people see: pictures, reports, traces, differences and explanations."""
 
+import contextlib
 import json
+import random
 from dataclasses import replace
 from textwrap import dedent
 
 import pytest
 
-from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
 from lightning_diffpipe.planning.cluster import Cluster, Link
-from lightning_diffpipe.planning.instruction import Wait
+from lightning_diffpipe.planning.instruction import Staged, Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -24,13 +26,17 @@ from lightning_diffpipe.planning.profile import (
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
-from lightning_diffpipe.viewing.explain import _with_largest_layer_split, explain
+from lightning_diffpipe.viewing.explain import (
+    _balanced,
+    _with_largest_layer_split,
+    explain,
+)
 from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
 
 from ..planning.pictures import check_golden
-from ..planning.profiles import equal_profile
+from ..planning.profiles import equal_profile, random_profile
 
 
 def picture(text):
@@ -350,6 +356,33 @@ def test_an_unbalanced_stage_is_named():
     options = PlanOptions(64, num_stages=4, num_microbatches=64, partition="uniform")
     explanation = explain(find_plan(profile, Cluster(4), options))
     assert explanation.bottleneck.startswith("imbalance (stage")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "v"])
+@pytest.mark.parametrize("coin", [0.0, 0.5, 1.0])
+def test_imbalance_is_no_more_than_waiting(coin, schedule):
+    """History: a backward was also spread over stages that run none, and 26.3 % of a step were to be won of the
+    15.8 % that are waiting."""
+    tried = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        profile = replace(random_profile(rng, 9), self_conditioning=SelfConditioning(coin))
+        options = PlanOptions(
+            16, num_microbatches=4, num_stages="auto", partition="uniform", schedule=schedule
+        )
+        with contextlib.suppress(DiffPipeError):  # some schedules cannot be cut so
+            plan = find_plan(profile, Cluster(rng.choice((2, 3)), p2p=Link(1e9)), options)
+            work_s = [
+                sum(costs.compute_s(i) for p in plan.programs for i in p if isinstance(i, Staged))
+                for costs in (plan.costs, _balanced(plan, plan.costs))
+            ]
+            assert work_s[0] == pytest.approx(work_s[1])
+            waiting_s = plan.planned.iteration_s - plan.planned.no_bubble_limit_s
+            for part in explain(plan).parts:
+                if part.name.startswith("imbalance"):
+                    assert part.saved_s <= waiting_s * (1 + 1e-9)
+            tried += 1
+    assert tried > 3 or (coin and schedule in ("interleaved", "zero_bubble", "v"))
 
 
 def test_frozen_work_that_fits_no_bubble_is_named():
