@@ -117,17 +117,9 @@ def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None
 def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
     """Refuses what one rank can train with, and several cannot.
 
-    A loader that was made while nobody knew which ranks shall see the same samples; a checkpoint that would be
-    collected from ranks of which one has just failed, or stands elsewhere; batch norms that look beyond a rank, at
-    all ranks, most of which run other layers.
+    A checkpoint that would be collected from ranks of which one has just failed, or stands elsewhere; batch norms that
+    look beyond a rank, at all ranks, most of which run other layers.
     """
-    if trainer.fit_loop._combined_loader is not None:
-        raise ConfigurationError(
-            "the training data loader was made before the pipeline was planned, so ranks of one pipeline "
-            "would train on different samples, and the numbers of batches and steps are too small. "
-            "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
-            "on_fit_start, not in setup or configure_model"
-        )
     for callback in trainer.callbacks:
         option = "this callback" if isinstance(callback, OnExceptionCheckpoint) else ""
         if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
