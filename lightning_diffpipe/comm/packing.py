@@ -9,8 +9,8 @@ Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, 
 laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
-Batches of a data loader are anything that can be pickled. Their tensors travel beside the pickle, by any backend, and
-lie at the receiver as they do at the sender (`take_apart`, `Apart`).
+Batches of a data loader are anything that can be pickled. Their tensors travel beside the pickle, by any backend,
+and lie at the receiver as they do at the sender (`take_apart`, `Apart`).
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ class PreparedBatches:
         )
         if not same:
             raise ConfigurationError(
-                f"batch {batch_index} was changed after frozen layers had run for it in the bubbles of batches before. "
-                "Do not change batches in callbacks or in on_train_batch_start; change them in the data set or in "
-                "on_after_batch_transfer, or train with filling=none"
+                f"batch {batch_index} was changed after frozen layers had run for it in the bubbles of batches "
+                "before. Do not change batches in callbacks or in on_train_batch_start; change them in the data "
+                "set or in on_after_batch_transfer, or train with filling=none"
             )
         if not self._layout.still_takes_its_forms(prepared.step):
             self.filler.drop_first()

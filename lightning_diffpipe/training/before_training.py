@@ -3,9 +3,9 @@
 The plan must exist before Lightning makes optimizers, and needs a batch. So Lightning's loop sets its loader up by
 then, once and for all, which also tells the numbers of batches and steps; the batch is the first one.
 
-Steps are probed and timed before training, too. The optimizers and schedulers for which one asks its module or trainer
-come from a call of `configure_optimizers` when it does, as in training, and are thrown away once there is a pipeline:
-what is trained with, Lightning makes later.
+Steps are probed and timed before training, too. The optimizers and schedulers for which one asks its module or
+trainer come from a call of `configure_optimizers`, and are thrown away once there is a pipeline: what is trained
+with, Lightning makes later.
 
 Runs of W&B begin once there is a pipeline: Lightning asks each logger for its run before the strategy is set up, so
 for that long there seems to be one (`put_off_runs`), and what is refused while one is set up leaves no empty run.
@@ -34,9 +34,9 @@ from lightning_diffpipe.training.patching import made_on_demand
 
 
 def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a copy of the first training batch, which will be trained on, and further arguments of `training_step`.
+    """Returns a copy of the first training batch, and further arguments of `training_step`.
 
-    It has passed the hooks of transfer to the host, where the module still is.
+    The batch has passed the hooks of transfer to the host, where the module still is, and will be trained on.
 
     Raises:
         ConfigurationError: There is no training data.
@@ -89,7 +89,7 @@ _OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 @contextlib.contextmanager
 def early_answers(strategy: Any) -> Iterator[None]:
-    """Gives a step that is run before training, by a strategy without optimizers yet, what it asks its trainer for."""
+    """Gives a step that is run while a strategy has no optimizers yet some that it may ask for."""
 
     def make_optimizers() -> None:
         optimizers, schedulers = _init_optimizers_and_lr_schedulers(strategy.lightning_module)

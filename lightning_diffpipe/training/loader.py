@@ -3,20 +3,20 @@
     first rank    next: reads a batch ---------.   on its device: hooks of transfer ---.   ahead: the same,
     others        next: is there one? <--------'   the batch as hooks left it <--------'   for batches after it
 
-Lightning's loops are the same on all ranks, and go through a `Feed`: to them it is their `CombinedLoader`. What they
-get of it is a name for a batch (`Fetched`), for which they have the batch itself when they ask for it on the device.
-So hooks are called where and as often as in one process, on one rank, and every rank gets whole batches: its
-`training_step` reads them all. While frozen layers run ahead, the batches after the present one come early
-(`Feed.ahead`), by the same way. The batch with which a plan is made is the first one, and is read but once.
+Lightning's loops are the same on all ranks, and go through a `Feed`: to them it is their `CombinedLoader`. What
+they get of it stands for a batch (`Fetched`), until they ask for it on the device. So hooks are called when and as
+often as in one process, on one rank, and every rank gets whole batches: its `training_step` reads them all. While
+frozen layers run ahead, the batches after the present one come early (`Feed.ahead`), by the same way. The batch
+with which a plan is made is the first one, and is read but once.
 
 The order is the user's. A sampler that draws from the global generators, as that of `shuffle=True` does, draws the
 same in all pipelines; those side by side share its order out.
 
-While a trainer fits, every pass and every batch has a seed of its own, from the run's seed, the pipeline, the pass over
-the data (the epoch, and how often a loader that is shorter than another one has begun anew in it) and its number in it,
-wherever it is loaded. So what is in it depends neither on the number of workers nor on whether the pass was begun
-at its first batch: a run that goes on in the middle of an epoch leaves out what has been trained on, as the loops
-of its checkpoint say. Elsewhere numbers are drawn as in one process, and those of the first rank are everyone's.
+While a trainer fits, every batch has a seed of its own, from the run's seed, the pipeline, the pass over the data
+(the epoch, and how often a loader that is shorter than another one has begun anew in it) and its number in it. So
+what is in it depends neither on the number of workers nor on whether the pass was begun at its first batch: a run
+that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
+Elsewhere numbers are drawn as in one process, and the state of the first rank's generators is everyone's.
 """
 
 from __future__ import annotations
@@ -317,9 +317,9 @@ class Feed(CombinedLoader):
         if self._trains and loop.epoch_loop.batch_progress.total.ready:
             self._trainer.should_stop = True
             rank_zero_warn(
-                f"training stops after epoch {self._trainer.current_epoch}: its loader gave no batch. An iterator, such "
-                "as a generator, can be gone through once; give what begins anew each time: a list, a DataLoader, or "
-                "a class with __iter__"
+                f"training stops in epoch {self._trainer.current_epoch}, for which its loader gave no batch. An "
+                "iterator, such as a generator, can be gone through once; give what begins anew each time: a list, "
+                "a DataLoader, or a class with __iter__"
             )
 
     def give(self, fetched: Fetched, device: torch.device) -> Any:
@@ -331,7 +331,7 @@ class Feed(CombinedLoader):
         return fetched.batch
 
     def ahead(self, count: int, device: torch.device) -> list[Any]:
-        """Returns as many batches after the present one on a device, or all that are left, as they will be given."""
+        """Returns so many batches after the present one, or all that are left, on a device as `give` will."""
         while len(self._batches) < count and self._read():
             pass
         later = list(self._batches)[:count]
@@ -555,8 +555,8 @@ def take_over(trainer: Any, num_pipelines: int) -> None:
 
     It would write its own loaders into the user's `CombinedLoader`s, where they would be in the next run, with the
     samplers and ranks of this one. It would also give each process a sampler, which shuffles in training whatever
-    the user's one does; `shared_out` does what is to be done. Predictions of several pipelines are its own business:
-    its writers ask its sampler for indices.
+    the user's one does; `shared_out` does what is to be done. Predictions of several pipelines are its own
+    business: those who write them ask its sampler for indices.
     """
     connector = trainer._data_connector
     vars(connector).pop("_requires_distributed_sampler", None)

@@ -249,7 +249,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._share_data_out(self._trainer)
 
     def _share_data_out(self, trainer: Any) -> None:
-        """Makes pipelines for data only, as many as there will be: outside of `fit` each rank has a whole module."""
+        """Makes as many pipelines as a plan has, for data only: outside of `fit` each rank has a whole module."""
         number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
         number = int(self.broadcast(number))
         fits = trainer.state.fn == TrainerFn.FITTING
