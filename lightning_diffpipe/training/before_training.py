@@ -54,6 +54,9 @@ def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
     loop._last_train_dl_reload_epoch = epoch
     feed = loop._combined_loader
     batches = feed.ahead(1, torch.device("cpu"))
+    if not batches and any((epoch, *place)):  # a loader was put to the end of its last pass
+        iter(feed)
+        batches = feed.ahead(1, torch.device("cpu"))
     if not batches:
         with raised_by_all():
             raise ConfigurationError(why_empty(feed))

@@ -261,7 +261,7 @@ class Feed(CombinedLoader):
 
     def __iter__(self) -> Feed:
         self._num_fetched = 0
-        if self._is_begun and not self._has_given:  # Lightning begins some passes twice
+        if self._is_begun and not (self._has_given or self._is_over):  # Lightning begins some twice
             return self
         self._forget()
         if self._trains and not self._is_begun:
@@ -297,7 +297,10 @@ class Feed(CombinedLoader):
                 batch, *place = super().__next__()
                 indices = _indices_of(self.flattened, *place)
         if not self._is_over:
+            asked_s = time.perf_counter()
             place, indices = self.strategy.mesh.handed_on((place, indices))
+            if not self._is_read:
+                self.flattened[0].loading_s += time.perf_counter() - asked_s
         if place is None:
             if not self._is_over and not self._num_read:
                 self._stop_without_batches()

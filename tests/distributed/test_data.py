@@ -435,7 +435,7 @@ def fit_in_a_row(rank, module_class, path):
 
 @pytest.mark.parametrize("module_class", [AsksInSetup, AsksInTime])
 def test_the_number_of_steps_may_be_asked_for_at_any_time(module_class, tmp_path):
-    """History: asked for before there was a pipeline, it was that of ranks with samples of their own, or refused."""
+    """History: asked for before there was a pipeline, it counted samples of one rank only, or was refused."""
     for answers, steps in run_ranks(fit_in_a_row, 2, module_class, tmp_path / "a.ckpt"):
         assert answers == ((8, 12) if module_class is AsksInSetup else (8, 8, 12, 12))
         assert steps == 12

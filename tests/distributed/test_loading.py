@@ -323,7 +323,7 @@ def fail(rank, bad):
 @pytest.mark.parametrize("bad", [row(0), 9])
 def test_a_sample_that_cannot_be_read_ends_all_ranks_with_its_message(bad):
     first, second = run_ranks(fail, 2, bad)
-    assert first.startswith("OSError") and f"picture {bad} is cut short" in first
+    assert first.startswith(f"OSError: picture {bad} is cut short")
     assert second.startswith("LostRankError")
     assert f"it failed with OSError: picture {bad} is cut short" in second
 
@@ -381,5 +381,6 @@ def refuse(rank, module_class):
 )
 def test_what_cannot_be_where_one_rank_loads_is_refused_with_a_cure(module_class, message):
     first, second = run_ranks(refuse, 2, module_class)
-    assert first.startswith("ConfigurationError") and message in first
+    assert first.startswith("ConfigurationError: ")
+    assert message in first
     assert message[:20] in second

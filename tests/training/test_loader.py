@@ -304,7 +304,7 @@ def test_batches_that_are_shown_early_come(long, mode, looks_ahead):
 
 
 def test_a_pass_that_is_begun_again_before_a_batch_is_given_goes_on():
-    """So the batch that a plan is made with is the first one, of a stream that cannot be gone through twice, too."""
+    """So the batch that a plan is made with is the first one, also of a stream that goes on."""
     feed = fed(iter(range(3)))
     iter(feed)
     assert feed.ahead(1, CPU) == [0]
