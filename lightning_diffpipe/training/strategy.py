@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpoint_files import settle_last
 from lightning_diffpipe.comm.liveness import liveness
+from lightning_diffpipe.comm.meeting import gloo_of_all_hosts
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
@@ -257,7 +258,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         layout = RankLayout(self.world_size, Placement((tuple(range(size)),)))
         self._data_mesh = Mesh(layout, self.global_rank, self.root_device, "gloo", self.timeout_s)
         if self.world_size > 1:
-            self._data_mesh.connect()
+            with gloo_of_all_hosts():
+                self._data_mesh.connect()
         own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
         seed = int(own_seed) if self._options.seed is None else self._options.seed
         self.seed = int(self.broadcast(seed)) if fits else None
