@@ -150,7 +150,7 @@ OPTIONS = {
         *(row(name, filling) for name in OPTIONS for filling in ("shares", "none")),
     ],
 )
-def test_samples_are_read_and_hooks_called_on_one_rank_as_often_as_in_one_process(options, filling):
+def test_samples_are_read_and_hooks_called_on_one_rank_as_in_one_process(options, filling):
     """History: every rank read all samples, the first ones once more, and hooks ran for them twice."""
     settings = OPTIONS[options]
     for kind in LOADERS:
