@@ -24,13 +24,11 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-import torch.utils._pytree as pytree
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.runtime.bubbles import FillingMode
 from lightning_diffpipe.runtime.upcoming import Filling
-from lightning_diffpipe.training.loader import AlignedLoader
 from lightning_diffpipe.training.pipeline import Pipeline
 
 
@@ -120,48 +118,16 @@ class BubbleFilling(L.Callback):
                 until_last = (trainer.max_steps - trainer.global_step) * window
                 left = min(left, until_last - loop.batch_idx % window - 1)
             left = max(0, int(min(left, strategy.lookahead_batches)))
-        strategy.upcoming = []
-        for later, batch in enumerate(_next_batches(trainer)[:left], 1):
-            if later <= known:
-                continue
-            # Lightning will run the same hooks on the loader's batch, and hooks may change it in place.
-            batch = pytree.tree_map_only(torch.Tensor, _copied, batch)
-            batch = strategy.precision_plugin.convert_input(batch)
-            with strategy.transfer.of_later_batch(later):
-                batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
-                on_device = strategy.batch_to_device(batch, dataloader_idx=0)
-            strategy.upcoming.append((later, on_device))
+        feed: Any = trainer.fit_loop._combined_loader
+        ahead = enumerate(feed.ahead(left, strategy.root_device), 1)
+        strategy.upcoming = [(later, batch) for later, batch in ahead if later > known]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Frees what was encoded for a batch that does not come, and checks the last one that did."""
+        """Frees what was encoded for a batch that does not come."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             pipeline.engine.drop_prepared()
-            pipeline.engine.refuse_other_batch()
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in the same kind of memory: from pinned memory a GPU fetches without stopping the host."""
-    if tensor.device.type == "cpu" and tensor.is_pinned():
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.clone()
 
 
 def _pipeline(trainer: L.Trainer) -> Pipeline:
     return cast(Pipeline, cast(Any, trainer.strategy).pipeline)
-
-
-def _next_batches(trainer: L.Trainer) -> list[Any]:
-    """Returns at most `lookahead_batches` batches after the present one, of all loaders, as far as known."""
-    combined = trainer.fit_loop._combined_loader
-    assert combined is not None
-    aligned = all(isinstance(loader, AlignedLoader) for loader in combined.flattened)
-    if not aligned or combined._mode == "sequential":
-        return []
-    _, structure = pytree.tree_flatten(combined.iterables)
-    read = zip(*(loader.ahead for loader in combined.flattened), strict=False)
-    # Of loaders without a length Lightning holds a batch back, maybe the first since one of them began anew.
-    fetched = [batch for batch, _, _ in trainer.fit_loop._data_fetcher.batches]
-    later = [*fetched, *(pytree.tree_unflatten(batches, structure) for batches in read)]
-    strategy: Any = trainer.strategy
-    return later[: strategy.lookahead_batches]

@@ -35,7 +35,7 @@ from lightning_diffpipe.host_memory import peak_resident_bytes
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.profiling.modelled import flops_per_sample, peak_flops
 from lightning_diffpipe.runtime.engine import StepResult
-from lightning_diffpipe.training.loader import AlignedLoader
+from lightning_diffpipe.training.loader import PipelineLoader
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.measured import (
     MeasuredStep,
@@ -424,7 +424,7 @@ def _loaders_s(trainer: L.Trainer) -> float:
     """Returns seconds that were spent in training loaders so far; 0 where these do not measure it."""
     combined = trainer.fit_loop._combined_loader
     loaders = combined.flattened if combined is not None else ()
-    return sum(loader.loading_s for loader in loaders if isinstance(loader, AlignedLoader))
+    return sum(loader.loading_s for loader in loaders if isinstance(loader, PipelineLoader))
 
 
 def num_samples(trainer: L.Trainer, batch: Any) -> int:

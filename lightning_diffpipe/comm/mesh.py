@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_diffpipe.comm.packing import flat_bytes, take_apart
 from lightning_diffpipe.comm.waiting import in_words, lost
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
@@ -239,6 +240,31 @@ class Mesh:
         """
         with self.naming(range(self.layout.world_size)):
             return broadcast_object(value, source, self.world)
+
+    def handed_on(self, value: Any = None) -> Any:
+        """Returns a value of the pipeline's first rank, a batch perhaps, on all of its ranks.
+
+        What is on the device of the first rank comes to those of the others, and lies there as it does here.
+
+        Raises:
+            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
+        """
+        if self.layout.ranks_per_pipeline == 1:
+            return value
+        is_first, source = self.local_rank == 0, self.world_rank(0)
+        apart, tensors = take_apart(value) if is_first else (None, [])
+        with self.naming(self.pipeline_ranks):
+            apart = broadcast_object(apart, source, self.transfers)
+            tensors = tensors if is_first else apart.empty(self.device)
+            works = []
+            for tensor in tensors:
+                is_ours = tensor.device.type == self.device.type
+                group = self.pipeline_group if is_ours else self.transfers
+                if tensor.numel():
+                    works.append(dist.broadcast(flat_bytes(tensor), source, group, async_op=True))
+            for work in works:
+                work.wait()
+        return value if is_first else apart.put_together(tensors, self.device)
 
     def on_first(self, value: Any) -> list[Any]:
         """Returns plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""

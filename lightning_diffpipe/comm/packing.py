@@ -8,17 +8,23 @@ graph), so no header is ever sent.
 Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
 laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
 have no padding either, so that the bytes counted are those of the papers' formulas.
+
+Batches of a data loader are anything that can be pickled. Their tensors travel beside the pickle, by any backend,
+and lie at the receiver as they do at the sender (`take_apart`, `Apart`).
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
 
 _ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any offset
@@ -156,3 +162,102 @@ def as_received(x: Tensor) -> Tensor:
             return x.clone(memory_format=torch.contiguous_format)
         stride *= size
     return x.clone() if x.data_ptr() % _ALLOCATED_BYTES else x
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A value without its tensors, on its way to other ranks.
+
+    Attributes:
+        pickled: The value, with numbers in place of tensors.
+        specs: Of these tensors, strides as they are; "cpu", or the device of each rank.
+    """
+
+    pickled: bytes
+    specs: tuple[TensorSpec, ...]
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Allocates the tensors on a receiver with this device, to be filled by way of `flat_bytes`."""
+        return [
+            torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype,
+                device="cpu" if spec.device == "cpu" else device, requires_grad=spec.requires_grad,
+            )
+            for spec in self.specs
+        ]  # fmt: skip
+
+    def put_together(self, tensors: Sequence[Tensor], device: torch.device) -> Any:
+        """Returns the value with the tensors that were received."""
+        return _Unpickler(self.pickled, tensors, device).load()
+
+
+def take_apart(value: Any) -> tuple[Apart, list[Tensor]]:
+    """Returns a value for other ranks: a pickle, and its tensors, which travel beside it.
+
+    Tensors that are not dense, and those of classes of their own, stay in the pickle.
+
+    Raises:
+        ConfigurationError: It cannot be pickled.
+    """
+    pickler = _Pickler()
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"a batch cannot be sent to the other ranks of the pipeline, of which one loads for all: {error}. Let "
+            "the collate_fn and the transfer hooks give tensors, numbers, strings and objects that can be pickled"
+        ) from error
+    return Apart(pickler.file.getvalue(), tuple(pickler.specs)), pickler.tensors
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a value but for its dense tensors, each of which gets a number."""
+
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.specs: list[TensorSpec] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no other object gets the id of a numbered one
+
+    def persistent_id(self, value: Any) -> Any:
+        """Returns what stands in the pickle for a tensor; None for anything else."""
+        if not isinstance(value, Tensor):
+            return None
+        odd = type(value) is not Tensor or value.layout != torch.strided or value.is_quantized
+        if odd or value.grad_fn is not None or value.is_conj() or value.is_neg() or value.is_meta:
+            return (value.cpu(),) if value.device.type not in ("cpu", "meta") else None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors)
+            self._alive.append(value)
+            dense = value.detach()
+            if _reach(dense) > 2 * dense.numel():
+                dense = dense.contiguous()
+            shape, stride = tuple(dense.shape), tuple(dense.stride())
+            self.tensors.append(dense)
+            self.specs.append(
+                TensorSpec(shape, stride, dense.dtype, dense.device.type, value.requires_grad)
+            )
+        return self._numbers[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor], device: torch.device) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors, self._device = tensors, device
+
+    def persistent_load(self, stands: Any) -> Tensor:
+        return self._tensors[stands] if isinstance(stands, int) else stands[0].to(self._device)
+
+
+def _reach(tensor: Tensor) -> int:
+    """Returns from how many elements of memory in a row a tensor takes its own."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory in which a tensor lies, with the gaps between its elements; a view."""
+    return tensor.detach().as_strided((_reach(tensor),), (1,)).view(torch.uint8)

@@ -132,7 +132,8 @@ def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
     if not 1 <= num_stages <= num_layers:
         raise PartitionError(
             f"cannot cut {num_layers} layers into {num_stages} stages; "
-            f"choose num_stages between 1 and {num_layers}"
+            f"choose num_stages between 1 and {num_layers}. Stages are cut from the first trained layer on; frozen "
+            "layers before it run on all ranks. With num_stages=1 these share the samples of a batch"
         )
     if num_ranks < num_stages:
         raise PartitionError(

@@ -88,7 +88,8 @@ def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
         listed = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items())
         raise ConfigurationError(
             f"the parts of the batch have different numbers of samples ({listed}); "
-            "put samples in dimension 0 everywhere, or move shared values out of the batch"
+            "put as many samples in dimension 0 everywhere, as loaders of one batch size do; or move shared values "
+            "out of the batch, or let the module cut batches itself (split_batch)"
         )
     return next(iter(sizes.values()))
 

@@ -130,15 +130,6 @@ class Engine:
         if self._prepared:
             self._prepared.drop()
 
-    def refuse_other_batch(self) -> None:
-        """Checks, at the end of training, that the last batch was the one that was given as `upcoming`.
-
-        Raises:
-            ConfigurationError: It was another.
-        """
-        if self._prepared:
-            self._prepared.refuse_other_batch()
-
     def run_step(
         self,
         batch: Any,
@@ -163,8 +154,7 @@ class Engine:
             alarm: Whether this rank raises one, which all ranks of the pipeline know after the step.
 
         Raises:
-            ConfigurationError: The batch is another than was given as `upcoming` before; on a GPU the one
-                before it may be.
+            ConfigurationError: The batch is another than was given as `upcoming` before.
             PipelineTimeoutError: A message did not come in time.
             GraphError: The step did not call the layers that were probed.
         """

@@ -4,8 +4,7 @@
     step 8    take(8)   prepare(10)     what is left of 8 first, then the program of 8, ...
 
 A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
-it, and is compared with what was encoded when it is due; what a GPU has to compare is looked at a step later, so
-that no host waits for it.
+it. When it is due it must hold the same objects, and tensors to which nobody has written since.
 
 With one batch known, a rank that has done its share of it idles beside another that has not, in every step: ranks
 are never done at the same moment. With two it goes on with the batch after it, and has less to do in the next step.
@@ -38,15 +37,12 @@ import functools
 import itertools
 import statistics
 import time
-import zlib
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -89,7 +85,7 @@ class _Prepared(NamedTuple):
     """A batch that is not trained on yet; its frozen layers may be done."""
 
     batch_index: int
-    fingerprint: Fingerprint
+    content: Sequence[tuple[Any, int | None]]
     step: StepWork
 
 
@@ -127,7 +123,6 @@ class PreparedBatches:
         self._clock = clock
         self._prepared: deque[_Prepared] = deque()
         self._last: _Past | None = None
-        self._compared: tuple[int, Comparison] | None = None
         period = 1 if filling.lookahead_batches == 1 else SHARES_PERIOD
         self._shares = GroupShares(
             mesh.layout.ranks_per_pipeline,
@@ -145,39 +140,29 @@ class PreparedBatches:
         """Returns what earlier steps prepared for this batch; None if nothing.
 
         Raises:
-            ConfigurationError: They prepared another batch under the same number. Of values on a GPU the next
-                call raises, when they are there: the host waits for no device.
+            ConfigurationError: The batch has been changed since.
         """
-        self.refuse_other_batch()
         if not self._prepared:
             return None
         if self._prepared[0].batch_index != batch_index:
             self.drop()
             return None
         prepared = self._prepared.popleft()
+        before, now = prepared.content, _content(batch)
+        same = len(before) == len(now) and all(
+            a is b and version == other
+            for (a, version), (b, other) in zip(before, now, strict=True)
+        )
+        if not same:
+            raise ConfigurationError(
+                f"batch {batch_index} was changed after frozen layers had run for it in the bubbles of batches "
+                "before. Do not change batches in callbacks or in on_train_batch_start; change them in the data "
+                "set or in on_after_batch_transfer, or train with filling=none"
+            )
         if not self._layout.still_takes_its_forms(prepared.step):
             self.filler.drop_first()
             return None
-        self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
-        if self._compared[1].is_known:
-            self.refuse_other_batch()
         return prepared.step
-
-    def refuse_other_batch(self) -> None:
-        """Checks that the latest batch that was taken is the one that was prepared.
-
-        Raises:
-            ConfigurationError: It is another.
-        """
-        if self._compared is None:
-            return
-        (number, comparison), self._compared = self._compared, None
-        if difference := comparison.difference():
-            raise ConfigurationError(
-                f"batch {number} is not the one whose frozen layers ran in the bubbles of batches "
-                f"before: {difference}. Do not change batches in callbacks; change them in the data set "
-                "or in on_after_batch_transfer, or train with filling=none"
-            )
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
         """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
@@ -192,7 +177,7 @@ class PreparedBatches:
             step = self._layout.lay_out(batch, number, arguments, counts)
             if step.frozen is None:
                 return
-            self._prepared.append(_Prepared(number, Fingerprint.of(batch), step))
+            self._prepared.append(_Prepared(number, _content(batch), step))
             self.filler.add(step.frozen)
 
     def drop(self) -> None:
@@ -219,76 +204,14 @@ class PreparedBatches:
         )
 
 
-_NUM_SAMPLED = 16  # elements of each tensor in a fingerprint
+def _content(batch: Any) -> list[tuple[Any, int | None]]:
+    """Returns what a batch holds, tensors with a number that every write to them raises."""
+    leaves = pytree.tree_leaves(batch)
+    return [(leaf, leaf._version if _counts_writes(leaf) else None) for leaf in leaves]
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """A few values of a batch, to recognise it by without reading all of it.
-
-    Attributes:
-        values: By device: up to 16 elements of every tensor there.
-        plain: A checksum of all that is not a tensor, and of shapes and devices.
-    """
-
-    values: Mapping[str, Tensor]
-    plain: int
-
-    @classmethod
-    def of(cls, batch: Any) -> Fingerprint:
-        """Reads a batch; waits for no device."""
-        leaves = pytree.tree_leaves(batch)
-        plain = [
-            (leaf.shape, str(leaf.device)) if isinstance(leaf, Tensor) else plain_bytes(leaf)
-            for leaf in leaves
-        ]
-        taken: dict[str, list[Tensor]] = defaultdict(list)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.numel():
-                flat = leaf.detach().reshape(-1)
-                sampled = flat[:: max(1, flat.numel() // _NUM_SAMPLED)][:_NUM_SAMPLED]
-                taken[str(leaf.device)].append(sampled.to(torch.float64))
-        values = {device: torch.cat(tensors) for device, tensors in taken.items()}
-        return cls(values, zlib.crc32(repr(plain).encode()))
-
-    def compare(self, other: Fingerprint) -> Comparison:
-        """Begins to look for what tells two batches apart; waits for no device."""
-        if self.plain != other.plain:
-            return Comparison("captions, other plain values, shapes or devices differ")
-        pairs = [(value, other.values[device]) for device, value in self.values.items()]
-        counts = [(a.nan_to_num() != b.nan_to_num()).sum() for a, b in pairs]
-        num_values = sum(value.numel() for value in self.values.values())
-        return Comparison("", num_values, tuple(map(begin_copy_to_host, counts)))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What tells two batches apart; values on a GPU are known when it has come by.
-
-    Attributes:
-        plain: What differs beside values, in words.
-        num_values: Values that are compared.
-        counts: How many differ, by device: a tensor on the host, and what has to happen before it may be read.
-    """
-
-    plain: str
-    num_values: int = 0
-    counts: tuple[tuple[Tensor, torch.cuda.Event | None], ...] = ()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `difference` waits for nothing."""
-        return all(event is None for _, event in self.counts)
-
-    def difference(self) -> str:
-        """Returns what tells them apart, in words; empty if nothing does."""
-        for _, event in self.counts:
-            if event is not None:
-                event.synchronize()
-        differing = sum(int(count) for count, _ in self.counts)
-        if differing:
-            return f"{differing} of {self.num_values} compared values differ"
-        return self.plain
+def _counts_writes(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
 def begin_copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -300,22 +223,6 @@ def begin_copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(value.device))
     return copy, event
-
-
-def plain_bytes(leaf: Any) -> bytes:
-    """Returns what can be compared between processes of a part of a batch that is no tensor.
-
-    Of objects the type and the size, if they have one, as pictures do: their text may tell where in memory
-    they lie.
-    """
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-        return f"{leaf.dtype}{leaf.shape} {zlib.crc32(leaf.tobytes())}".encode()
-    if leaf is None or isinstance(
-        leaf, str | bytes | int | float | complex | np.generic | PurePath
-    ):
-        return repr(leaf).encode()
-    size = getattr(leaf, "size", None)
-    return f"{type(leaf).__qualname__} {size if isinstance(size, int | tuple) else ''}".encode()
 
 
 _WORTHWHILE = 0.5  # of a group's time must be won

@@ -1,29 +1,28 @@
-"""A data loader that gives every rank of a pipeline the same batches: those that one process would train on.
+"""Data are loaded once per pipeline: one of its ranks runs loaders, their workers and the hooks of transfer.
 
-All ranks of a pipeline load the same samples, but what a sample looks like may be random: crops, flips,
-caption dropout. Those draws come from the main process or from loader workers, and Lightning seeds both
-so that ranks differ, or lets them drift apart as soon as one rank draws one number more. Here every
-batch is seeded by the run's seed, the data-parallel rank, the pass over the data (the epoch, and how often
-a loader that is shorter than another one has begun anew in it) and its number in it, wherever it is loaded. So
-what is in it depends neither on the number of workers nor on whether the pass was begun at its first batch: a run
-that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
+    first rank    next: reads a batch ---------.   on its device: hooks of transfer ---.   ahead: the same,
+    others        next: is there one? <--------'   the batch as hooks left it <--------'   for batches after it
+
+Lightning's loops are the same on all ranks, and go through a `Feed`: to them it is their `CombinedLoader`. What
+they get of it stands for a batch (`Fetched`), until they ask for it on the device. So hooks are called when and as
+often as in one process, on one rank, and every rank gets whole batches: its `training_step` reads them all. While
+frozen layers run ahead, the batches after the present one come early (`Feed.ahead`), by the same way. The batch
+with which a plan is made is the first one, and is read but once.
 
 The order is the user's. A sampler that draws from the global generators, as that of `shuffle=True` does, draws the
 same in all pipelines; those side by side share its order out.
 
-A wrong guess would train on mixed-up samples without any error, so the first batches of every pass are
-compared over the pipeline.
-
-For filling, the next batches are read before this one is trained on, and can be looked at. They are brought to the
-device then, too, and once more by Lightning when they are due; hooks that change them on the way
-(`on_after_batch_transfer`) may be random, and draw the same numbers each time.
+While a trainer fits, every batch has a seed of its own, from the run's seed, the pipeline, the pass over the data
+(the epoch, and how often a loader that is shorter than another one has begun anew in it) and its number in it. So
+what is in it depends neither on the number of workers nor on whether the pass was begun at its first batch: a run
+that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
+Elsewhere numbers are drawn as in one process, and the state of the first rank's generators is everyone's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import multiprocessing
 import os
@@ -31,21 +30,19 @@ import select
 import threading
 import time
 import warnings
-import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.utils._pytree as pytree
-from lightning.fabric.utilities.data import sized_len
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -55,59 +52,49 @@ from torch.utils.data import (
     MapDataPipe,
 )
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
-from lightning_diffpipe.graph.versions import bytes_of
-from lightning_diffpipe.runtime.upcoming import plain_bytes
 from lightning_diffpipe.training.patching import patched
-from lightning_diffpipe.training.pipeline import Pipeline
-
-_NUM_COMPARED = 2
-_TRANSFER_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-)
 
 
-class AlignedLoader:
-    """Wraps a loader; everything it does not do itself is the wrapped loader's.
+class PipelineLoader:
+    """A loader, read on one rank of a pipeline only; everything it does not do itself is the wrapped loader's.
 
     Args:
-        loader: The user's loader, or a pipeline's share of it.
-        seed: Seed of the run.
-        data_parallel_rank: Which share of the data this rank's pipeline sees.
+        loader: The user's, or a pipeline's share of it.
+        length: Batches, as the rank that reads it counts them; None if it cannot.
+        is_read: Whether this rank reads it.
+        seed: Seed of the run; None to draw whatever random numbers come.
+        pipeline: Whose share of the data it is.
         place: Given the loader's length (None if it has none), tells where a pass begins, also of a resumed run, as
             `place_of` does. None if every pass shall draw the same numbers, as validation does.
-        compare: Given a batch's checksum, raises if another rank of the pipeline has another.
-        looks_ahead: Batches to read ahead.
 
     Attributes:
+        length: As given.
         loading_s: Seconds spent so far in waiting for batches of the wrapped loader.
     """
 
     def __init__(
         self,
         loader: Any,
-        seed: int,
-        data_parallel_rank: int,
-        place: Callable[[int | None], tuple[int, int, int]] | None,
-        compare: Callable[[int, int], None],
-        looks_ahead: int = 0,
+        length: int | None,
+        is_read: bool = True,
+        seed: int | None = None,
+        pipeline: int = 0,
+        place: Callable[[int | None], tuple[int, int, int]] | None = None,
     ) -> None:
-        self._loader = loader
+        self._loader, self.length, self._is_read = loader, length, is_read
         self.loading_s = 0.0
-        self._looks_ahead = looks_ahead
-        self._read: deque[tuple[Any, Any]] = deque()
-        self._state_before: Any = None
         self._restored = False
-        self._next = 0
         self._seed = seed
-        self._data_parallel_rank = data_parallel_rank
-        self._compare = compare
+        self._pipeline = pipeline
         self._place = place
         self._ended = 0, 0
-        seed_workers(loader)
+        end_workers_with_rank(loader)
+        self._numbered, self._source = None, loader
+        if seed is None or not is_read:
+            return
         batches = getattr(loader, "batch_sampler", None)
         samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
         for sampler in {id(sampler): sampler for sampler in samplers}.values():
@@ -118,12 +105,13 @@ class AlignedLoader:
         self._source = self._numbered.loader if self._numbered else loader
 
     def __len__(self) -> int:
-        return len(self._loader)
+        if self.length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length")
+        return self.length
 
     def __getattr__(self, name: str) -> Any:
-        # Lightning reads sampler, dataset and more: without the user's sampler, `set_epoch` would never
-        # arrive and every epoch would have the same order. A loader that is not stateful must not
-        # look stateful.
+        # Lightning reads sampler, dataset and more: without the user's sampler, `set_epoch` would never arrive and
+        # every epoch would have the same order.
         if "_loader" not in vars(self):  # not yet made, as one that is unpickled
             raise AttributeError(name)
         return getattr(unaligned(self.__dict__["_loader"]), name)
@@ -137,37 +125,29 @@ class AlignedLoader:
         # Lightning ends workers that stay, and then sets this: the loader must know that they are gone.
         self._source._iterator = value
 
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the loader knows its place in a pass."""
+        return _is_stateful(self._loader)
+
+    def restore(self, state: Any) -> None:
+        """Puts a stateful loader to where it was."""
+        self._loader.load_state_dict(state)
+        self._restored = True
+
     def __iter__(self) -> Iterator[Any]:
-        batches = self._aligned_batches()
-        read = self._read = deque()
-        size = sized_len(self._source)
-        while True:
-            # Looking ahead asks no sampler for an end that the loop does not come to: it may draw once more there.
-            while not read or (
-                len(read) <= self._looks_ahead and (size is None or self._next < size)
-            ):
-                batch = next(batches, _END)
-                if batch is _END:
-                    break
-                # A loop that reads no batch ahead would save this state after this batch.
-                stateful = self._looks_ahead and _is_stateful(self._loader)
-                read.append((batch, self._loader.state_dict() if stateful else None))
-            if not read:
-                break
-            batch, self._state_before = read.popleft()
-            yield batch
-        self._state_before = None
+        if not self._is_read:
+            return
+        if self._seed is None:
+            yield from self._source
+            return
+        yield from self._batches()
         if self._place is not None:
             # Counted where passes end: Lightning may begin one twice before it takes a batch.
             epoch, *_ = self._place(None)
             self._ended = epoch, self._times_ended(epoch) + 1
 
-    @property
-    def ahead(self) -> list[Any]:
-        """The batches that the pass gives next, as the loader made them; `looks_ahead`, fewer at its end."""
-        return [batch for batch, _ in self._read]
-
-    def _aligned_batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Any]:
         # Those of this pass that were trained on before the run was interrupted.
         size = sized_len(self._source)
         epoch, times_ended, done = self._place(size) if self._place else (0, 0, 0)
@@ -202,12 +182,8 @@ class AlignedLoader:
                 self.loading_s += time.perf_counter() - asked_s
             if batch is _END:
                 return
-            if number < done:
-                continue
-            self._next = number + 1
-            if number - done < _NUM_COMPARED:
-                self._compare(number, checksum(batch))
-            yield batch
+            if number >= done:
+                yield batch
 
     def _name_of_pass(self) -> str:
         """Returns the epoch and, where a short loader begins anew next to a longer one, how often it has in it."""
@@ -221,11 +197,219 @@ class AlignedLoader:
         return self._ended[1] if epoch == self._ended[0] else 0
 
     def _seed_of(self, name: str, number: int) -> int:
-        return derived_seed(self._seed, "data", self._data_parallel_rank, name, number)
+        return derived_seed(self._seed or 0, "data", self._pipeline, name, number)
 
     def _seed_of_order(self, name: str | None = None, number: int = 0) -> int:
         """Returns the seed of an order of samples, the same in all pipelines."""
-        return derived_seed(self._seed, "order", name or self._name_of_pass(), number)
+        return derived_seed(self._seed or 0, "order", name or self._name_of_pass(), number)
+
+
+@dataclass(eq=False)
+class Fetched:
+    """A batch that a loop of Lightning's has fetched; it gets the batch when it asks for it on a device.
+
+    Attributes:
+        feed: Where it was fetched.
+        place: Number of the batch, and of the loader that made it.
+        batch: As the loader made it, on the rank that reads; as hooks left it, once it was on a device.
+        device: That one.
+        states: Of stateful loaders, as if nothing had been read after it.
+    """
+
+    feed: Feed
+    place: tuple[int, int]
+    batch: Any = None
+    device: torch.device | None = None
+    states: list[Any] | None = None
+
+
+class Feed(CombinedLoader):
+    """Gives Lightning's loops, on all ranks of a pipeline, what one of them loads.
+
+    All ranks must make the same calls, as loops in lock step do.
+    """
+
+    strategy: Any
+
+    @classmethod
+    def of(cls, loader: Any, mode: Any, strategy: Any) -> Feed:
+        """Returns one of the user's loader or loaders, which are combined in a mode if they are not yet."""
+        if not isinstance(loader, CombinedLoader):
+            loader = CombinedLoader(loader, mode)
+        kind, feed = type(loader), copy.copy(loader)  # Lightning writes into it
+        if not isinstance(loader, Feed):
+            feed.__class__ = cls if kind is CombinedLoader else type(cls.__name__, (cls, kind), {})
+        feed.strategy, feed._is_begun = strategy, False
+        feed._forget()
+        return feed
+
+    def _forget(self) -> None:
+        self._batches = deque[Fetched]()  # read, and not given yet
+        self._num_fetched = self._num_read = 0
+        self._has_given = self._is_over = False
+        self._states: list[Any] | None = None
+
+    @property
+    def _trainer(self) -> Any:
+        return self.strategy.lightning_module.trainer
+
+    @property
+    def _is_read(self) -> bool:
+        return bool(self.strategy.mesh.local_rank == 0)
+
+    @property
+    def _trains(self) -> bool:
+        return self._trainer.fit_loop._combined_loader is self
+
+    def __iter__(self) -> Feed:
+        self._num_fetched = 0
+        if self._is_begun and not (self._has_given or self._is_over):  # Lightning begins some twice
+            return self
+        self._forget()
+        if self._trains and not self._is_begun:
+            self._resume()
+        self._is_begun = True
+        super().__iter__()
+        lengths = self.strategy.mesh.handed_on([sized_len(each._loader) for each in self.flattened])
+        for loader, length in zip(self.flattened, lengths, strict=True):
+            loader.length = length
+        return self
+
+    def _resume(self) -> None:
+        """Goes on where a run was interrupted; Lightning restores its loops after the first batch has been read."""
+        if not (loops := _loops_to_resume(self._trainer)):
+            return
+        epoch, *_ = place_of(self._trainer, None)
+        for loader in self.flattened if epoch else ():
+            _set_sampler_epoch(loader, epoch)
+        self._load_state_dicts(loops["fit_loop"]["state_dict"].get("combined_loader", []))
+
+    def __next__(self) -> Any:
+        if self._num_fetched == len(self._batches) and not self._read():
+            raise StopIteration
+        fetched = self._batches[self._num_fetched]
+        self._num_fetched += 1
+        return fetched, *fetched.place
+
+    def _read(self) -> bool:
+        """Reads a batch; returns whether there was one."""
+        batch, place, indices = None, None, None
+        if self._is_read and not self._is_over:
+            with contextlib.suppress(StopIteration):
+                batch, *place = super().__next__()
+                indices = _indices_of(self.flattened, *place)
+        if not self._is_over:
+            asked_s = time.perf_counter()
+            place, indices = self.strategy.mesh.handed_on((place, indices))
+            if not self._is_read:
+                self.flattened[0].loading_s += time.perf_counter() - asked_s
+        if place is None:
+            if not self._is_over and not self._num_read:
+                self._stop_without_batches()
+            self._is_over = True
+            return False
+        if indices is not None and not self._is_read:
+            sampler = self.flattened[place[1]].batch_sampler
+            sampler.seen_batch_indices = [*sampler.seen_batch_indices[: place[0]], indices]
+        states = self._present_states()
+        self._batches.append(Fetched(self, tuple(place), batch, states=states))
+        self._num_read += 1
+        return True
+
+    def _stop_without_batches(self) -> None:
+        """Ends training with a pass that has no batch after one that had some: all others would have none."""
+        loop = self._trainer.fit_loop
+        if self._trains and loop.epoch_loop.batch_progress.total.ready:
+            self._trainer.should_stop = True
+            rank_zero_warn(
+                f"training stops in epoch {self._trainer.current_epoch}, for which its loader gave no batch. An "
+                "iterator, such as a generator, can be gone through once; give what begins anew each time: a list, "
+                "a DataLoader, or a class with __iter__"
+            )
+
+    def give(self, fetched: Fetched, device: torch.device) -> Any:
+        """Returns a batch on a device, through the hooks of transfer; batches must be asked for in their order."""
+        self._bring(fetched, device)
+        assert self._batches.popleft() is fetched, "a batch was left out"
+        self._num_fetched -= 1
+        self._has_given, self._states = True, fetched.states
+        return fetched.batch
+
+    def ahead(self, count: int, device: torch.device) -> list[Any]:
+        """Returns so many batches after the present one, or all that are left, on a device as `give` will."""
+        while len(self._batches) < count and self._read():
+            pass
+        later = list(self._batches)[:count]
+        for fetched in later:
+            self._bring(fetched, device)
+        return [fetched.batch for fetched in later]
+
+    def _bring(self, fetched: Fetched, device: torch.device) -> None:
+        if fetched.device == device:
+            return
+        state, mesh = None, self.strategy.mesh
+        seed, alone = self._seed_of(fetched), mesh.layout.ranks_per_pipeline == 1
+        if self._is_read:
+            drawing = contextlib.nullcontext() if seed is None else isolated_random_numbers(seed)
+            with drawing, patched(self.strategy, transfers=True):
+                fetched.batch = self._moved(fetched, device)
+            state = rng.capture(host=True) if seed is None and not alone else None
+        fetched.batch, state = mesh.handed_on((fetched.batch, state))
+        if state is not None:  # what the first rank has drawn so far, as one process would
+            rng.restore(state)
+        fetched.device = device
+
+    def _moved(self, fetched: Fetched, device: torch.device) -> Any:
+        module, batch, (_, loader) = self.strategy.lightning_module, fetched.batch, fetched.place
+        if fetched.device is not None:  # hooks have changed it already, for the plan
+            return module._call_batch_hook("transfer_batch_to_device", batch, device, loader)
+        batch = self.strategy.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=loader)
+        return self.strategy.batch_to_device(batch, device, dataloader_idx=loader)
+
+    def _seed_of(self, fetched: Fetched) -> int | None:
+        """Returns the seed of hooks of transfer, from the batch's number in training or in the pass."""
+        if self.strategy.seed is None:
+            return None
+        loop, stage = self._trainer.fit_loop.epoch_loop, "transfer"
+        number = loop.batch_progress.total.ready
+        if not self._trains:
+            stage, number = "transfer of validation", loop.val_loop.batch_progress.current.ready
+        elif loops := _loops_to_resume(self._trainer):
+            number = loops["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+        number += self._batches.index(fetched)
+        return derived_seed(self.strategy.seed, stage, self.strategy.mesh.pipeline, number)
+
+    def reset(self) -> None:
+        """Ends workers, and forgets what was read."""
+        super().reset()
+        self._forget()
+
+    def _present_states(self) -> list[Any]:
+        if not self._is_read:
+            return []
+        return [loader.state_dict() for loader in self.flattened if loader.is_stateful]
+
+    def _state_dicts(self) -> list[Any]:
+        ended = self._is_over and not self._batches
+        return self._present_states() if self._states is None or ended else self._states
+
+    def _load_state_dicts(self, states: list[Any]) -> None:
+        stateful = [loader for loader in self.flattened if loader.is_stateful]
+        if states and len(stateful) != len(states):
+            raise ConfigurationError(
+                f"{len(stateful)} training loaders know their place, but the checkpoint has the places of "
+                f"{len(states)}; give the loaders of the run that was saved"
+            )
+        for loader, state in zip(stateful if self._is_read else (), states, strict=False):
+            loader.restore(state)
+
+
+def _indices_of(loaders: list[Any], batch_idx: int, dataloader_idx: int) -> list[int] | None:
+    """Returns which samples make up a batch, where Lightning takes note of them for those who write predictions."""
+    sampler = getattr(loaders[dataloader_idx], "batch_sampler", None)
+    noted = isinstance(sampler, _IndexBatchSamplerWrapper)
+    return sampler.seen_batch_indices[batch_idx] if noted else None
 
 
 _END = object()
@@ -365,54 +549,33 @@ def _with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return made
 
 
-class StatefulAlignedLoader(AlignedLoader):
-    """An `AlignedLoader` around a loader that can be resumed in the middle of a pass."""
-
-    def state_dict(self) -> Any:
-        """Returns the loader's state, as if nothing had been read ahead."""
-        return self._loader.state_dict() if self._state_before is None else self._state_before
-
-    def load_state_dict(self, state: Any) -> None:
-        """Puts the loader to where it was."""
-        self._loader.load_state_dict(state)
-        self._restored = True
-
-
-def aligned(loader: Any, *arguments: Any, **options: Any) -> AlignedLoader:
-    """Wraps a loader; Lightning asks the type of the result whether it can be resumed."""
-    made = StatefulAlignedLoader if _is_stateful(loader) else AlignedLoader
-    return made(loader, *arguments, **options)
-
-
 def unaligned(loader: Any) -> Any:
     """Returns the loader itself, where an earlier run has wrapped it: `trainer.train_dataloader` of that run."""
-    inner = loader._loader if isinstance(loader, AlignedLoader) else loader
+    inner = loader._loader if isinstance(loader, PipelineLoader) else loader
     return vars(inner).get("_diffpipe_whole", inner) if isinstance(inner, DataLoader) else inner
 
 
-def take_over(trainer: Any) -> None:
-    """Keeps a trainer from what it does to loaders of several processes.
+def take_over(trainer: Any, num_pipelines: int) -> None:
+    """Keeps a trainer from what it does to loaders of several processes, and gives its loops a `Feed` each.
 
-    It writes its own loaders into the user's `CombinedLoader`s, where they would be in the next run, with the
-    samplers and ranks of this one, and so gets copies. In training it gives each process a sampler that shuffles,
-    whatever the user's one does; there `shared_out` does what is to be done.
+    It would write its own loaders into the user's `CombinedLoader`s, where they would be in the next run, with the
+    samplers and ranks of this one. It would also give each process a sampler, which shuffles in training whatever
+    the user's one does; `shared_out` does what is to be done. Predictions of several pipelines are its own
+    business: those who write them ask its sampler for indices.
     """
     connector = trainer._data_connector
     vars(connector).pop("_requires_distributed_sampler", None)
-    if trainer.state.fn == TrainerFn.FITTING:
+    if trainer.state.fn != TrainerFn.PREDICTING or num_pipelines == 1:
         connector._requires_distributed_sampler = _wants_none
-        # Every loader is, by the place in the epoch that its loops tell.
-        message = "You're resuming from a checkpoint that ended before the epoch ended"
-        warnings.filterwarnings("ignore", message=message)
-    loops = (
-        trainer.fit_loop,
-        trainer.fit_loop.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    )
-    for source in (loop._data_source for loop in loops):
-        source.dataloader = partial(_copied, type(source).dataloader, source)
+    # Every loader is, by the place in the epoch that its loops tell.
+    message = "You're resuming from a checkpoint that ended before the epoch ended"
+    warnings.filterwarnings("ignore", message=message)
+    modes: dict[Any, Any] = {trainer.fit_loop: "max_size_cycle"}
+    evaluating = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    modes |= dict.fromkeys((trainer.fit_loop.epoch_loop.val_loop, *evaluating), "sequential")
+    for loop, mode in modes.items():
+        source = loop._data_source
+        source.dataloader = partial(_fed, type(source).dataloader, source, mode, trainer.strategy)
 
 
 def _wants_none(loader: Any) -> bool:
@@ -420,10 +583,13 @@ def _wants_none(loader: Any) -> bool:
     return False
 
 
-def _copied(ask: Callable[[Any], Any], source: Any) -> Any:
-    """Returns a source's loader; a copy of one that Lightning writes into."""
-    loader = ask(source)
-    return copy.copy(loader) if isinstance(loader, CombinedLoader) else loader
+def _fed(ask: Callable[[Any], Any], source: Any, mode: Any, strategy: Any) -> Feed:
+    return Feed.of(ask(source), mode, strategy)
+
+
+def _loops_to_resume(trainer: Any) -> Any:
+    """Returns the states of the loops to go on with, as long as Lightning sets a run up; else None."""
+    return (trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops")
 
 
 def place_of(trainer: Any, length: int | None) -> tuple[int, int, int]:
@@ -434,8 +600,7 @@ def place_of(trainer: Any, length: int | None) -> tuple[int, int, int]:
     the loops are restored, and always before a processed epoch counts as completed.
     """
     loop = trainer.fit_loop
-    loops = (trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops")
-    if loops:
+    if loops := _loops_to_resume(trainer):
         state = loops["fit_loop"]
         epochs, batches = state["epoch_progress"], state["epoch_loop.batch_progress"]
     else:
@@ -455,23 +620,10 @@ def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def checksum(batch: Any) -> int:
-    """Returns a number that differs for batches that differ in any value; of objects, in type or size."""
-    total = 0
-    for leaf in pytree.tree_leaves(batch):
-        value = bytes_of(leaf) if isinstance(leaf, Tensor) else plain_bytes(leaf)
-        total = zlib.crc32(value, total)
-    return total
-
-
-def seed_workers(loader: Any) -> None:
-    """Lets workers be seeded alike on all ranks of a pipeline, unless the user does so, and end with their rank."""
+def end_workers_with_rank(loader: Any) -> None:
+    """Lets workers of a fork server, of which torch takes the server for the parent, end with the rank."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
-    if not loader.worker_init_fn:
-        # From the iterator's base seed, which was drawn for this pass and pipeline; set before Lightning would
-        # seed workers by the global rank, which differs inside a pipeline.
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
     context: Any = loader.multiprocessing_context or multiprocessing
     method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     outlives = method == "forkserver" and not isinstance(loader.worker_init_fn, _EndsWithRank)
@@ -485,12 +637,13 @@ class _EndsWithRank:
     torch looks at the parent, which is the server, and that lives for as long as any of its children.
     """
 
-    def __init__(self, initialize: Callable[[int], None]) -> None:
+    def __init__(self, initialize: Callable[[int], None] | None) -> None:
         self._initialize, self._reader = initialize, os.getpid()
 
     def __call__(self, worker: int) -> None:
         threading.Thread(target=self._watch, daemon=True).start()
-        self._initialize(worker)
+        if self._initialize is not None:
+            self._initialize(worker)
 
     def _watch(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended already
@@ -498,45 +651,3 @@ class _EndsWithRank:
             end.register(os.pidfd_open(self._reader))
             end.poll()
         os._exit(1)
-
-
-class SeededTransfer:
-    """Seeds the batch hooks that a user wrote, in training and in its validations.
-
-    Args:
-        trainer: Whose module and data module have the hooks.
-        pipeline: Whose batches are transferred.
-        until: Gives the owners their hooks back when it is closed.
-    """
-
-    def __init__(self, trainer: Any, pipeline: Pipeline, until: contextlib.ExitStack) -> None:
-        self._trainer, self._pipeline = trainer, pipeline
-        self._ahead = 0
-        for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
-            for name in _TRANSFER_HOOKS if owner is not None else ():
-                if is_overridden(name, owner):
-                    seeded = self._seeded(getattr(owner, name))
-                    until.enter_context(patched(owner, **{name: seeded}))
-
-    @contextlib.contextmanager
-    def of_later_batch(self, ahead: int) -> Generator[None, None, None]:
-        """Lets hooks draw the random numbers of a later batch inside; 1 is the next."""
-        # While a batch is trained on it counts as ready, so the next one has the number as it stands.
-        with patched(self, _ahead=ahead - 1):
-            yield
-
-    def _seeded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def seeded(*args: Any, **kwargs: Any) -> Any:
-            with isolated_random_numbers(self._seed()):
-                return hook(*args, **kwargs)
-
-        return seeded
-
-    def _seed(self) -> int:
-        """Returns the seed of the batch that is transferred now, from its number in training, or in the pass."""
-        loop, pipeline = self._trainer.fit_loop.epoch_loop, self._pipeline
-        stage, number = "transfer", loop.batch_progress.total.ready + self._ahead
-        if self._trainer.state.stage != RunningStage.TRAINING:
-            stage, number = "transfer of validation", loop.val_loop.batch_progress.current.ready
-        return derived_seed(pipeline.seed, stage, pipeline.mesh.pipeline, number)

@@ -58,7 +58,7 @@ class MetricSync:
             if (asked := getattr(self._inside, "asked", None)) is not None:
                 asked.append(metric)
                 should_sync = False
-            elif known and trainer.evaluating and not (process_group or metric.process_group):
+            elif known and not trainer.training and not (process_group or metric.process_group):
                 should_sync = should_sync and known.layout.num_pipelines > 1
                 process_group = known.evaluation
             elif known and known.layout.world_size > 1 and not (process_group or dist_sync_fn):

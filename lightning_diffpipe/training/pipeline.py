@@ -1,7 +1,7 @@
 """One rank's side of a pipeline, and the module around it, from the first step until the module is whole again.
 
 `assembly.py` makes it from a plan. Here is what is asked between steps: whether anything was changed or unfrozen,
-whether all ranks loaded the same batch, who trains what.
+who trains what.
 """
 
 from __future__ import annotations
@@ -257,24 +257,6 @@ class Pipeline:
         """Returns parameters of an optimizer among `trained`, by name."""
         members = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.trained.items() if id(p) in members}
-
-    def compare_over_pipeline(self, number: int, checksum: int) -> None:
-        """Checks that all ranks of the pipeline loaded the same batch.
-
-        Raises:
-            ConfigurationError: They did not.
-            PipelineTimeoutError: A rank is gone, or did not come in half an hour.
-        """
-        values = [int(row[0]) for row in self.mesh.gathered([checksum], patient=True)]
-        if len(set(values)) > 1:
-            raise ConfigurationError(
-                f"batch {number} of this pass differs between the ranks of a pipeline (checksums "
-                f"{values}); every stage must see the same samples. Call lightning.seed_everything before random "
-                "data are made, let the data set draw random numbers from torch, random or numpy only, and keep "
-                "the order of samples independent of the rank. A stream is shared out by "
-                "trainer.distributed_sampler_kwargs; one of webdataset takes that as nodesplitter, not "
-                "split_by_node, and rng=random for its shuffle, see docs/data.md"
-            )
 
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.

@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.comm.mesh import broadcast_object
+from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.rendezvous import open_store, rendezvous
 from lightning_diffpipe.comm.waiting import ask_for_queues
 from lightning_diffpipe.comm.watcher import LAUNCHER, watcher
@@ -60,6 +60,7 @@ class ProcessHooks(ParallelStrategy):
 
     Attributes:
         pipeline: This rank's part, while there is one.
+        mesh: Who is in which pipeline, as far as it is known.
         last_saved: The checkpoint that was saved last.
 
     Raises:
@@ -67,6 +68,7 @@ class ProcessHooks(ParallelStrategy):
     """
 
     pipeline: Pipeline | None
+    mesh: Mesh | None
     _ended_by: ClassVar[str | None] = None
     last_saved: str | None
 
@@ -214,9 +216,9 @@ class ProcessHooks(ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         reduced = _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        if group is not None or reduce_op != "sum" or self.pipeline is None:
+        if group is not None or reduce_op != "sum" or self.mesh is None:
             return reduced
-        copies = self.pipeline.mesh.layout.ranks_per_pipeline
+        copies = self.mesh.layout.ranks_per_pipeline
         return reduced.div_(copies, rounding_mode=None if reduced.is_floating_point() else "floor")
 
     def on_exception(self, exception: BaseException) -> None:

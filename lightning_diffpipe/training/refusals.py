@@ -34,6 +34,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -75,6 +76,12 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
             "before Lightning would call it. Scale the loss in training_step instead"
         )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{type(module).__name__}.{name} takes dataloader_iter and fetches batches itself, but one rank "
+                "of a pipeline loads for all, and a batch is cut before the step is run. Take (batch, batch_idx)"
+            )
     several = not (strategy.world_size == 1 or strategy.is_one_stage)
     for callback in trainer.callbacks:
         if isinstance(callback, ModelPruning) and several:
@@ -132,17 +139,9 @@ def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None
 def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
     """Refuses what one rank can train with, and several cannot.
 
-    A loader that was made while nobody knew which ranks shall see the same samples; a checkpoint that would be
-    collected from ranks of which one has just failed, or stands elsewhere; batch norms that look beyond a rank, at
-    all ranks, most of which run other layers.
+    A checkpoint that would be collected from ranks of which one has just failed, or stands elsewhere; batch norms
+    that look beyond a rank, at all ranks, most of which run other layers.
     """
-    if trainer.fit_loop._combined_loader is not None:
-        raise ConfigurationError(
-            "the training data loader was made before the pipeline was planned, so ranks of one pipeline "
-            "would train on different samples, and the numbers of batches and steps are too small. "
-            "trainer.estimated_stepping_batches makes it: ask for that in configure_optimizers or "
-            "on_fit_start, not in setup or configure_model"
-        )
     for callback in trainer.callbacks:
         option = "this callback" if isinstance(callback, OnExceptionCheckpoint) else ""
         if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:

@@ -3,7 +3,7 @@
     Lightning calls             what happens                                          where
     setup_environment, barrier  processes start, meet and end                         processes.py
     setup                       probe, profile, plan, place parameters                preparation.py, assembly.py
-    (batch transfer hooks)      the same random numbers whenever a batch is brought   loader.py
+    batch_to_device             one rank of a pipeline loads, the others get batches  loader.py
     training_step               the schedule runs forward and backward                runtime/engine.py
     (zero_grad)                 gradients have been taken away before                 runtime/reduction.py
     backward                    they are put back; nothing is computed
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -36,27 +37,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.checkpoint_files import keep_last
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.comm.rendezvous import gloo_of_all_hosts
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.training.before_training import (
     allow_runs,
     early_answers,
-    example_batch,
-    only_counted,
+    first_batch,
     put_off_runs,
     why_empty,
 )
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
 from lightning_diffpipe.training.loader import (
-    SeededTransfer,
-    aligned,
+    Fetched,
+    PipelineLoader,
     place_of,
     shared_out,
     take_over,
@@ -174,7 +177,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._under_way: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._finished: list[StepResult] = []
         self.lookahead_batches = LOOKAHEAD_BATCHES
-        self.transfer: SeededTransfer | None = None
+        self.seed: int | None = None
+        self.transfers = False
+        self._data_mesh: Mesh | None = None
         self._options = PipelineOptions(
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
             num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
@@ -188,8 +193,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._for_hooks: ResultsForHooks | None = None
         self._gradients: tuple[Tensor | None, ...] | None = None  # before the optimizer reads them
         self._accumulating = False
-        self._failed = self._wants_example = self._warned_of_outputs = False
-        self._counted_pipelines: int | None = None
+        self._failed = self._warned_of_outputs = False
         self._until_teardown = contextlib.ExitStack()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffPipeStrategy:
@@ -217,16 +221,16 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         return self._options.num_stages == 1 and self._options.plan is None
 
     @property
+    def mesh(self) -> Mesh | None:
+        """Who is in which pipeline: that of the plan, or of what is known before there is one, or without one."""
+        return self.pipeline.mesh if self.pipeline else self._data_mesh
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one pipeline see the same samples; pipelines see different ones."""
-        if self._wants_example:  # for all ranks, before anybody knows which of them make a pipeline
-            return {"num_replicas": 1, "rank": 0}
-        if self._counted_pipelines is not None:
-            return {"num_replicas": self._counted_pipelines, "rank": 0}
-        if self.pipeline is None:
+        if self.mesh is None:  # processes have not met
             return {"num_replicas": self.world_size, "rank": self.global_rank}
-        mesh = self.pipeline.mesh
-        return {"num_replicas": mesh.layout.num_pipelines, "rank": mesh.pipeline}
+        return {"num_replicas": self.mesh.layout.num_pipelines, "rank": self.mesh.pipeline}
 
     # ------------------------------------------------------------------------------------ set-up
 
@@ -239,10 +243,27 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.choose_checkpoint(trainer, arguments)
 
     def setup_environment(self) -> None:
-        """Brings processes together, which shall go on from the same checkpoint."""
+        """Brings processes together, which shall go on from the same checkpoint, and says who loads data."""
         super().setup_environment()
         self.require_same_checkpoint()
         put_off_runs(self._trainer)
+        self._share_data_out(self._trainer)
+
+    def _share_data_out(self, trainer: Any) -> None:
+        """Makes as many pipelines as a plan has, for data only: outside of `fit` each rank has a whole module."""
+        number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
+        number = int(self.broadcast(number))
+        fits = trainer.state.fn == TrainerFn.FITTING
+        size = self.world_size // number if self.world_size % number == 0 else self.world_size
+        layout = RankLayout(self.world_size, Placement((tuple(range(size)),)))
+        self._data_mesh = Mesh(layout, self.global_rank, self.root_device, "gloo", self.timeout_s)
+        if self.world_size > 1:
+            with gloo_of_all_hosts():
+                self._data_mesh.connect()
+        own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
+        seed = int(own_seed) if self._options.seed is None else self._options.seed
+        self.seed = int(self.broadcast(seed)) if fits else None
+        take_over(trainer, layout.num_pipelines)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
@@ -263,7 +284,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             spec = SCHEDULES.get(self._options.schedule)
             if spec and not spec.flushes and self.world_size > 1:
                 refuse_without_flush(trainer, spec.name)
-        take_over(trainer)
+        self._watch_data(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._failed = self._warned_of_outputs = False
         if fitting and 0 not in (
@@ -303,31 +324,34 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 trained = self.pipeline.trained.values()
                 self._until_teardown.enter_context(refusing_norms_of_a_stage(trained))
 
+    def _watch_data(self, trainer: Any) -> None:
+        """Counts data once that several ranks see, and calls no hook again for a batch that has passed it."""
+        self._metric_sync = MetricSync(trainer, lambda: self.mesh, self._until_teardown)
+        module: Any = self.lightning_module
+        hook = module._on_before_batch_transfer
+
+        def once(batch: Any, dataloader_idx: int = 0) -> Any:
+            return batch if isinstance(batch, Fetched) else hook(batch, dataloader_idx)
+
+        self._until_teardown.enter_context(patched(module, _on_before_batch_transfer=once))
+
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
-        self._metric_sync = MetricSync(
-            trainer,
-            lambda: self.pipeline.mesh if self.pipeline else None,
-            self._until_teardown,
-        )
-        with patched(self, _wants_example=True):
-            batch, arguments = example_batch(trainer, self)
-        self._arguments = arguments
+        batch, self._arguments = first_batch(trainer, self)
         averages = self._averages_bytes_factor(trainer)
-        options = replace(self._options, averages_bytes_factor=averages)
-        number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
-        number = int(self.broadcast(number))
+        options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
         with (
             late_attributes_named(module, trainer.callbacks),
-            early_answers(trainer, self, number),
+            early_answers(self),
             generators_preserved(module),
         ):
             self.pipeline = prepare(
-                module, self._run_training_step, batch, options, self.process, arguments
+                module, self._run_training_step, batch, options, self.process, self._arguments
             )
+        self._disconnect_data()
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         plan, left = self.pipeline.plan, self.pipeline.graph.left
         with raised_by_all():
@@ -341,7 +365,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
         rank_zero_info("\n%s\n", report(self.pipeline.plan))
-        self.transfer = SeededTransfer(trainer, self.pipeline, self._until_teardown)
         if self.world_size > 1:
             self._lock_step = LockStep(trainer, self.pipeline.mesh, self._until_teardown)
         if plan.ranks_per_pipeline > 1 and module.example_input_array is not None:
@@ -356,16 +379,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
             if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
                 trainer.callbacks.insert(0, BubbleFilling())
-
-    @contextlib.contextmanager
-    def counting_batches(self, num_pipelines: int) -> Generator[None, None, None]:
-        """Lets loaders say how many batches one of so many pipelines has, and give none.
-
-        Lightning takes this rank's word for that of all: the step of another one may never come so far.
-        """
-        alone = {"barrier": lambda name=None: None, "reduce": lambda tensor, *args, **kw: tensor}
-        with patched(self, _counted_pipelines=num_pipelines, **alone):
-            yield
 
     def _averages_bytes_factor(self, trainer: Any) -> float:
         """Returns bytes that averages of the weights take on a rank, for each byte it trains."""
@@ -396,30 +409,30 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes all ranks of a pipeline see the batches that one process would, random augmentation included.
+        """Lets one rank of a pipeline read the batches that one process would.
 
         Raises:
             ConfigurationError: A pipeline's share of the training data makes no batch.
         """
-        dataloader = unaligned(dataloader)
-        pipeline, counted = self.pipeline, self._counted_pipelines
-        if pipeline is None and counted is None:
-            return dataloader
-        trainer = self._trainer
+        dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
+        assert mesh is not None
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
-        if counted is not None:
-            return only_counted(dataloader)
+        length = mesh.handed_on(sized_len(dataloader))
         training = trainer.state.stage == RunningStage.TRAINING
-        if training and sized_len(dataloader) == 0:  # Lightning would end the run without an error
-            raise ConfigurationError(why_empty(dataloader))
-        return aligned(
-            dataloader,
-            pipeline.seed,
-            pipeline.mesh.pipeline,
-            place=partial(place_of, trainer) if training else None,
-            compare=pipeline.compare_over_pipeline,
-            looks_ahead=self.lookahead_batches if training and pipeline.fills else 0,
-        )
+        if training and length == 0:  # Lightning would end the run without an error
+            with raised_by_all():
+                raise ConfigurationError(why_empty(dataloader))
+        place = partial(place_of, trainer) if training else None
+        is_read = mesh.local_rank == 0
+        return PipelineLoader(dataloader, length, is_read, self.seed, mesh.pipeline, place)
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Moves a batch, or gets one from the rank that loads it."""
+        if isinstance(batch, Fetched):
+            return batch.feed.give(batch, device or self.root_device)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -623,6 +636,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.pipeline is None:
             yield
             return
+        if self.transfers:
+            raise ConfigurationError(
+                "whole_model() takes all ranks of a pipeline, but hooks of transfer run on the one that loads its "
+                "data; use the whole model in the step, or in a hook such as on_train_batch_start"
+            )
         self.drain()
         with watcher.inside(f"{watcher.phase} with the whole model"), self.pipeline.relayed():
             yield
@@ -694,10 +712,15 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._until_teardown.close()
         self.upcoming, self._finished = [], []
         self._for_hooks = None
-        self.transfer = self._lock_step = self._metric_sync = None
+        self._lock_step = self._metric_sync = None
         self._gradients = None
         self._under_way.clear()
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)
+        self._disconnect_data()
         super().teardown()
+
+    def _disconnect_data(self) -> None:
+        if self._data_mesh is not None:
+            self._data_mesh.disconnect()

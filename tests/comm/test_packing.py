@@ -1,9 +1,12 @@
 """Messages: many tensors of any type in one buffer, exactly as they were."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 
-from lightning_diffpipe.comm.packing import MessageLayout
+from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, take_apart
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
 
 CPU = torch.device("cpu")
@@ -65,3 +68,56 @@ def test_gradients_do_not_travel_with_values():
     tensor = torch.randn(3, requires_grad=True) * 2
     layout = MessageLayout.of(specs(tensor, tensor))
     assert not layout.pack([tensor, tensor], CPU).requires_grad
+
+
+Pair = namedtuple("Pair", "image caption")
+
+
+def sent(value):
+    """What a receiver makes of a value."""
+    apart, tensors = take_apart(value)
+    received = apart.empty(CPU)
+    for own, other in zip(tensors, received, strict=True):
+        flat_bytes(other).copy_(flat_bytes(own))
+    return apart.put_together(received, CPU)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5),
+        torch.randn(2, 4, 6, 3).contiguous(memory_format=torch.channels_last),
+        torch.randn(4, 6).t(),
+        torch.randn(3, 4)[:, 1:3],
+        torch.randn(64)[::16],
+        torch.randn(1, 3).expand(4, 3),
+        torch.randn(2, 2, dtype=torch.complex64),
+        torch.randn(3).to(torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor(2.5),
+        torch.empty(0, 4),
+        torch.randn(3, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        torch.randn(2, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.randn(2)),
+    ],
+)
+def test_tensors_of_a_batch_lie_as_they_did(tensor):
+    batch = {"pair": Pair(tensor, ["a", "b"]), "again": tensor, "size": (3, 4), "none": None}
+    received = sent(batch)
+    other = received["pair"].image
+    assert received["again"] is other
+    assert received["pair"].caption == ["a", "b"]
+    assert (received["size"], received["none"]) == ((3, 4), None)
+    assert type(other) is type(tensor)
+    assert (other.dtype, other.requires_grad) == (tensor.dtype, tensor.requires_grad)
+    assert torch.equal(other.to_dense(), tensor.to_dense())
+    if tensor.layout == torch.strided and tensor.numel() > 4:
+        assert other.stride() == tensor.stride()
+    if tensor.numel():
+        assert other.layout != torch.strided or other.data_ptr() != tensor.data_ptr()
+
+
+def test_what_cannot_be_pickled_is_named():
+    with pytest.raises(ConfigurationError, match=r"cannot be sent .*lambda.* can be pickled"):
+        take_apart({"later": lambda: 0})

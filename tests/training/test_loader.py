@@ -1,18 +1,20 @@
-"""All ranks of a pipeline load the same batches, whatever their own random state and workers do."""
+"""Loaders that one rank of a pipeline reads: random numbers, orders and places, and what loops get of them."""
 
 import multiprocessing
 import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import CombinedLoader
-from PIL import Image
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,10 +24,12 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_diffpipe import DiffPipeStrategy
-from lightning_diffpipe.training.before_training import _first_batches
-from lightning_diffpipe.training.loader import AlignedLoader, checksum, seed_workers
-from lightning_diffpipe.training.loader import aligned as wrapped
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.training.loader import Feed, PipelineLoader, end_workers_with_rank
+
+CPU = torch.device("cpu")
 
 
 class Augmented(Dataset):
@@ -54,21 +58,17 @@ class Clock:
         return self.epoch, 0, 0
 
 
-def ignore(number, value):
-    pass
+def aligned(loader, pipeline=0, clock=None, is_read=True):
+    return PipelineLoader(loader, sized_len(loader), is_read, 7, pipeline, clock or Clock())
 
 
-def aligned(loader, data_parallel_rank=0, clock=None, compare=ignore):
-    return AlignedLoader(loader, 7, data_parallel_rank, clock or Clock(), compare)
-
-
-def one_pass(seed, num_workers=0, data_parallel_rank=0, epoch=0, shuffle=True):
+def one_pass(seed, num_workers=0, pipeline=0, epoch=0, shuffle=True):
     """What a rank loads whose own random state is `seed`."""
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     loader = DataLoader(Augmented(), 4, shuffle=shuffle, num_workers=num_workers)
     clock = Clock()
     clock.epoch = epoch
-    return torch.cat(list(aligned(loader, data_parallel_rank, clock)))
+    return torch.cat(list(aligned(loader, pipeline, clock)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -82,7 +82,7 @@ def test_augmentation_and_order_do_not_depend_on_the_rank(num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_augmentation_differs_between_pipelines_and_epochs(num_workers):
     base = one_pass(1, num_workers, shuffle=False)
-    other_pipeline = one_pass(1, num_workers, data_parallel_rank=1, shuffle=False)
+    other_pipeline = one_pass(1, num_workers, pipeline=1, shuffle=False)
     other_epoch = one_pass(1, num_workers, epoch=1, shuffle=False)
     for column in (1, 2, 3):  # torch, random, numpy
         assert not (base[:, column] == other_pipeline[:, column]).any()
@@ -112,11 +112,11 @@ def test_the_sampler_is_reached_through_the_wrapper():
     assert len(loader) == 2
 
 
-def epoch_of_two(epoch, data_parallel_rank=0):
+def epoch_of_two(epoch):
     """What a loader of two batches gives beside one of five, in one epoch: index and three random numbers."""
     clock = Clock()
-    short = aligned(DataLoader(Augmented(), 4), data_parallel_rank, clock)
-    long = aligned(list(range(5)), data_parallel_rank, clock)
+    short = aligned(DataLoader(Augmented(), 4), 0, clock)
+    long = aligned(list(range(5)), 0, clock)
     combined = CombinedLoader({"short": short, "long": long}, "max_size_cycle")
     iter(combined)  # Lightning begins a pass before it knows the epoch
     for clock.epoch in range(epoch + 1):
@@ -134,10 +134,9 @@ def test_a_short_loader_that_begins_anew_draws_other_random_numbers():
     assert torch.equal(first, epoch_of_two(0)), "ranks of a pipeline differ"
 
 
-@pytest.mark.parametrize("looks_ahead", [0, 9])
-def test_an_epoch_that_is_begun_twice_is_the_same_one(looks_ahead):
+def test_an_epoch_that_is_begun_twice_is_the_same_one():
     clock = Clock()
-    loader = wrapped(DataLoader(Augmented(), 2), 7, 0, clock, ignore, looks_ahead)
+    loader = aligned(DataLoader(Augmented(), 2), 0, clock)
     next(iter(loader))
     first = torch.stack(list(loader))
     clock.epoch = 1
@@ -147,7 +146,7 @@ def test_an_epoch_that_is_begun_twice_is_the_same_one(looks_ahead):
 
 
 def test_validation_draws_the_same_numbers_in_every_pass():
-    loader = AlignedLoader(DataLoader(Augmented(), 4), 7, 0, None, ignore)
+    loader = PipelineLoader(DataLoader(Augmented(), 4), 2, True, 7)
     assert torch.equal(torch.cat(list(loader)), torch.cat(list(loader)))
 
 
@@ -207,30 +206,6 @@ def test_a_data_set_without_length_stays_without():
     assert [len(batch) for batch in loader] == [2, 2, 1]
 
 
-def test_objects_are_compared_by_type_and_size():
-    """History: their text may hold an address, so equal pictures were called different on every rank."""
-    first, second, wider = (Image.new("L", (width, 2)) for width in (2, 2, 3))
-    assert checksum([first, object]) == checksum([second, object])
-    assert checksum([first]) != checksum([wider])
-
-
-def test_large_arrays_are_compared_in_every_value():
-    """History: the text of a large array leaves out its middle."""
-    array = np.zeros(2000)
-    other = array.copy()
-    other[1000] = 1
-    assert checksum({"x": array}) == checksum({"x": array.copy()}) != checksum({"x": other})
-
-
-def test_only_a_stateful_loader_looks_stateful():
-    class Stateful(DataLoader):
-        def state_dict(self):
-            return {"position": 3}
-
-    assert not hasattr(aligned(DataLoader(Augmented())), "state_dict")
-    assert aligned(Stateful(Augmented())).state_dict() == {"position": 3}
-
-
 def test_workers_that_stay_can_be_ended_through_the_wrapper():
     """History: Lightning ends them after a run; the loader kept them, and its next pass failed: Queue is closed."""
     loader = DataLoader(Stream(), 2, num_workers=1, persistent_workers=True)
@@ -246,39 +221,11 @@ def test_any_iterable_can_be_a_loader():
     assert list(aligned([1, 2, 3])) == [1, 2, 3]
 
 
-def test_a_loader_of_an_earlier_run_is_taken_apart():
-    """History: `trainer.val_dataloaders` of one run, given to another, compared batches over ranks of the first."""
-    compared = []
-    inner = DataLoader(Augmented(), 4)
-    earlier = aligned(inner, compare=lambda *found: compared.append(found))
-    assert DiffPipeStrategy().process_dataloader(earlier) is inner
-    assert next(_first_batches({"a": earlier}))["a"][:, 0].tolist() == [0, 1, 2, 3]
-    assert not compared
-
-
 def test_a_worker_init_function_of_the_user_is_kept():
     own = lambda worker: None
     loader = DataLoader(Augmented(), num_workers=1, worker_init_fn=own)
     aligned(loader)
     assert loader.worker_init_fn is own
-
-
-def test_the_first_batches_are_compared():
-    seen = []
-    list(aligned(DataLoader(Augmented(), 1), compare=lambda *found: seen.append(found)))
-    assert [number for number, _ in seen] == [0, 1]
-    assert seen[0][1] != seen[1][1]
-
-
-def test_checksums_see_every_value():
-    batch = {"x": torch.arange(6).view(2, 3).t(), "name": ["a", "b"], "n": 3}
-    for other in (
-        {**batch, "name": ["a", "c"]},
-        {**batch, "n": 4},
-        {**batch, "x": batch["x"] + 1},
-    ):
-        assert checksum(other) != checksum(batch)
-    assert checksum({**batch, "x": batch["x"].contiguous()}) == checksum(batch)
 
 
 class Resumable:
@@ -298,31 +245,98 @@ class Resumable:
         self.given = state["given"]
 
 
-@pytest.mark.parametrize(
-    ("looks_ahead", "expected"),
-    [
-        (0, [[], [], [], []]),
-        (1, [[1], [2], [3], []]),
-        (2, [[1, 2], [2, 3], [3], []]),
-    ],
-)
-def test_looking_ahead_shows_the_batches_that_come_next(looks_ahead, expected):
-    """History: a search for the learning rate, which asks for none of them, kept all its batches in memory."""
-    loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=looks_ahead)
-    assert loader.ahead == []
-    seen = [(int(batch), list(map(int, loader.ahead))) for batch in loader]
-    assert seen == list(enumerate(expected))
+def stands_for_strategy(seed=7):
+    """What a feed asks of the strategy of one rank."""
+    progress = SimpleNamespace(ready=0)
+    loop = SimpleNamespace(batch_progress=SimpleNamespace(current=progress, total=progress))
+    loop.val_loop = loop
+    fit_loop = SimpleNamespace(epoch_loop=loop, _combined_loader=None)
+    module = SimpleNamespace(
+        trainer=SimpleNamespace(fit_loop=fit_loop),
+        _on_before_batch_transfer=lambda batch, dataloader_idx: batch,
+    )
+    return SimpleNamespace(
+        mesh=Mesh(RankLayout(1, Placement(((0,),))), 0, CPU, "gloo", 1.0),
+        lightning_module=module, precision_plugin=Precision(), seed=seed,
+        batch_to_device=lambda batch, device, dataloader_idx: batch,
+    )  # fmt: skip
 
 
-def test_the_state_of_a_loader_is_that_without_looking_ahead():
+def fed(loaders, mode="max_size_cycle", seed=7):
+    """A feed as Lightning's loops make it ready."""
+    feed = Feed.of(loaders, mode, stands_for_strategy(seed))
+    feed.flattened = [
+        PipelineLoader(one, sized_len(one), True, seed, 0, Clock()) for one in feed.flattened
+    ]
+    return feed
+
+
+class Numbers:
+    """A loader that gives numbers and does not tell how many."""
+
+    def __init__(self, first, count):
+        self.first, self.count = first, count
+
+    def __iter__(self):
+        return iter(range(self.first, self.first + self.count))
+
+
+@pytest.mark.parametrize("looks_ahead", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+@pytest.mark.parametrize("long", [Numbers(0, 8), list(range(8))])
+def test_batches_that_are_shown_early_come(long, mode, looks_ahead):
+    """History: where a short loader began anew beside one without a length, the batches after the next one were
+    called the next ones, and the run ended, since a batch was not the one whose frozen layers had run."""
+    loaders = {"long": long, "short": [100, 101, 102]}
+    combined = CombinedLoader(loaders, mode)
+    expected = [batch for batch, _, _ in combined]
+    feed, fetcher = fed(loaders, mode), _PrefetchDataFetcher()
+    fetcher.setup(feed)
+    iter(fetcher)
+    came = []
+    for fetched, *_ in fetcher:
+        came.append(fetched.feed.give(fetched, CPU))
+        later = expected[len(came) : len(came) + looks_ahead]
+        assert feed.ahead(looks_ahead, CPU) == later
+    assert came == expected
+    assert len(came) == (8 if mode == "max_size_cycle" else 3)
+    assert fetcher.done
+
+
+def test_a_pass_that_is_begun_again_before_a_batch_is_given_goes_on():
+    """So the batch that a plan is made with is the first one, also of a stream that goes on."""
+    feed = fed(iter(range(3)))
+    iter(feed)
+    assert feed.ahead(1, CPU) == [0]
+    assert [feed.give(fetched, CPU) for fetched, *_ in feed] == [0, 1, 2]
+    assert list(feed) == []
+
+
+@pytest.mark.parametrize("looks_ahead", [0, 1, 2])
+def test_the_state_of_a_loader_is_that_of_the_batch_that_was_given(looks_ahead):
     """History: one batch read ahead was lost at every resume in the middle of an epoch."""
-    states = {}
-    for looks_ahead in (0, 1, 2):
-        loader = wrapped(Resumable(), 7, 0, Clock(), ignore, looks_ahead=looks_ahead)
-        states[looks_ahead] = [(int(batch), loader.state_dict()) for batch in loader]
-    assert states[0] == states[1] == states[2]
-    assert isinstance(wrapped(Resumable(), 7, 0, Clock(), ignore), _Stateful)
-    assert not isinstance(wrapped([1], 7, 0, Clock(), ignore), _Stateful)
+    feed, states = fed(Resumable()), []
+    for number, (fetched, *_) in enumerate(feed, 1):
+        feed.give(fetched, CPU)
+        feed.ahead(looks_ahead, CPU)
+        states += feed._state_dicts()
+        assert states[-1] == {"given": number}
+    assert len(states) == 4
+    other = fed(Resumable())
+    other._load_state_dicts(states[1:2])
+    assert [other.give(fetched, CPU).item() for fetched, *_ in other] == [2, 3]
+    with pytest.raises(ConfigurationError, match=r"1 training loaders know .* of 2"):
+        other._load_state_dicts(states[:2])
+    assert fed([1])._state_dicts() == []
+
+
+def test_a_rank_that_does_not_read_touches_no_sample():
+    def fail(*args):
+        raise AssertionError("a sample was asked for")
+
+    loader = aligned(DataLoader(Augmented(), 2, collate_fn=fail), is_read=False)
+    assert list(loader) == []
+    assert len(loader) == 4
 
 
 class Processes(Dataset):
@@ -338,7 +352,7 @@ class Processes(Dataset):
 def read_and_be_killed(answer):
     """Reads from a worker of a fork server, says which process that is, and gets SIGKILL."""
     loader = DataLoader(Processes(), num_workers=1, multiprocessing_context="forkserver")
-    seed_workers(loader)
+    end_workers_with_rank(loader)
     answer.send(int(next(iter(loader))))
     os.kill(os.getpid(), 9)
 
