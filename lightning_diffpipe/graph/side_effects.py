@@ -307,7 +307,11 @@ def _state_of(generator: Any) -> bytes:
     return pickle.dumps(_state_and_setter(generator)[0])
 
 
-_MISSING = object()
+class _Missing(int):
+    """Stands for an attribute that is not there, from which a step counts as from 0."""
+
+
+_MISSING = _Missing()
 _NEEDS_GRADIENT = "requires_grad"
 FLAGGING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
@@ -354,7 +358,7 @@ class AttributeWrites:
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            before = module.__dict__.get(name, _MISSING)
+            before = _shown(module, name)
             original(module, name, value)
             owner = self._modules.get(id(module))
             # What is set to what it was may be set to something else by another microbatch: a coin, say.
@@ -412,7 +416,9 @@ class AttributeWrites:
         found = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)
-            if type(before) is type(now) is int and before != now:
+            # One that is set anew after the last layer may be anything but a first 1.
+            counts = before is not _MISSING or attribute in self._at_layer or now == 1
+            if type(now) is int and isinstance(before, int) and before != now and counts:
                 found[attribute] = now - self._at_layer.get(attribute, before)
         return found
 
@@ -427,6 +433,12 @@ class AttributeWrites:
             return _same(before, self._now(attribute))
         with torch._C.DisableTorchFunction():
             return bool(owner.requires_grad == before)
+
+
+def _shown(module: nn.Module, name: str) -> Any:
+    """Returns an attribute of a module, or else the number of its class that it hides."""
+    held = inspect.getattr_static(type(module), name, _MISSING)
+    return module.__dict__.get(name, held if type(held) is int else _MISSING)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -450,7 +462,7 @@ class Attributes:
     def capture(self) -> list[Any]:
         """Returns the present values of the attributes."""
         return [
-            vars(owner).get(name, _MISSING) if isinstance(owner, nn.Module) else owner.requires_grad
+            _shown(owner, name) if isinstance(owner, nn.Module) else owner.requires_grad
             for owner, name in self._places
         ]
 

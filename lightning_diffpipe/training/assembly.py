@@ -27,7 +27,8 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, reprobe
-from lightning_diffpipe.graph.step import StepCall, batch_signature, untouched
+from lightning_diffpipe.graph.step import StepCall, batch_signature
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan, check_layers
