@@ -322,10 +322,13 @@ class AttributeWrites:
     Args:
         root: The module that holds all others.
         between: Says whether the code that runs now lies between layers of the fine graph.
+        inside: Says whether it lies inside of a layer, which may hold several of the fine graph.
     """
 
-    def __init__(self, root: nn.Module, between: Callable[[], bool]) -> None:
-        self._between = between
+    def __init__(
+        self, root: nn.Module, between: Callable[[], bool], inside: Callable[[], bool]
+    ) -> None:
+        self._between, self._inside = between, inside
         self._kinds = {type(module) for module in root.modules()}
         self._modules = {id(module): name for name, module in root.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -335,6 +338,7 @@ class AttributeWrites:
         self._set: dict[Attribute, Any] = {}
         self._at_layer: dict[Attribute, Any] = {}
         self._of_glue: set[Attribute] = set()
+        self._of_layers: set[Attribute] = set()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -382,6 +386,8 @@ class AttributeWrites:
             self._unmoved.add(attribute)
         if self._between():
             self._of_glue.add(attribute)
+        if self._inside():
+            self._of_layers.add(attribute)
 
     def look(self) -> None:
         """Notes what differs from the beginning of the step, when a layer is called or has returned."""
@@ -419,7 +425,11 @@ class AttributeWrites:
             # One that is set anew after the last layer may be anything but a first 1.
             counts = before is not _MISSING or attribute in self._at_layer or now == 1
             if type(now) is int and isinstance(before, int) and before != now and counts:
-                found[attribute] = now - self._at_layer.get(attribute, before)
+                # Where layers are stubs, what they count is there after the last one only.
+                is_stubbed = attribute in self._of_layers
+                found[attribute] = now - (
+                    before if is_stubbed else self._at_layer.get(attribute, before)
+                )
         return found
 
     def _now(self, attribute: Attribute) -> Any:

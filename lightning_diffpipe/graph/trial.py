@@ -84,7 +84,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
 _MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
-_PLAIN_VALUES = (bool, int, float, str, type(None), Tensor)
+_STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
 _LIBRARIES = {"torch", "lightning", "lightning_utilities", "lightning_diffpipe"}
 _STATELESS = _LIBRARIES | sys.stdlib_module_names - {
     "types",
@@ -139,18 +139,16 @@ def _is_site(value: Any) -> bool:
     return hasattr(type(value), "diffpipe_original")  # of `Interception`, which outlives a trial
 
 
-def _rebind(owner: Any, before: Mapping[str, Any], plain: bool) -> None:
-    """Gives an object, class or file the attributes that it had; `plain`: only numbers, words and tensors."""
+def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> None:
+    """Gives an object, class or file those of its attributes back that are of some kinds."""
 
-    def is_state(name: str, value: Any) -> bool:
-        return value is _MISSING or (
-            isinstance(value, _PLAIN_VALUES) if plain else not _is_site(value)
-        )
+    def is_state(value: Any) -> bool:
+        return value is _MISSING or (isinstance(value, kinds) and not _is_site(value))
 
     now = vars(owner)
     for name in [*before.keys(), *(now.keys() - before.keys())]:
         old, new = before.get(name, _MISSING), now.get(name, _MISSING)
-        if old is new or name.startswith("__") or not (is_state(name, old) and is_state(name, new)):
+        if old is new or name.startswith("__") or not (is_state(old) and is_state(new)):
             continue
         if isinstance(now, dict):
             now.pop(name, None)
@@ -186,10 +184,13 @@ def _attributes_restored(
         alone: These are all modules, and nothing of the run shall be left.
     """
     code = _users_code(root)
-    owners = [(each, dict(vars(each)), True) for each in code]
-    owners += [(each, dict(vars(each)), not alone) for each in modules]
+    # In training runs of a step may note that something was done once and for all, as putting hooks.
+    kinds = (object,) if alone else (*_STATES, Iterator)
+    owners = [(each, _copied(vars(each)), _STATES) for each in code]
+    owners += [(each, _copied(vars(each)), kinds) for each in modules]
+    owners += [] if alone else [(root, _copied(vars(root)), (Iterator,))]
     shared = (vars(root).get(name) for name in SHARED_ATTRIBUTES)
-    owners += [(each, dict(vars(each)), True) for each in shared if each is not None]
+    owners += [(each, dict(vars(each)), _STATES) for each in shared if each is not None]
     values = [
         value
         for each in {root, *modules, *code}
@@ -205,8 +206,8 @@ def _attributes_restored(
     finally:
         for holder, before in holders:
             _refill(holder, before)
-        for owner, attributes, plain in owners:
-            _rebind(owner, attributes, plain)
+        for owner, attributes, of_kinds in owners:
+            _rebind(owner, attributes, of_kinds)
 
 
 def _may_be_written(value: Any) -> bool:

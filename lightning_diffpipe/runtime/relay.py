@@ -1,6 +1,6 @@
 """Running any code on all ranks in lock step, each layer where its parameters live.
 
-For validation and sampling on the training partition: that code was not probed, and no gradient flows.
+For validation and sampling on the training partition: that code was not probed.
 All ranks run the same code on the same data. A call of a module whose parameters live on one rank, or whose
 running statistics one rank keeps, is executed there, and its output broadcast to the others; a module that is
 spread is entered; one without, or with parameters that every rank has, runs everywhere. Parameters read outside of
@@ -8,6 +8,9 @@ such calls (by a container's own code, or tied weights) are broadcast by their o
 
     rank 0 | unet(x) ─ down_blocks.0 runs  ─▶ broadcast ─ mid_block waits   ...
     rank 1 | unet(x) ─ down_blocks.0 waits ◀─ broadcast ─ mid_block runs ─▶ ...
+
+Random numbers are those of one process: where a layer has drawn some, its owner's generators go along with its
+output, and all ranks go on from there. Gradients stay on the rank that ran a layer: who takes them is refused.
 
 An output is any object that can be pickled, and what it is made of travels before its tensors. Those are taken out
 wherever they are, in containers or deep inside an object such as a distribution: pickled along, they would come
@@ -19,18 +22,18 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.packing import MessageLayout
-from lightning_diffpipe.errors import ForeignLayerError
+from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import TensorSpec
@@ -39,6 +42,11 @@ from lightning_diffpipe.graph.placement import is_placeholder
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
 
+NOT_IN_STEP = (
+    "whole_model() was entered inside training_step, but each stage runs that at another time, and a whole model "
+    "answers only where all ranks ask together. Call the layers as they are, or enter it in a hook, such as "
+    "on_train_batch_end, or in validation_step"
+)
 _FORM_READS = {
     *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
     *("is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr"),
@@ -79,7 +87,17 @@ class RelayView:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Answers calls inside, where all ranks must run the same code."""
+        """Answers calls inside, where all ranks must run the same code; may be entered again inside.
+
+        Raises:
+            ConfigurationError: It is entered inside `training_step`.
+        """
+        current = self._interception.current()
+        if isinstance(current, RelayRun):  # two would ask each other's questions
+            yield
+            return
+        if current is not None:
+            raise ConfigurationError(NOT_IN_STEP)
         run = RelayRun(self._owners, self._state, self._share)
         with (
             self._interception.also_watching(self._names),
@@ -104,7 +122,7 @@ class RelayRun(Run):
     state: Mapping[str, set[int]]
     share: Share
     inside: bool = False
-    _decisions: dict[str, int | None] = field(default_factory=dict)
+    _decisions: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
     _lent: dict[int, Tensor] = field(default_factory=dict)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,16 +130,26 @@ class RelayRun(Run):
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
-            parameters = site.module.parameters()
+            parameters = list(site.module.parameters())
             owners = {self.owners[id(p)][0] for p in parameters if id(p) in self.owners}
             owners |= self.state.get(site.name, set())
-            self._decisions[site.name] = owners.pop() if len(owners) == 1 else None
-        owner = self._decisions[site.name]
+            owner = owners.pop() if len(owners) == 1 else None
+            self._decisions[site.name] = owner, any(p.requires_grad for p in parameters)
+        owner, is_trained = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
-        if any(is_placeholder(p) for p in site.module.parameters()):
-            return self.share(owner, None)
-        return self.share(owner, self._execute(site, args, kwargs))
+        done = None
+        if not any(is_placeholder(p) for p in site.module.parameters()):
+            done = self._execute(site, args, kwargs)
+        out, state = self.share(owner, done)
+        if state is not None and done is None:
+            rng.restore(state)
+        if not torch.is_grad_enabled():
+            return out
+        given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        return _without_graph(
+            out, site.name, owner, is_trained or any(x.requires_grad for x in given)
+        )
 
     def lend(self, parameter: Tensor) -> Tensor | None:
         """Returns the value of a parameter that not all ranks hold, None if all do."""
@@ -137,16 +165,42 @@ class RelayRun(Run):
             self._lent[id(parameter)] = value
         return self._lent[id(parameter)]
 
-    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Leaves the global random streams as they are where the module does not run."""
-        self.inside = True
+    def _execute(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, rng.RandomState | None]:
+        """Returns the output of a module, and where it has left the generators, if it has drawn."""
+        self.inside, before = True, rng.capture(host=True)
         try:
-            with rng.preserved(host=True):
-                seed = zlib.crc32(rng.capture(host=False).cpu.numpy().tobytes())
-                rng.seed_all(seed, host=True)
-                return site.diffpipe_original(*args, **kwargs)
+            return site.diffpipe_original(*args, **kwargs), rng.moved(before)
         finally:
             self.inside = False
+
+
+class _Crossing(torch.autograd.Function):
+    """Stands where a gradient would have to go to another rank, and refuses to take it there."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, where: str, *_: Tensor) -> Tensor:
+        """Returns the value, as one that needs a gradient."""
+        ctx.where = where
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Raises, on all ranks."""
+        raise GraphError(
+            f"a gradient is taken through {ctx.where}, outside of training_step, where layers of other ranks give "
+            "values without graphs. Take it inside the forward of one module that a single rank holds, or train "
+            "with num_stages=1"
+        )
+
+
+def _without_graph(out: Any, where: str, given: Sequence[Tensor]) -> Any:
+    """Returns what a layer gave, the same on all ranks: computed from tensors that need gradients, if any do."""
+
+    def refusing(value: Tensor) -> Tensor:
+        real = value.is_floating_point() or value.is_complex()
+        return _Crossing.apply(value.detach(), where, *given) if given and real else value.detach()
+
+    return pytree.tree_map_only(Tensor, refusing, out)
 
 
 class _LentParameters(TorchFunctionMode):

@@ -40,18 +40,22 @@ from lightning_diffpipe.comm.liveness import liveness
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
+from lightning_diffpipe.graph.trial import in_trial
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.relay import NOT_IN_STEP
 from lightning_diffpipe.training.before_training import (
     allow_runs,
     early_answers,
     example_batch,
     only_counted,
     put_off_runs,
+    silence_watching,
     why_empty,
+    without_loggers,
 )
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
 from lightning_diffpipe.training.loader import (
@@ -316,6 +320,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         with patched(self, _wants_example=True):
             batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
+        silence_watching(trainer, several=False)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
         number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
@@ -330,6 +335,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             )
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         plan, left = self.pipeline.plan, self.pipeline.graph.left
+        silence_watching(trainer, len(plan.stages) > 1)
         with raised_by_all():
             if self.world_size > plan.num_pipelines:
                 warn_of_ranks_counted(trainer, module, plan.num_pipelines)
@@ -377,7 +383,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
         assert self._metric_sync is not None
-        with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
+        quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
+        with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
         if self.pipeline is None and not self._warned_of_outputs:  # it is being probed
             self._warned_of_outputs = warn_of_outputs(out)
@@ -619,6 +626,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         of the pipeline must enter it and make the same calls with the same arguments.
         """
         if self.pipeline is None:
+            if in_trial.get() and self.world_size > 1 and not self.is_one_stage:
+                raise ConfigurationError(NOT_IN_STEP)
             yield
             return
         self.drain()
@@ -664,6 +673,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _enter(self, phase: str) -> None:
         """Lets the other ranks know what this one does; weights are those after the last batch."""
         self.drain()
+        if self.pipeline is not None:
+            silence_watching(self._trainer, len(self.pipeline.plan.stages) > 1)
         liveness.enter(phase)
 
     on_train_start = on_validation_end = partialmethod(_enter, "training")  # type: ignore[assignment]
