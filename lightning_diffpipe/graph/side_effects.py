@@ -184,35 +184,6 @@ class GeneratorDraws:
         return [generator for ref in self._drawn if (generator := ref()) is not None]
 
 
-def line_that_draws(root: nn.Module, name: str, run: Callable[[], Any]) -> str:
-    """Returns the user's line that draws from a generator of `GeneratorDraws.found`, by running the step once more.
-
-    Returns:
-        File and line; the step itself, if the generator is an attribute, of which a run may see a copy.
-    """
-    generator = _of_files(root, _is_host).get(name)
-    if generator is None:
-        return "training_step"
-    before, latest, found = _state_of(generator), "", list[str]()
-
-    def follow(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal latest
-        if not found and _state_of(generator) != before:
-            found.append(latest)
-        if not is_users(frame.f_code.co_filename) or frame.f_code.co_filename == random.__file__:
-            return None
-        latest = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        return follow
-
-    tracing = sys.gettrace()
-    sys.settrace(follow)
-    try:
-        run()
-    finally:
-        sys.settrace(tracing)
-    return found[0] if found else "training_step"
-
-
 _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
 
 

@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES, own_tensors
+from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES, own_tensors, readable
 
 HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 """By parameter, hooks on its gradient and those that follow its accumulation, by number."""
@@ -86,32 +86,24 @@ _MOST_ENTRIES = 1000  # of a container that is searched for others: each step do
 _MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
 _STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
 _LIBRARIES = {"torch", "lightning", "lightning_utilities", "lightning_diffpipe"}
-_STATELESS = _LIBRARIES | sys.stdlib_module_names - {
-    "types",
-    "argparse",
-}  # whose namespaces have states
+_WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  # but for namespaces
 _MISSING = object()
-_Namespace = dict[str, Any]
 
 
 def _holders(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
     """Yields containers among values, attributes of objects, and what is inside of them."""
     for value in values:
         kind = type(value)
+        held = None
         if kind in _CONTAINERS or (isinstance(value, dict) and kind.update is dict.update):
             held = value
-        elif (
-            kind.__dictoffset__
-            and kind.__module__.partition(".")[0] not in _STATELESS
-            and not isinstance(value, nn.Module | Tensor | type)
-        ):
-            held = vars(value)
-        else:
-            continue
-        yield held
-        if depth > 1 and len(held) <= _MOST_ENTRIES:
-            inside = held.values() if isinstance(held, dict) else held
-            yield from _holders(inside, depth - 1)
+        elif kind.__dictoffset__ and not isinstance(value, nn.Module | Tensor | type):
+            held = None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars(value)
+        if held is not None:
+            yield held
+            if depth > 1 and len(held) <= _MOST_ENTRIES:
+                inside = held.values() if isinstance(held, dict) else held
+                yield from _holders(inside, depth - 1)
 
 
 def _copied(holder: Any) -> Any:
@@ -126,49 +118,45 @@ def _copied(holder: Any) -> Any:
 
 def _refill(holder: Any, before: Any) -> None:
     """Gives a container what it held before, if it holds anything else."""
-    pairs = zip(holder, before, strict=False)
-    same = len(holder) == len(before) and all(a is b for a, b in pairs)
-    if same and isinstance(holder, dict):
-        same = all(a is b for a, b in zip(holder.values(), before.values(), strict=True))
-    if not same:
+    entries = lambda held: [*held, *(held.values() if isinstance(held, dict) else ())]
+    now, then = entries(holder), entries(before)
+    if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
         holder.clear()
         holder.extend(before) if hasattr(holder, "extend") else holder.update(before)
 
 
-def _is_site(value: Any) -> bool:
-    return hasattr(type(value), "diffpipe_original")  # of `Interception`, which outlives a trial
-
-
 def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> None:
-    """Gives an object, class or file those of its attributes back that are of some kinds."""
+    """Gives a module, class or file those of its attributes back that are of some kinds."""
 
     def is_state(value: Any) -> bool:
-        return value is _MISSING or (isinstance(value, kinds) and not _is_site(value))
+        is_site = hasattr(
+            type(value), "diffpipe_original"
+        )  # of `Interception`, which outlives a trial
+        return value is _MISSING or (isinstance(value, kinds) and not is_site)
 
     now = vars(owner)
     for name in [*before.keys(), *(now.keys() - before.keys())]:
         old, new = before.get(name, _MISSING), now.get(name, _MISSING)
         if old is new or name.startswith("__") or not (is_state(old) and is_state(new)):
             continue
-        if isinstance(now, dict):
-            now.pop(name, None)
-            now.update({} if old is _MISSING else {name: old})
-        elif old is _MISSING:
-            delattr(owner, name)
+        if old is _MISSING:
+            type.__delattr__(owner, name) if isinstance(owner, type) else now.pop(name)
         else:
-            setattr(owner, name, old)
+            type.__setattr__(owner, name, old) if isinstance(owner, type) else now.update(
+                {name: old}
+            )
 
 
-_users: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def _users_code(root: nn.Module) -> tuple[Any, ...]:
+def _users_code(root: nn.Module) -> list[Any]:
     """Returns the classes of modules that are no library's, and the files that define them."""
     if root not in _users:
         kinds = {kind for module in root.modules() for kind in type(module).__mro__}
-        own = [k for k in kinds if k.__module__.partition(".")[0] not in _STATELESS]
+        own = [k for k in kinds if k.__module__.partition(".")[0] not in _WITHOUT_STATE]
         files = {k.__module__ for k in own} & sys.modules.keys()
-        _users[root] = (*own, *(sys.modules[file] for file in files))
+        _users[root] = [*own, *(sys.modules[file] for file in files)]
     return _users[root]
 
 
@@ -181,33 +169,29 @@ def _attributes_restored(
     Args:
         root: The module whose step is run.
         modules: Those that a run may change.
-        alone: These are all modules, and nothing of the run shall be left.
+        alone: These are all modules. Between training steps a run may note that something was done once and for
+            all, as putting hooks.
     """
-    code = _users_code(root)
-    # In training runs of a step may note that something was done once and for all, as putting hooks.
-    kinds = (object,) if alone else (*_STATES, Iterator)
-    owners = [(each, _copied(vars(each)), _STATES) for each in code]
-    owners += [(each, _copied(vars(each)), kinds) for each in modules]
-    owners += [] if alone else [(root, _copied(vars(root)), (Iterator,))]
-    shared = (vars(root).get(name) for name in SHARED_ATTRIBUTES)
-    owners += [(each, dict(vars(each)), _STATES) for each in shared if each is not None]
+    owners: dict[Any, tuple[type, ...]] = {root: (Iterator,)}
+    owners |= dict.fromkeys(_users_code(root), _STATES)
+    owners |= dict.fromkeys(modules, (object,) if alone else (*_STATES, list, Iterator))
     values = [
         value
-        for each in {root, *modules, *code}
-        for name, value in vars(each).items()
-        if name not in SHARED_ATTRIBUTES
-        and ((isinstance(each, nn.Module) and alone) or name not in _OF_EVERY_MODULE)
-        and not name.startswith("__")
+        for owner in owners
+        for name, value in vars(owner).items()
+        if name not in SHARED_ATTRIBUTES and not name.startswith("__")
+        if alone or name not in _OF_EVERY_MODULE or name == "_buffers"
     ]
-    found = {id(holder): holder for holder in _holders(values)}
-    holders = [(holder, _copied(holder)) for holder in found.values()]
+    owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
+    kept = [(owner, _copied(vars(owner)), kinds) for owner, kinds in owners.items()]
+    holders = [(held, _copied(held)) for held in {id(h): h for h in _holders(values)}.values()]
     try:
         yield
     finally:
-        for holder, before in holders:
-            _refill(holder, before)
-        for owner, attributes, of_kinds in owners:
-            _rebind(owner, attributes, of_kinds)
+        for held, before in holders:
+            _refill(held, before)
+        for owner, attributes, kinds in kept:
+            _rebind(owner, attributes, kinds)
 
 
 def _may_be_written(value: Any) -> bool:
@@ -259,7 +243,8 @@ class _Muted:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Hides what a step prints and logs inside; warnings, which come once only, are shown."""
-    token, show, handle = in_trial.set(True), warnings.showwarning, logging.Logger.handle
+    token, readers = in_trial.set(True), readable.set(True)
+    show, handle = warnings.showwarning, logging.Logger.handle
 
     def shown(*args: Any, **kwargs: Any) -> None:
         inside = in_trial.set(False)
@@ -283,6 +268,7 @@ def _unseen() -> Iterator[None]:
     finally:
         warnings.showwarning, logging.Logger.handle = show, handle  # type: ignore[method-assign]
         in_trial.reset(token)
+        readable.reset(readers)
 
 
 @contextlib.contextmanager
@@ -300,21 +286,14 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
     """
     alone = modules is None
     modules = list(root.modules() if modules is None else modules)
-    bound = [(module, dict(module._buffers)) for module in modules]
-    buffers = [b for _, held in bound for b in held.values() if b is not None]
+    buffers = [b for module in modules for b in module._buffers.values() if b is not None]
     values = [buffer.detach().clone() for buffer in buffers]
     attributes = _attributes_restored(root, modules, alone)
-    # A run changes copies: code that moved the states here may restore the tensors it found.
-    metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(modules)]
     hooks = hooks_off(root.parameters() if alone else ())
-    with (
-        _unseen(),
-        hooks,
-        rng.preserved(host=True),
-        attributes,
-        _tensors_restored({root, *modules}),
-    ):
-        for module, _, own in metrics:
+    tensors = _tensors_restored({root, *modules})
+    with _unseen(), hooks, rng.preserved(host=True), attributes, tensors:
+        # A run changes copies: code that moved the states here may restore the tensors it found.
+        for module, own in own_tensors(modules):
             copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
             module.__dict__.update(copies)
         try:
@@ -324,8 +303,3 @@ def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> It
                 # Versions do not tell: batch norm changes its statistics without counting them up.
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
-            for module, held in bound:  # the step may have put another in its place
-                module._buffers.clear()
-                module._buffers.update(held)
-            for module, found, _ in metrics:
-                module.__dict__.update(found)

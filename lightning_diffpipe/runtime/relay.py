@@ -37,7 +37,7 @@ from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, Gra
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.placement import is_placeholder, reads_values
 
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
@@ -47,13 +47,6 @@ NOT_IN_STEP = (
     "answers only where all ranks ask together. Call the layers as they are, or enter it in a hook, such as "
     "on_train_batch_end, or in validation_step"
 )
-_FORM_READS = {
-    *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
-    *("is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr"),
-    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
-}
-_MOVES = {"to", "cuda", "cpu"}
-_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real"}
 
 
 class RelayView:
@@ -212,7 +205,7 @@ class _LentParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._run.inside and _reads_values(func, args, kwargs):
+        if not self._run.inside and reads_values(func, args, kwargs):
             args = tuple(map(self._lent, args))
             kwargs = {key: self._lent(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -225,20 +218,6 @@ class _LentParameters(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._lent, value))
         return value
-
-
-def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether a call reads values of parameters, or moves one to where it is not yet."""
-    name, parameter = getattr(func, "__name__", ""), args[0] if args else None
-    if name in ("__get__", "__set__"):
-        reads = getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
-        return reads and not (name == "__set__" and parameter is args[1])  # `p.data = p`
-    if name in _MOVES and isinstance(parameter, nn.Parameter):
-        # `module.to(device)` moves all of them, also those that are there.
-        with torch._C.DisableTorchFunction():
-            like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-            return func(like, *args[1:], **kwargs) is not like
-    return name not in _FORM_READS
 
 
 _DEVICE = "device"  # stands for the device of a rank

@@ -102,8 +102,9 @@ def assemble(
                 rank_zero_warn(difference)
         step_forms = _forms_of(probed, interception)
         whole = _run_whole(probed, plan, mesh, interception, seed) if options.verify else None
-        place_parameters(module, resident, process.device)
-        interception.refuse(whereabouts(pieces, placement))
+        homes = whereabouts(pieces, placement)
+        place_parameters(module, resident, process.device, homes)
+        interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, known, probed.forms, step_forms,
@@ -158,7 +159,7 @@ def _cut_as_planned(
     refuse_backward_hooks(module, graph, plan)
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
-        refuse_own_generators(module, step, small, graph)
+        refuse_own_generators(graph)
     # Frozen parts are laid out anew for each batch, whose last one may be smaller.
     programs = tuple(
         tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial, partialmethod
@@ -73,19 +72,14 @@ from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pip
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
-    ResultsForHooks,
-    late_attributes_named,
+    hooks_come_later,
     refuse_arguments,
-    refuse_averages,
-    refuse_copies,
     refuse_on_several_ranks,
     refuse_optimizers,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
-    warn_of_gradients_looked_at,
     warn_of_outputs,
-    warn_of_ranks_counted,
 )
 from lightning_diffpipe.training.signals import LockStep
 from lightning_diffpipe.viewing.report import report
@@ -175,7 +169,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.last_saved: str | None = None
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
-        self._under_way: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._finished: list[StepResult] = []
         self.lookahead_batches = LOOKAHEAD_BATCHES
         self.transfer: SeededTransfer | None = None
@@ -189,7 +182,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
-        self._for_hooks: ResultsForHooks | None = None
         self._gradients: tuple[Tensor | None, ...] | None = None  # before the optimizer reads them
         self._accumulating = False
         self._failed = self._wants_example = self._warned_of_outputs = False
@@ -326,7 +318,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
         number = int(self.broadcast(number))
         with (
-            late_attributes_named(module, trainer.callbacks),
+            hooks_come_later(),
             early_answers(trainer, self, number),
             generators_preserved(module),
         ):
@@ -334,15 +326,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 module, self._run_training_step, batch, options, self.process, arguments
             )
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
-        plan, left = self.pipeline.plan, self.pipeline.graph.left
+        plan = self.pipeline.plan
         silence_watching(trainer, len(plan.stages) > 1)
         with raised_by_all():
-            if self.world_size > plan.num_pipelines:
-                warn_of_ranks_counted(trainer, module, plan.num_pipelines)
-            if len(plan.stages) > 1:
-                refuse_averages(trainer, module)
-                warn_of_gradients_looked_at(trainer, module)
-                self._for_hooks = ResultsForHooks(module, left, trainer.callbacks)
             if plan.runs_free:
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
@@ -434,9 +420,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
-        # Hooks before the first batch, or after it, may have made some.
-        if trainer.fit_loop.batch_idx < 2:
-            refuse_copies(trainer, pipeline)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if pipeline.stop_ahead_if_changed() and pipeline.fills:
             self.upcoming = []
@@ -456,18 +439,17 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.watch.before_step(batch, arguments)
         upcoming, self.upcoming = self.upcoming, []
         later = lambda n: (arguments[0] + n, *arguments[1:]) if arguments else ()
-        with self._results_named():
-            result = pipeline.engine.run_step(
-                batch,
-                number,
-                accumulate,
-                reduce_gradients=not self._accumulating,
-                arguments=arguments,
-                upcoming=[(coming, later(n)) for n, coming in upcoming],
-                alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
-            )
+        result = pipeline.engine.run_step(
+            batch,
+            number,
+            accumulate,
+            reduce_gradients=not self._accumulating,
+            arguments=arguments,
+            upcoming=[(coming, later(n)) for n, coming in upcoming],
+            alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
+        )
         ends_window = self.max_diverged_steps is not None and not self._accumulating
-        self._look_at(result, batch, arguments, number, ends_window)
+        self._look_at(result, number, ends_window)
         # What layers wrote themselves does not count.
         pipeline.read_ahead.note(before_update=not self._accumulating)
         self._take_gradients()
@@ -496,11 +478,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         loop = trainer.fit_loop.epoch_loop
         self._arguments = arguments
         pipeline.watch.before_step(batch, arguments)
-        self._under_way.append((batch, arguments))
         alarm = pipeline.watch.has_diverged(self.max_diverged_steps)
         self._restore_gradients()
-        with self._results_named():
-            self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
+        self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
         self._take_gradients()
         is_last_step = 0 < trainer.max_steps <= trainer.global_step + 1
         if loop.batch_progress.is_last_batch or is_last_step:
@@ -510,17 +490,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
         return loss.to(pipeline.loss_dtype).requires_grad_()
 
-    def _results_named(self) -> contextlib.AbstractContextManager[None]:
-        """Names, of the first step, what it leaves for hooks."""
-        results, self._for_hooks = self._for_hooks, None
-        return contextlib.nullcontext() if results is None else results.named()
-
     def _log_finished(self) -> list[StepResult]:
         """Logs the results of batches that have come back, and looks whether training diverges."""
         results, self._finished = self._finished, []
         for result in results:
             assert result.batch_index is not None
-            self._look_at(result, *self._under_way.popleft(), result.batch_index)
+            self._look_at(result, result.batch_index)
             self._trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
 
@@ -531,7 +506,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """
         trainer = self._trainer
         checks = checks_validation(fetcher)
-        if (checks or trainer.should_stop) and self._under_way:
+        if checks or trainer.should_stop:
             self.drain()
             trainer.lightning_module._current_fx_name = "training_step"
             self._log_finished()
@@ -554,15 +529,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._finished += engine.drain()
             self._take_gradients()
 
-    def _look_at(
-        self, result: StepResult, batch: Any, arguments: Any, number: int, ends_window: bool = True
-    ) -> None:
-        """Looks whether training diverges or the step has changed, and logs here what the last stage has logged."""
+    def _look_at(self, result: StepResult, number: int, ends_window: bool = True) -> None:
+        """Looks whether training diverges, and logs here what the last stage has logged."""
         assert self.lightning_module is not None
         assert self._metric_sync is not None
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
-        watch.after_step(result, batch, arguments, number, ends_window)
+        watch.after_step(result.loss, number, ends_window)
         self.last_step = result
         for logged in result.logged:
             options: dict[str, Any] = {"batch_size": result.num_samples, **logged.options}
@@ -687,7 +660,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         liveness.enter("ending")
         self.drain()
         if self.pipeline is not None:
-            refuse_copies(self._trainer, self.pipeline)
             self.pipeline.watch.finish()
             self.refuse_diverged("training has ended")
         if self._lock_step is not None:
@@ -702,10 +674,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Makes the module whole again on every rank, on the host, and gives everything back."""
         self._until_teardown.close()
         self.upcoming, self._finished = [], []
-        self._for_hooks = None
         self.transfer = self._lock_step = self._metric_sync = None
         self._gradients = None
-        self._under_way.clear()
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)
