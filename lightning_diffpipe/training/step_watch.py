@@ -171,7 +171,8 @@ class StepWatch:
                 f"or gradients were not finite (loss {result.loss:.4g}; {before}). Go on from the newest "
                 "checkpoint (ckpt_path='last') with a lower learning rate, gradient_clip_val, or more bits "
                 "(bf16-mixed, 32-true); strategy.check_finite=True names the layer that is the first. Or the "
-                f"step has changed since it was probed. {_REMEDY}. strategy.max_diverged_steps says how many steps are borne"
+                f"step has changed since it was probed. {_REMEDY}. strategy.max_diverged_steps says how many steps "
+                "are borne"
             )
 
     def finish(self) -> None:

@@ -506,7 +506,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """
         trainer = self._trainer
         checks = checks_validation(fetcher)
-        if checks or trainer.should_stop:
+        engine = self._running.engine
+        assert isinstance(engine, FreeRunningEngine)
+        if (checks or trainer.should_stop) and not (engine.is_empty and not self._finished):
             self.drain()
             trainer.lightning_module._current_fx_name = "training_step"
             self._log_finished()
