@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import grads
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -233,23 +234,35 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
     parameters = tuple(trained)
     total_norm = clip_grad._get_total_norm
 
+    def refuse_of(num_known: int, what: str) -> None:
+        if num_known:
+            raise ConfigurationError(
+                f"{what} took a norm over the gradients of {num_known} parameters, but in a pipeline a rank has "
+                "those of its own stage only, so that each stage would be scaled by another factor. Clip by the "
+                "norm over all stages, with Trainer(gradient_clip_val=...), or in a hook, on all ranks, with "
+                "self.clip_gradients(optimizer, gradient_clip_val=...); self.trainer.strategy.gradient_norm() "
+                "gives that norm"
+            )
+
     @functools.wraps(total_norm)
     def refuse(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients = {id(p.grad) for p in parameters if p.grad is not None}
-        num_known = sum(id(tensor) in gradients for tensor in tensors)
-        if num_known:
-            raise ConfigurationError(
-                f"torch.nn.utils took a norm over the gradients of {num_known} parameters (clip_grad_norm_, "
-                "get_total_norm), but in a pipeline a rank has those of its own stage only, so that each stage "
-                "would be scaled by another factor. Clip by the norm over all stages, with "
-                "Trainer(gradient_clip_val=...), or in a hook, on all ranks, with self.clip_gradients(optimizer, "
-                "gradient_clip_val=...); self.trainer.strategy.gradient_norm() gives that norm"
-            )
+        known = sum(id(tensor) in gradients for tensor in tensors)
+        refuse_of(known, "torch.nn.utils (clip_grad_norm_, get_total_norm)")
         return total_norm(tensors, *args, **kwargs)
 
-    # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called.
-    with patched(clip_grad, _get_total_norm=refuse), patched(nn.utils, get_total_norm=refuse):
+    def refuse_float(order: Any) -> float:
+        refuse_of(sum(p.grad is not None for p in parameters), "lightning's grad_norm")
+        return float(order)
+
+    # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called; Lightning's
+    # `grad_norm` the last, before anything else.
+    with (
+        patched(clip_grad, _get_total_norm=refuse),
+        patched(nn.utils, get_total_norm=refuse),
+        patched(grads, float=refuse_float),
+    ):
         yield
 
 

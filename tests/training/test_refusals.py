@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -105,9 +106,12 @@ def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_impor
                 clip(iter([*ours, foreign]), 0.1)
         with refused:
             nn.utils.get_total_norm([parameter.grad for parameter in ours])
+        with refused:
+            grad_norm(nn.ParameterList(ours), 2)
         assert clip_grad_norm_(theirs, 1.0) == 2
         assert clip_grad_norm_(foreign, 1.0) == 0
         clip_grad_value_(ours, 0.5)
+    assert grad_norm(nn.ParameterList(theirs), 2)["grad_2.0_norm_total"] == 1
     assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])
 
 
