@@ -139,9 +139,11 @@ class RelayRun(Run):
             rng.restore(state)
         if not torch.is_grad_enabled():
             return out
-        given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        given += [torch.zeros((), requires_grad=True)] if is_trained else []
         return _without_graph(
-            out, site.name, owner, is_trained or any(x.requires_grad for x in given)
+            out, f"{site.name}, which position {owner} of the pipeline ran", given
         )
 
     def lend(self, parameter: Tensor) -> Tensor | None:
