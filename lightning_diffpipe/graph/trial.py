@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import operator
 import sys
 import warnings
 import weakref
@@ -108,9 +109,12 @@ def _holders(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
 
 def _copied(holder: Any) -> Any:
     """Returns a copy of a container, with iterators of Python's own where they are now, if they can be copied."""
+    if not holder:
+        return ()  # without memory of its own: most of a module's are empty
     copied = holder.copy() if type(holder) in _CONTAINERS else dict(holder)
     for name, value in copied.items() if isinstance(copied, dict) else ():
-        if isinstance(value, Iterator) and type(value).__module__ in ("itertools", "builtins"):
+        kind = type(value)
+        if hasattr(kind, "__next__") and kind.__module__ in ("itertools", "builtins"):
             with contextlib.suppress(TypeError):
                 copied[name] = copy.copy(value)
     return copied
@@ -118,9 +122,11 @@ def _copied(holder: Any) -> Any:
 
 def _refill(holder: Any, before: Any) -> None:
     """Gives a container what it held before, if it holds anything else."""
+    if not holder and not before:
+        return
     entries = lambda held: [*held, *(held.values() if isinstance(held, dict) else ())]
     now, then = entries(holder), entries(before)
-    if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
+    if len(now) != len(then) or not all(map(operator.is_, now, then)):
         holder.clear()
         holder.extend(before) if hasattr(holder, "extend") else holder.update(before)
 
