@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+_GRACE_S = 10.0  # for code that is in the middle of a layer when its owner is interrupted
+
 
 class _Cancelled(BaseException):
     """Unwinds a paused coroutine (no Exception, so that its code does not swallow it)."""
@@ -92,9 +94,11 @@ class Coroutine:
         self._go.release()
         try:
             self._back.acquire()
-        except BaseException:  # interrupted: it must not run on beside us
+        except (
+            BaseException
+        ):  # interrupted: it must not run on beside us, unless it never comes back
             self.is_cancelled = True
-            self._back.acquire()
+            self._back.acquire(timeout=_GRACE_S)
             raise
         if self._error is not None:
             error, self._error = self._error, None

@@ -78,7 +78,7 @@ class GraphError(DiffPipeError, ValueError):
 
 
 class ForeignLayerError(GraphError):
-    """A layer whose parameters live on another rank was called outside a pipeline step."""
+    """A layer was called, or a parameter read, outside a pipeline step that lives on another rank."""
 
 
 class LayoutError(GraphError):

@@ -32,7 +32,8 @@ from lightning_diffpipe.graph.cut import StageCut, tail
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey
 from lightning_diffpipe.graph.placement import own_tensors
-from lightning_diffpipe.graph.step import StepCall, untouched
+from lightning_diffpipe.graph.step import StepCall
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import StageView
 
 

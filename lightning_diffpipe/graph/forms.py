@@ -33,7 +33,8 @@ from lightning_diffpipe.graph.side_effects import (
     generators_preserved,
     is_users,
 )
-from lightning_diffpipe.graph.step import StepCall, untouched
+from lightning_diffpipe.graph.step import StepCall
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View
 
 StepForm = tuple[tuple[str, bool], ...]

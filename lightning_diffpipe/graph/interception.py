@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import ForeignLayerError
 from lightning_diffpipe.graph.calltree import attributes_replaced, callable_modules, put_back
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.placement import is_placeholder, readable
 
 # Around what several threads put in place and take away. Entered twice where a search for cycles, inside, frees a
 # module whose sites are still in place.
@@ -223,11 +223,12 @@ class Interception:
     @contextlib.contextmanager
     def running(self, run: Run | None) -> Iterator[None]:
         """Lets a run answer all calls of this thread."""
-        token = self.variable.set(run)
+        token, readers = self.variable.set(run), readable.set(run is not None)
         try:
             yield
         finally:
             self.variable.reset(token)
+            readable.reset(readers)
 
     @contextlib.contextmanager
     def recomputed_by(self, run: Run) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 A placeholder is one NaN, expanded to the shape of the parameter: modules, names, list lengths and state-dict keys
 stay as they are, and a value that should not have been read is loud. `Parameter` objects keep their identity, so
-that optimizers built before or after find the same ones.
+that optimizers built before or after find the same ones. In steps, which every stage runs with all their code, the
+NaN may be read. Elsewhere, in a hook say, who reads or writes a placeholder gets an error that says whose it is:
+meanwhile its class is `ForeignParameter`.
 
 Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
 
@@ -20,6 +22,7 @@ import functools
 import gc
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,9 +32,118 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.errors import ForeignLayerError, GraphError
 
-_STRIDE = "_diffpipe_stride"
+_STRIDE, _WHERE = "_diffpipe_stride", "_diffpipe_where"
+
+readable: ContextVar[bool] = ContextVar("readable", default=False)
+"""Whether placeholders are NaN for who reads them, as in steps, and no error."""
+
+_METADATA = {
+    *(
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "stride",
+        "is_contiguous",
+        "element_size",
+        "__len__",
+        "ndimension",
+    ),
+    *(
+        "is_floating_point",
+        "is_complex",
+        "type",
+        "get_device",
+        "untyped_storage",
+        "data_ptr",
+        "is_same_size",
+    ),
+    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
+    *(
+        "retain_grad",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "is_inference",
+        "storage_offset",
+    ),
+    *(
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "is_pinned",
+        "is_shared",
+    ),
+    *(
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_tensor",
+        "result_type",
+        "_is_view",
+        "is_tensor",
+    ),
+}
+_MOVES = {"to", "cuda", "cpu", "double", "float", "half", "bfloat16"}
+_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+def reads_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether a function of torch reads values of a tensor, or moves one to where it is not yet."""
+    name, tensor = getattr(func, "__name__", ""), args[0] if args else None
+    if name in ("__get__", "__set__"):
+        reads = getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
+        return reads and not (name == "__set__" and tensor is args[1])  # `p.data = p`
+    if name in _MOVES and isinstance(tensor, Tensor):
+        # `module.to(device)` moves all of them, also those that are there.
+        with torch._C.DisableTorchFunction():
+            like = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            return func(like, *args[1:], **kwargs) is not like
+    return name not in _METADATA
+
+
+class ForeignTensor(Tensor):
+    """Stands for the values of another rank: has a shape, and an error for who reads or writes it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Lets functions have what they may know.
+
+        Raises:
+            ForeignLayerError: They read or write values outside of steps.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if readable.get() or not reads_values(func, args, kwargs or {}):
+                return func(*args, **(kwargs or {}))
+            tensors = pytree.tree_leaves((args, kwargs))
+            foreign = [x for x in tensors if isinstance(x, ForeignTensor) and hasattr(x, _WHERE)]
+            if foreign and func not in _ALIASES:
+                raise ForeignLayerError(
+                    f"{getattr(foreign[0], _WHERE)}, so that here it has a shape, but neither memory nor values, "
+                    f"and Tensor.{func.__name__} cannot read or write it. Use the parameters of which "
+                    "self.trainer.strategy.is_resident(name) is true; or, on all ranks, those of all inside `with "
+                    "self.trainer.strategy.whole_model():`. For averages of weights add the callback "
+                    "lightning_diffpipe.EMA; or train with num_stages=1"
+                )
+            out = func(*args, **(kwargs or {}))
+            if foreign:
+                out = out.as_subclass(ForeignTensor)
+                vars(out).update(vars(foreign[0]))
+            return out
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Says whose it is."""
+        return f"<{tuple(self.shape)}: {getattr(self, _WHERE, 'of another rank')}>"
+
+
+class ForeignParameter(ForeignTensor, nn.Parameter):
+    """A parameter of another rank."""
 
 
 @contextlib.contextmanager
@@ -60,7 +172,10 @@ def true_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def place_parameters(
-    root: nn.Module, resident: Collection[str], device: torch.device | str
+    root: nn.Module,
+    resident: Collection[str],
+    device: torch.device | str,
+    whereabouts: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Frees all parameters but the resident ones, and moves those, buffers and metrics to the device.
 
@@ -69,6 +184,7 @@ def place_parameters(
             becomes resident.
         resident: Names of the parameters that stay.
         device: Where they shall live, and where placeholders pretend to live.
+        whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
 
     Returns:
         Names of the placeholders.
@@ -92,6 +208,8 @@ def place_parameters(
                 parameter.data = parameter.data.to(device)
             continue
         _free(parameter, torch.device(device))
+        if whereabouts is not None:
+            setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
         foreign.append(name)
     for module in root.modules():
         for key, buffer in module._buffers.items():
@@ -153,9 +271,17 @@ def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
     real = torch.empty_strided(
         parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
     )
-    parameter.data = real.copy_(value)
-    if is_placeholder(parameter):
-        delattr(parameter, _STRIDE)
+    _hold(parameter, real.copy_(value))
+
+
+def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
+    """Gives a parameter a value, so that it is no placeholder; returns what it had noted as one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = value
+    if type(parameter) is ForeignParameter:
+        parameter.__class__ = nn.Parameter
+    held = vars(parameter)
+    return {name: held.pop(name) for name in (_STRIDE, _WHERE) if name in held}
 
 
 @contextlib.contextmanager
@@ -165,16 +291,13 @@ def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None
     Args:
         values: By placeholder, of its shape and dtype, on its device.
     """
-    before = {parameter: (parameter.data, true_stride(parameter)) for parameter in values}
-    for parameter, value in values.items():
-        parameter.data = value
-        delattr(parameter, _STRIDE)
+    before = {parameter: _hold(parameter, value) for parameter, value in values.items()}
     try:
         yield
     finally:
-        for parameter, (data, stride) in before.items():
-            parameter.data = data
-            setattr(parameter, _STRIDE, stride)
+        for parameter, notes in before.items():
+            vars(parameter).update(notes)
+            _free(parameter, parameter.device)
 
 
 def placeholder_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
@@ -192,7 +315,10 @@ def _free(parameter: nn.Parameter, device: torch.device) -> None:
     floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
     value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype, device=device)
     parameter.grad = None
-    parameter.data = value.expand(parameter.shape)
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = value.expand(parameter.shape)
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ForeignParameter
 
 
 _log = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError, clear_variables
-from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.cut import cut, is_mixed
 from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
@@ -42,7 +41,8 @@ from lightning_diffpipe.graph.placement import (
     kept_young,
 )
 from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, untouched
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step
+from lightning_diffpipe.graph.trial import untouched
 
 _log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def _on_fakes(
     subject: StepProbe, work: Callable[[StepProbe], LayerGraph], mode: TrackedFakeMode
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
-    with fakes_failing_quietly(), rng.preserved(host=True):  # the probe goes on with real ones
+    with fakes_failing_quietly(), untouched(subject.module, ()):  # the probe goes on with real ones
         return work(subject.on_fakes(mode))
 
 

@@ -454,7 +454,9 @@ class Tracer:
         fake: bool,
     ) -> None:
         self.provenance = Provenance(module, original)
-        self.attributes = AttributeWrites(module, lambda: not self._in_fine)
+        self.attributes = AttributeWrites(
+            module, lambda: not self._in_fine, lambda: self.provenance.current is not None
+        )
         self.calls: list[ContainerCall] = []
         self.fine_names: list[str] = []
         self.logged: set[Any] = set()

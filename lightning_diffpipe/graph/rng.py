@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -60,14 +61,22 @@ def capture(host: bool) -> RandomState:
 
 def restore(state: RandomState) -> None:
     """Writes the global generators."""
-    torch.default_generator.set_state(state.cpu)
+    torch.default_generator.set_state(state.cpu.cpu())  # it may have come by way of a device
     cuda = _cuda_generator()
     if cuda is not None and state.cuda is not None:
-        cuda.set_state(state.cuda)
+        cuda.set_state(state.cuda.cpu())
     if state.host is not None:
         random.setstate(state.host[0])
         if state.host[1] is not None:
             _numpy_random().set_state(state.host[1])
+
+
+def moved(before: RandomState) -> RandomState | None:
+    """Returns the states of all global generators; None if they are what they were, with those of the host."""
+    now = capture(host=True)
+    cuda = before.cuda is None or now.cuda is None or torch.equal(now.cuda, before.cuda)
+    same = cuda and torch.equal(now.cpu, before.cpu)
+    return None if same and pickle.dumps(now.host) == pickle.dumps(before.host) else now
 
 
 def seed_all(seed: int, host: bool) -> None:

@@ -184,35 +184,6 @@ class GeneratorDraws:
         return [generator for ref in self._drawn if (generator := ref()) is not None]
 
 
-def line_that_draws(root: nn.Module, name: str, run: Callable[[], Any]) -> str:
-    """Returns the user's line that draws from a generator of `GeneratorDraws.found`, by running the step once more.
-
-    Returns:
-        File and line; the step itself, if the generator is an attribute, of which a run may see a copy.
-    """
-    generator = _of_files(root, _is_host).get(name)
-    if generator is None:
-        return "training_step"
-    before, latest, found = _state_of(generator), "", list[str]()
-
-    def follow(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal latest
-        if not found and _state_of(generator) != before:
-            found.append(latest)
-        if not is_users(frame.f_code.co_filename) or frame.f_code.co_filename == random.__file__:
-            return None
-        latest = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        return follow
-
-    tracing = sys.gettrace()
-    sys.settrace(follow)
-    try:
-        run()
-    finally:
-        sys.settrace(tracing)
-    return found[0] if found else "training_step"
-
-
 _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
 
 
@@ -307,7 +278,11 @@ def _state_of(generator: Any) -> bytes:
     return pickle.dumps(_state_and_setter(generator)[0])
 
 
-_MISSING = object()
+class _Missing(int):
+    """Stands for an attribute that is not there, from which a step counts as from 0."""
+
+
+_MISSING = _Missing()
 _NEEDS_GRADIENT = "requires_grad"
 FLAGGING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
@@ -318,10 +293,13 @@ class AttributeWrites:
     Args:
         root: The module that holds all others.
         between: Says whether the code that runs now lies between layers of the fine graph.
+        inside: Says whether it lies inside of a layer, which may hold several of the fine graph.
     """
 
-    def __init__(self, root: nn.Module, between: Callable[[], bool]) -> None:
-        self._between = between
+    def __init__(
+        self, root: nn.Module, between: Callable[[], bool], inside: Callable[[], bool]
+    ) -> None:
+        self._between, self._inside = between, inside
         self._kinds = {type(module) for module in root.modules()}
         self._modules = {id(module): name for name, module in root.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -331,6 +309,7 @@ class AttributeWrites:
         self._set: dict[Attribute, Any] = {}
         self._at_layer: dict[Attribute, Any] = {}
         self._of_glue: set[Attribute] = set()
+        self._of_layers: set[Attribute] = set()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -354,7 +333,7 @@ class AttributeWrites:
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            before = module.__dict__.get(name, _MISSING)
+            before = _shown(module, name)
             original(module, name, value)
             owner = self._modules.get(id(module))
             # What is set to what it was may be set to something else by another microbatch: a coin, say.
@@ -378,6 +357,8 @@ class AttributeWrites:
             self._unmoved.add(attribute)
         if self._between():
             self._of_glue.add(attribute)
+        if self._inside():
+            self._of_layers.add(attribute)
 
     def look(self) -> None:
         """Notes what differs from the beginning of the step, when a layer is called or has returned."""
@@ -412,8 +393,14 @@ class AttributeWrites:
         found = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)
-            if type(before) is type(now) is int and before != now:
-                found[attribute] = now - self._at_layer.get(attribute, before)
+            # One that is set anew after the last layer may be anything but a first 1.
+            counts = before is not _MISSING or attribute in self._at_layer or now == 1
+            if type(now) is int and isinstance(before, int) and before != now and counts:
+                # Where layers are stubs, what they count is there after the last one only.
+                is_stubbed = attribute in self._of_layers
+                found[attribute] = now - (
+                    before if is_stubbed else self._at_layer.get(attribute, before)
+                )
         return found
 
     def _now(self, attribute: Attribute) -> Any:
@@ -427,6 +414,12 @@ class AttributeWrites:
             return _same(before, self._now(attribute))
         with torch._C.DisableTorchFunction():
             return bool(owner.requires_grad == before)
+
+
+def _shown(module: nn.Module, name: str) -> Any:
+    """Returns an attribute of a module, or else the number of its class that it hides."""
+    held = inspect.getattr_static(type(module), name, _MISSING)
+    return module.__dict__.get(name, held if type(held) is int else _MISSING)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -450,7 +443,7 @@ class Attributes:
     def capture(self) -> list[Any]:
         """Returns the present values of the attributes."""
         return [
-            vars(owner).get(name, _MISSING) if isinstance(owner, nn.Module) else owner.requires_grad
+            _shown(owner, name) if isinstance(owner, nn.Module) else owner.requires_grad
             for owner, name in self._places
         ]
 

@@ -22,9 +22,7 @@ tables of the same length, and miss heads or frames folded into the batch.
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -35,8 +33,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.placement import own_tensors
 
 _PLAIN = (str, bytes, int, float, bool, np.generic)
 
@@ -444,94 +440,3 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
         return LoggedMetric(attribute, None if value is None else value.detach())
 
     return pytree.tree_map(detached, logged)
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
-_MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
-_MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
-
-
-def _containers(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
-    """Yields containers among values, and those inside of them."""
-    for value in values:
-        if type(value) in _CONTAINERS:
-            yield value
-            if depth > 1 and len(value) <= _MOST_ENTRIES:
-                inside = value.values() if isinstance(value, dict) else value
-                yield from _containers(inside, depth - 1)
-
-
-def _may_be_written(value: Any) -> bool:
-    """Returns whether an attribute is a small tensor of which code may keep a state in place."""
-    return (
-        type(value) is Tensor
-        and not (value.requires_grad or value.is_meta)
-        and value.layout is torch.strided
-        and 0 not in value.stride()  # torch refuses to write into expanded ones
-        and value.nbytes <= _MOST_BYTES
-    )
-
-
-@contextlib.contextmanager
-def _tensors_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores small tensors that are plain attributes of modules, however they are written in place."""
-    tensors = [value for m in modules for value in vars(m).values() if _may_be_written(value)]
-    values = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, value in zip(tensors, values, strict=True):
-            if tensor.requires_grad and not tensor._is_view():
-                tensor.detach_()  # the graph of what was added to it
-            # Memory of the host may be read-only; for a GPU to compare it would have to be waited for.
-            if tensor.device.type != "cpu" or not torch.equal(tensor, value):
-                with torch.inference_mode(tensor.is_inference()):
-                    tensor.copy_(value)
-
-
-@contextlib.contextmanager
-def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
-    """Restores what a real run changes: buffers, metrics, counters and lists, training flags, random numbers.
-
-    Tensors that are plain attributes are restored, too. Those above 1 MiB, which may be tables, are not copied, so
-    that what is written into them stays. So do changes of containers inside of one with more than 1000 entries.
-
-    Args:
-        root: The module whose step is run; its lists and tensors are restored in any case.
-        modules: What the run may change otherwise; all modules if not given.
-    """
-    modules = list(root.modules() if modules is None else modules)
-    bound = [(module, dict(module._buffers)) for module in modules]
-    buffers = [b for _, held in bound for b in held.values() if b is not None]
-    values = [buffer.detach().clone() for buffer in buffers]
-    # A run changes copies: code that moved the states here may restore the tensors it found.
-    metrics = [(module, dict(vars(module)), own) for module, own in own_tensors(modules)]
-    for module, _, own in metrics:
-        copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
-        module.__dict__.update(copies)
-    kinds = (bool, int, float, str, type(None), Tensor)
-    plain = [(m, {k: v for k, v in vars(m).items() if isinstance(v, kinds)}) for m in modules]
-    containers = [
-        (value, value.copy())
-        for module in {root, *modules}
-        for value in _containers(v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE)
-    ]
-    with rng.preserved(host=True), _tensors_restored({root, *modules}):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                # Versions do not tell: batch norm changes its statistics without counting them up.
-                for buffer, value in zip(buffers, values, strict=True):
-                    buffer.copy_(value)
-            for module, held in bound:  # the step may have put another in its place
-                module._buffers.clear()
-                module._buffers.update(held)
-            for module, attributes in plain:
-                vars(module).update(attributes)
-            for module, attributes, _ in metrics:
-                module.__dict__.update(attributes)
-            for value, before in containers:
-                value.clear()
-                value.extend(before) if hasattr(value, "extend") else value.update(before)

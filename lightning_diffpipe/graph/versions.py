@@ -194,15 +194,6 @@ class Versions:
             return True
         return not all(map(torch.equal, self._compared(), self._elements))
 
-    def not_a_number(self) -> list[str]:
-        """Returns names of the tensors that hold NaN; looks at every element."""
-        tensors = ((name, getattr(module, key, None)) for name, module, key in self._places)
-        return [
-            name
-            for name, tensor in tensors
-            if tensor is not None and tensor.is_floating_point() and tensor.isnan().any()
-        ]
-
     def _now(self) -> _State:
         # The tensors themselves, as the identity of one that is gone may be given to another.
         tensors = [getattr(module, key, None) for _, module, key in self._places]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import own_tensors
-from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples, untouched
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples
+from lightning_diffpipe.graph.trial import untouched
 
 
 @contextlib.contextmanager

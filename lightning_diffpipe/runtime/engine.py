@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.transport import MessageKey, PendingWork, Transport
+from lightning_diffpipe.graph.trial import hooks_off
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.lowering import delivered, lower, receives_due
@@ -30,7 +31,7 @@ from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
-from lightning_diffpipe.runtime.reduction import GradientReducer, hooks_off
+from lightning_diffpipe.runtime.reduction import GradientReducer
 from lightning_diffpipe.runtime.results import ChainEnds, Logged, ResultSharing
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner, Stash
 from lightning_diffpipe.runtime.upcoming import Filling, PreparedBatches, Upcoming

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.comm.transport import PendingWork, Transport
 from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.trial import HooksOf, hooks_off
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
 from lightning_diffpipe.planning.schedule import Schedule
@@ -37,7 +38,7 @@ from lightning_diffpipe.runtime.batch_layout import BatchLayout
 from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine, StepResult, message_key
 from lightning_diffpipe.runtime.executor import run_alone
-from lightning_diffpipe.runtime.reduction import GradientReducer, HooksOf, call_hooks, hooks_off
+from lightning_diffpipe.runtime.reduction import GradientReducer, call_hooks
 from lightning_diffpipe.runtime.stage import MicrobatchWork
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")

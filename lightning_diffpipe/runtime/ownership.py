@@ -28,7 +28,6 @@ from lightning_diffpipe.comm.packing import as_bytes
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.schedule import Placement
 
 _log = logging.getLogger(__name__)
@@ -172,30 +171,17 @@ def owners_of_state(
     Returns:
         As for `collect`, by the names of the state dict. Under an unknown name, what shares memory with a
         parameter or buffer belongs to its owner, anything else to rank 0.
-
-    Raises:
-        CheckpointError: An entry of unknown name was computed from parameters of other ranks, which are NaN here.
     """
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers()),
     }
     by_memory = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-    divided = any(is_placeholder(parameter) for parameter in module.parameters())
     found = {}
     for key, value in state.items():
         name = key
         if key not in tensors and isinstance(value, Tensor):
             name = by_memory.get(value.data_ptr(), key)
-            # Not every operator knows eight bits.
-            seen = value.float() if value.is_floating_point() else value
-            if divided and name == key and bool(seen.isnan().any()):
-                raise CheckpointError(
-                    f"{type(module).__name__}.state_dict() gives {key!r}, which is no parameter or buffer of that "
-                    "name and none's memory, and holds NaN, as it was computed from weights of other ranks. "
-                    "Return the tensors themselves under any name, and convert or join them in on_save_checkpoint "
-                    "of the module, where checkpoint['state_dict'] is complete on rank 0 and empty elsewhere"
-                )
         if name in owners:
             found[key] = owners[name]
     return found

@@ -32,8 +32,8 @@ from lightning_diffpipe.graph.step import (
     ModuleSplit,
     StepCall,
     batch_signature,
-    untouched,
 )
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep

@@ -12,12 +12,10 @@ The global norm counts each parameter once: its first holder in the pipeline con
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.comm.mesh import Mesh, Work, start_sum
 from lightning_diffpipe.comm.transport import PendingWork
 from lightning_diffpipe.graph.cut import Cut
+from lightning_diffpipe.graph.trial import HooksOf
 
 Awaited = Callable[[Sequence[Work], str, Callable[[], None]], PendingWork]
 
@@ -39,60 +38,6 @@ def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str,
         for name in sorted(stage.parameters & trained):
             stages_of.setdefault(name, set()).add(stage.index)
     return {name: mesh.layout.ranks_of_stages(stages) for name, stages in stages_of.items()}
-
-
-HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
-"""By parameter, hooks on its gradient and those that follow its accumulation, by number."""
-
-
-_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-class _Forwarding(OrderedDict[int, Callable[..., Any]]):
-    """A mapping that is empty for torch, and forwards what is registered or removed to the hooks that it replaces.
-
-    Args:
-        hooks: Those replaced. They refer to this, as the handles that `register_hook` returns do so weakly.
-    """
-
-    def __init__(self, hooks: Any) -> None:
-        super().__init__()
-        self.hooks = hooks
-        hooks.forwarding = self
-
-    @classmethod
-    def of(cls, hooks: Any) -> _Forwarding:
-        """Returns the one for these hooks; handles of hooks that were registered inside refer to it."""
-        return hooks.forwarding if hasattr(hooks, "forwarding") else cls(hooks)
-
-    def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
-        self.hooks[number] = hook
-
-    def __contains__(self, number: object) -> bool:
-        return number in self.hooks
-
-    def __delitem__(self, number: int) -> None:
-        del self.hooks[number]
-
-
-@contextlib.contextmanager
-def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
-    """Turns the user's hooks on gradients of parameters off inside; gives those there are.
-
-    They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
-    of several ranks. A hook may put another one, which is called from the next batch on.
-    """
-    replaced = [
-        (p, kind, held) for p in parameters for kind in _KINDS if (held := getattr(p, kind))
-    ]
-    hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
-    for parameter, kind, held in replaced:  # with None in their place torch would still call some
-        setattr(parameter, kind, _Forwarding.of(held))
-    try:
-        yield hooks
-    finally:
-        for parameter, kind, held in replaced:
-            setattr(parameter, kind, held)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Running any code on all ranks in lock step, each layer where its parameters live.
 
-For validation and sampling on the training partition: that code was not probed, and no gradient flows.
+For validation and sampling on the training partition: that code was not probed.
 All ranks run the same code on the same data. A call of a module whose parameters live on one rank, or whose
 running statistics one rank keeps, is executed there, and its output broadcast to the others; a module that is
 spread is entered; one without, or with parameters that every rank has, runs everywhere. Parameters read outside of
@@ -8,6 +8,9 @@ such calls (by a container's own code, or tied weights) are broadcast by their o
 
     rank 0 | unet(x) ─ down_blocks.0 runs  ─▶ broadcast ─ mid_block waits   ...
     rank 1 | unet(x) ─ down_blocks.0 waits ◀─ broadcast ─ mid_block runs ─▶ ...
+
+Random numbers are those of one process: where a layer has drawn some, its owner's generators go along with its
+output, and all ranks go on from there. Gradients stay on the rank that ran a layer: who takes them is refused.
 
 An output is any object that can be pickled, and what it is made of travels before its tensors. Those are taken out
 wherever they are, in containers or deep inside an object such as a distribution: pickled along, they would come
@@ -19,33 +22,31 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.packing import MessageLayout
-from lightning_diffpipe.errors import ForeignLayerError
+from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.placement import is_placeholder, reads_values
 
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
 
-_FORM_READS = {
-    *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
-    *("is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr"),
-    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
-}
-_MOVES = {"to", "cuda", "cpu"}
-_VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real"}
+NOT_IN_STEP = (
+    "whole_model() was entered inside training_step, but each stage runs that at another time, and a whole model "
+    "answers only where all ranks ask together. Call the layers as they are, or enter it in a hook, such as "
+    "on_train_batch_end, or in validation_step"
+)
 
 
 class RelayView:
@@ -79,7 +80,17 @@ class RelayView:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Answers calls inside, where all ranks must run the same code."""
+        """Answers calls inside, where all ranks must run the same code; may be entered again inside.
+
+        Raises:
+            ConfigurationError: It is entered inside `training_step`.
+        """
+        current = self._interception.current()
+        if isinstance(current, RelayRun):  # two would ask each other's questions
+            yield
+            return
+        if current is not None:
+            raise ConfigurationError(NOT_IN_STEP)
         run = RelayRun(self._owners, self._state, self._share)
         with (
             self._interception.also_watching(self._names),
@@ -104,7 +115,7 @@ class RelayRun(Run):
     state: Mapping[str, set[int]]
     share: Share
     inside: bool = False
-    _decisions: dict[str, int | None] = field(default_factory=dict)
+    _decisions: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
     _lent: dict[int, Tensor] = field(default_factory=dict)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,16 +123,28 @@ class RelayRun(Run):
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
-            parameters = site.module.parameters()
+            parameters = list(site.module.parameters())
             owners = {self.owners[id(p)][0] for p in parameters if id(p) in self.owners}
             owners |= self.state.get(site.name, set())
-            self._decisions[site.name] = owners.pop() if len(owners) == 1 else None
-        owner = self._decisions[site.name]
+            owner = owners.pop() if len(owners) == 1 else None
+            self._decisions[site.name] = owner, any(p.requires_grad for p in parameters)
+        owner, is_trained = self._decisions[site.name]
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
-        if any(is_placeholder(p) for p in site.module.parameters()):
-            return self.share(owner, None)
-        return self.share(owner, self._execute(site, args, kwargs))
+        done = None
+        if not any(is_placeholder(p) for p in site.module.parameters()):
+            done = self._execute(site, args, kwargs)
+        out, state = self.share(owner, done)
+        if state is not None and done is None:
+            rng.restore(state)
+        if not torch.is_grad_enabled():
+            return out
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        given += [torch.zeros((), requires_grad=True)] if is_trained else []
+        return _without_graph(
+            out, f"{site.name}, which position {owner} of the pipeline ran", given
+        )
 
     def lend(self, parameter: Tensor) -> Tensor | None:
         """Returns the value of a parameter that not all ranks hold, None if all do."""
@@ -137,16 +160,42 @@ class RelayRun(Run):
             self._lent[id(parameter)] = value
         return self._lent[id(parameter)]
 
-    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Leaves the global random streams as they are where the module does not run."""
-        self.inside = True
+    def _execute(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, rng.RandomState | None]:
+        """Returns the output of a module, and where it has left the generators, if it has drawn."""
+        self.inside, before = True, rng.capture(host=True)
         try:
-            with rng.preserved(host=True):
-                seed = zlib.crc32(rng.capture(host=False).cpu.numpy().tobytes())
-                rng.seed_all(seed, host=True)
-                return site.diffpipe_original(*args, **kwargs)
+            return site.diffpipe_original(*args, **kwargs), rng.moved(before)
         finally:
             self.inside = False
+
+
+class _Crossing(torch.autograd.Function):
+    """Stands where a gradient would have to go to another rank, and refuses to take it there."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, where: str, *_: Tensor) -> Tensor:
+        """Returns the value, as one that needs a gradient."""
+        ctx.where = where
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Raises, on all ranks."""
+        raise GraphError(
+            f"a gradient is taken through {ctx.where}, outside of training_step, where layers of other ranks give "
+            "values without graphs. Take it inside the forward of one module that a single rank holds, or train "
+            "with num_stages=1"
+        )
+
+
+def _without_graph(out: Any, where: str, given: Sequence[Tensor]) -> Any:
+    """Returns what a layer gave, the same on all ranks: computed from tensors that need gradients, if any do."""
+
+    def refusing(value: Tensor) -> Tensor:
+        real = value.is_floating_point() or value.is_complex()
+        return _Crossing.apply(value.detach(), where, *given) if given and real else value.detach()
+
+    return pytree.tree_map_only(Tensor, refusing, out)
 
 
 class _LentParameters(TorchFunctionMode):
@@ -158,7 +207,7 @@ class _LentParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._run.inside and _reads_values(func, args, kwargs):
+        if not self._run.inside and reads_values(func, args, kwargs):
             args = tuple(map(self._lent, args))
             kwargs = {key: self._lent(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -171,20 +220,6 @@ class _LentParameters(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._lent, value))
         return value
-
-
-def _reads_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether a call reads values of parameters, or moves one to where it is not yet."""
-    name, parameter = getattr(func, "__name__", ""), args[0] if args else None
-    if name in ("__get__", "__set__"):
-        reads = getattr(func.__self__, "__name__", "") in _VALUE_PROPERTIES
-        return reads and not (name == "__set__" and parameter is args[1])  # `p.data = p`
-    if name in _MOVES and isinstance(parameter, nn.Parameter):
-        # `module.to(device)` moves all of them, also those that are there.
-        with torch._C.DisableTorchFunction():
-            like = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-            return func(like, *args[1:], **kwargs) is not like
-    return name not in _FORM_READS
 
 
 _DEVICE = "device"  # stands for the device of a rank

@@ -27,7 +27,8 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, reprobe
-from lightning_diffpipe.graph.step import StepCall, batch_signature, untouched
+from lightning_diffpipe.graph.step import StepCall, batch_signature
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
 from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.plan import PipelinePlan, check_layers
@@ -101,8 +102,9 @@ def assemble(
                 rank_zero_warn(difference)
         step_forms = _forms_of(probed, interception)
         whole = _run_whole(probed, plan, mesh, interception, seed) if options.verify else None
-        place_parameters(module, resident, process.device)
-        interception.refuse(whereabouts(pieces, placement))
+        homes = whereabouts(pieces, placement)
+        place_parameters(module, resident, process.device, homes)
+        interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, known, probed.forms, step_forms,
@@ -157,7 +159,7 @@ def _cut_as_planned(
     refuse_backward_hooks(module, graph, plan)
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
-        refuse_own_generators(module, step, small, graph)
+        refuse_own_generators(graph)
     # Frozen parts are laid out anew for each batch, whose last one may be smaller.
     programs = tuple(
         tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))

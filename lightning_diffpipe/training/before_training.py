@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,13 +26,15 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DistributedSampler
 
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.graph.trial import in_trial
 from lightning_diffpipe.training.loader import place_of
-from lightning_diffpipe.training.patching import made_on_demand
+from lightning_diffpipe.training.patching import made_on_demand, patched
 
 
 def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -132,3 +136,40 @@ def allow_runs(trainer: Any) -> None:
 
 def _of_wandb(trainer: Any) -> Iterator[Any]:
     return (logger for logger in trainer.loggers if isinstance(logger, WandbLogger))
+
+
+@contextlib.contextmanager
+def without_loggers(trainer: Any) -> Iterator[None]:
+    """Lets a trial run of the step find loggers that write nothing."""
+    with patched(trainer, _loggers=[DummyLogger() for _ in trainer.loggers]):
+        yield
+
+
+_NOT_OF_LOGGERS = {"torch", "lightning", *sys.stdlib_module_names}
+
+
+def silence_watching(trainer: Any, several: bool) -> None:
+    """Lets hooks on modules that a package of a logger has put (`WandbLogger.watch`) do nothing in trial runs.
+
+    Args:
+        trainer: Whose loggers, and whose module.
+        several: There are several stages, and they do nothing at all: rank 0 alone has them, where they would see a
+            part of the module.
+    """
+    held = [type(value) for logger in trainer.loggers for value in vars(logger).values()]
+    packages = {kind.__module__.partition(".")[0] for kind in held} - _NOT_OF_LOGGERS
+
+    def silenced(hook: Any) -> Any:
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return None if several or in_trial.get() else hook(*args, **kwargs)
+
+        return call
+
+    for module in trainer.lightning_module.modules() if packages else ():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for number, hook in hooks.items():
+                package = str(getattr(hook, "__module__", "")).partition(".")[0]
+                if package in packages and getattr(hook, "silenced", None) is not several:
+                    hooks[number] = silenced(hook)
+                    hooks[number].silenced = several

@@ -38,7 +38,12 @@ from lightning_diffpipe.checkpoint_files import (
 )
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.comm.watcher import watcher
-from lightning_diffpipe.errors import CheckpointError, DivergenceError, raised_by_all
+from lightning_diffpipe.errors import (
+    CheckpointError,
+    DivergenceError,
+    ForeignLayerError,
+    raised_by_all,
+)
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.runtime.ownership import (
     collect,
@@ -194,7 +199,14 @@ class CheckpointHooks(ParallelStrategy):
             self.pipeline.watch.finish()
             self.refuse_diverged("no checkpoint is written")
         with self._metric_sync.whole() if self._metric_sync else contextlib.nullcontext():
-            state = module.state_dict()
+            try:
+                state = module.state_dict()
+            except ForeignLayerError as error:
+                raise CheckpointError(
+                    f"{type(module).__name__}.state_dict() computes: {error}. Return the tensors themselves under "
+                    "any name, and convert or join them in on_save_checkpoint of the module, where "
+                    "checkpoint['state_dict'] is complete on rank 0 and empty elsewhere"
+                ) from error
         if self.pipeline is None:
             refuse_divided(module)
             return state

@@ -184,22 +184,11 @@ class Pipeline:
 
         Returns:
             Whether it stopped just now.
-
-        Raises:
-            ConfigurationError: It became NaN, as what was written came from weights of other ranks.
         """
         if not self.runs_ahead or not self.read_ahead.changed():
             return False
         self.runs_ahead = False
         self.engine.drop_prepared()
-        names = self.read_ahead.not_a_number() if self.plan.ranks_per_pipeline > 1 else []
-        if names:
-            raise ConfigurationError(
-                f"{len(names)} tensors that frozen layers read became NaN between two steps, e.g. "
-                f"{names[0]}. If they follow trained weights (a momentum teacher, a target network), mind that a "
-                "rank holds only NaN in place of the weights of other stages: update them inside "
-                "`with self.trainer.strategy.whole_model():`, on all ranks, which fetches what is read there"
-            )
         return True
 
     def count_as_unchanged(self) -> None:

@@ -190,7 +190,7 @@ def _surveyed(
     if forms.widest is None:
         return graph, forms
     if graph.generators:
-        refuse_own_generators(module, step, batch, graph)
+        refuse_own_generators(graph)
     # Values of coins, say, which are known now.
     if names_of(widest) != graph.layer_names or graph.needs_values:
         graph = probed(forms.widest.of_step(step))

@@ -40,7 +40,6 @@ from lightning_diffpipe.comm.waiting import ask_for_queues
 from lightning_diffpipe.comm.watcher import LAUNCHER, watcher
 from lightning_diffpipe.errors import ConfigurationError, LostRankError, require_timeout
 from lightning_diffpipe.training.pipeline import Pipeline, Process
-from lightning_diffpipe.training.refusals import foreign_writes_named
 from lightning_diffpipe.training.signals import (
     GRACE_S,
     report_signals,
@@ -298,9 +297,8 @@ class _Launcher(_SubprocessScriptLauncher):
             return function(*call.args, **call.kwargs)
         watcher.children |= enumerate(self.procs, 1)
         rank = trainer.strategy.node_rank * self.num_processes + environment.local_rank()
-        named = foreign_writes_named(trainer.strategy)
         try:
-            with stopping_at_signals(trainer), watcher.run(rank), named:
+            with stopping_at_signals(trainer), watcher.run(rank):
                 return function(*call.args, **call.kwargs)
         except LostRankError as error:
             if error.by_signal:

@@ -9,22 +9,16 @@ a plan was made for another module.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import difflib
-import dis
 import functools
-import inspect
 import itertools
 import logging
-import traceback
-import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -32,6 +26,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import grads
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -40,9 +35,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
-from lightning_diffpipe.errors import ConfigurationError, PlanError, raised_by_all
+from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.calltree import (
     has_backward_hooks,
     has_global_backward_hooks,
@@ -50,10 +44,7 @@ from lightning_diffpipe.graph.calltree import (
 )
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
-from lightning_diffpipe.graph.layer import Attribute, LayerGraph
-from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.side_effects import is_users, line_that_draws
+from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
@@ -97,8 +88,6 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
                 "average weights of different stages. Use lightning_diffpipe.EMA"
                 + (", or num_stages=1" if isinstance(callback, WeightAveraging) else "")
             )
-        if isinstance(callback, BaseFinetuning):
-            _refuse_unfreezing(callback, trainer.max_epochs)
     precision = strategy.precision_plugin
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         raise ConfigurationError(
@@ -120,20 +109,6 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
                     "outputs of a call over those of the one before, but a pipeline needs those of several "
                     "microbatches until their backwards; leave the mode out, or take 'max-autotune-no-cudagraphs'"
                 )
-
-
-def _refuse_unfreezing(callback: BaseFinetuning, max_epochs: int | None) -> None:
-    """Refuses callbacks that train what was frozen; else the run would end where they do, perhaps after days."""
-    code = getattr(type(callback).finetune_function, "__code__", None)
-    names = _names_in(code) if code else set()
-    begin = getattr(callback, "unfreeze_backbone_at_epoch", 0)
-    comes = max_epochs in (None, -1) or begin < max_epochs
-    if comes and names & {"unfreeze_and_add_param_group", "make_trainable"}:
-        raise ConfigurationError(
-            f"{type(callback).__name__} unfreezes layers during training, but a plan that was made with them "
-            "frozen computes no gradients for them. Train with them frozen (requires_grad_(False)) and without the "
-            "callback, and then again with them trainable, from the checkpoint's weights"
-        )
 
 
 def refuse_on_several_ranks(trainer: Any, strategy: Any) -> None:
@@ -207,237 +182,18 @@ def refuse_without_flush(trainer: Any, schedule: str) -> None:
                 )
 
 
-def refuse_averages(trainer: Any, module: nn.Module) -> None:
-    """Refuses averages of weights that module or callbacks keep themselves, where there are several stages.
-
-    They would average the placeholders of other ranks' weights, which are NaN, and nothing would show it until
-    somebody looks at the checkpoint.
-    """
-    owners = [(f"{name}." if name else "", owner) for name, owner in module.named_modules()]
-    owners += [(f"{type(c).__name__}.", c) for c in trainer.callbacks]
-    for prefix, owner in owners:
-        for name, value in _attributes(owner):
-            classes = type(value).__mro__
-            kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in classes}
-            named = any(k.endswith(_AVERAGING_NAMES) for k in kinds) or "ema_pytorch.EMA" in kinds
-            has_shadows = "shadow_params" in getattr(value, "__dict__", ())
-            if isinstance(value, AveragedModel) or named or has_shadows:
-                raise ConfigurationError(
-                    f"{prefix}{name} is a {type(value).__name__}, which averages weights, but in a pipeline a "
-                    "rank holds the weights of its own stage only, so that the averages of all others "
-                    "would become NaN, in checkpoints too. Leave it out (e.g. use_ema=False) and add the callback "
-                    "lightning_diffpipe.EMA, which averages on every rank what lives there; or train with "
-                    "num_stages=1"
-                )
-
-
-def refuse_copies(trainer: Any, pipeline: Any) -> None:
-    """Refuses copies of weights by name that hold what stands for those of other ranks: NaN.
-
-    They may be averages that a callback keeps, to be loaded into the module at the end.
-
-    Raises:
-        ConfigurationError: There are some; says where.
-    """
-    foreign = {n for n, p in pipeline.module.named_parameters() if is_placeholder(p)}
-    owners = [("", pipeline.module), *((f"{type(c).__name__}.", c) for c in trainer.callbacks)]
-    for prefix, owner in owners if foreign else ():
-        for name, held in vars(owner).items():
-            copies = _nan_copies(held, foreign) if name != "_parameters" else []
-            if copies:
-                raise ConfigurationError(
-                    f"{prefix}{name} has a copy of {copies[0]}, which another rank holds, so that the copy is NaN, "
-                    "as are those of all weights of other stages. Read weights on all ranks inside `with "
-                    "self.trainer.strategy.whole_model():`; for averages add the callback lightning_diffpipe.EMA, "
-                    "or train with num_stages=1"
-                )
-
-
-def _nan_copies(held: Any, names: Collection[str]) -> list[str]:
-    found = {n: held[n] for n in names if n in held} if isinstance(held, dict) else {}
-    copies = ((n, v) for n, v in found.items() if isinstance(v, Tensor) and not is_placeholder(v))
-    return sorted(n for n, v in copies if v.numel() and bool(v.isnan().all()))
-
-
-_AFTER_GRADIENTS = (
-    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
-    "configure_gradient_clipping", "optimizer_step",
-)  # fmt: skip
-_DRAWING = {"rand", "rand_like", "randn", "randn_like", "normal", "normal_", "uniform_"}
-_COMBINING = {"norm", "vector_norm", "sum", "sqrt", "max", "isnan", "isinf", "isfinite"}
-
-
-def warn_of_gradients_looked_at(trainer: Any, module: nn.Module) -> None:
-    """Warns of hooks that combine gradients, or draw numbers for them: a rank has those of its own stages."""
-    for owner in (module, *trainer.callbacks):
-        for hook, names in _hooks_of(type(owner)):
-            looks = "grad_norm" in names or ("grad" in names and names & _COMBINING)
-            if hook in _AFTER_GRADIENTS and looks and "gradient_norm" not in names:
-                rank_zero_warn(
-                    f"{type(owner).__name__}.{hook} seems to take norms or sums of gradients, or to look whether "
-                    "they are finite, and a rank has those of its own stage only: what it logs, scales by or "
-                    "decides is that of one stage. self.trainer.strategy.gradient_norm(), on all ranks, gives the "
-                    "norm over all stages, and self.clip_gradients(optimizer, gradient_clip_val=...) clips by it"
-                )
-            if hook in _AFTER_GRADIENTS and "grad" in names and names & _DRAWING:
-                rank_zero_warn(
-                    f"{type(owner).__name__}.{hook} seems to change gradients by random numbers, and a rank draws "
-                    "them for those of its own stage only: they are others than in one process, and copies of a "
-                    "weight that two stages hold, such as a tied one, come apart. Give each weight a generator of "
-                    'its own: torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))'
-                )
-
-
-_COUNTING = {"world_size", "get_world_size", "num_devices"}
-
-
-def warn_of_ranks_counted(trainer: Any, module: nn.Module, num_pipelines: int) -> None:
-    """Warns of code that counts ranks, such as to scale a learning rate: batches are of pipelines."""
-    for owner in filter(None, (module, trainer.datamodule, *trainer.callbacks)):
-        functions = (
-            each for base in _classes_of_users(type(owner)) for each in vars(base).values()
-        )
-        for function in functions:
-            is_code = isinstance(function, types.FunctionType)
-            if is_code and (found := _names_in(function.__code__) & _COUNTING):
-                rank_zero_warn(
-                    f"{function.__qualname__} reads {min(found)}, which counts ranks: {trainer.world_size}. These "
-                    f"are {num_pipelines} pipelines, and only a pipeline trains on batches of its own. Where a "
-                    "learning rate, a loss or a batch is scaled with the number of processes, take "
-                    'self.trainer.distributed_sampler_kwargs["num_replicas"]'
-                )
-
-
-def _hooks_of(kind: type) -> Iterator[tuple[str, set[str]]]:
-    """Yields the hooks that a class of the user's runs, with names of attributes and globals in their code."""
-    return ((hook, _names_in(code)) for hook, code in _code_of_hooks(kind))
-
-
-def _code_of_hooks(kind: type) -> Iterator[tuple[str, types.CodeType]]:
-    overridden: set[str] = set()
-    for base in _classes_of_users(kind):
-        for hook, function in vars(base).items():
-            is_hook = hook.startswith("on_") or hook in _AFTER_GRADIENTS
-            if is_hook and isinstance(function, types.FunctionType):
-                if hook not in overridden:
-                    yield hook, function.__code__
-                if "super" not in _names_in(function.__code__):
-                    overridden.add(hook)
-
-
-def _classes_of_users(kind: type) -> Iterator[type]:
-    """Yields those of a class and its bases that are neither ours nor of Lightning and torch."""
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in ("lightning", "lightning_diffpipe", "torch"):
-            yield base
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*inner)
-
-
 @contextlib.contextmanager
-def late_attributes_named(module: nn.Module, callbacks: Sequence[Any]) -> Iterator[None]:
-    """Says, where a step that is run before training lacks what a hook sets, that hooks come later."""
+def hooks_come_later() -> Iterator[None]:
+    """Adds to errors of a step that is run before training that it may lack what a hook sets."""
     try:
         yield
     except (AttributeError, TypeError) as error:
-        for name, hook in _set_by_hooks((*callbacks, module)):
-            missing, none = f"has no attribute '{name}'" in str(error), "NoneType" in str(error)
-            if missing or (none and getattr(module, name, error) is None):
-                with raised_by_all():
-                    raise ConfigurationError(
-                        f"training_step seems to read {name!r}, which {hook} sets, but the step is run before "
-                        f"training, to look at its layers and to time them, and hooks come later ({error}). Set "
-                        "it in __init__ or in setup to what the step can be run with, tensors as buffers; the hook "
-                        "may change it then"
-                    ) from error
-        raise
-
-
-def _set_by_hooks(owners: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yields names of attributes that hooks set, of whatever object, and the hook."""
-    for owner in owners:
-        for hook, code in _code_of_hooks(type(owner)):
-            for each in dis.get_instructions(code):
-                if each.opname == "STORE_ATTR":
-                    yield each.argval, f"{type(owner).__name__}.{hook}"
-
-
-_LOG_IT = (
-    "A rank runs layers of its own stage, on one microbatch after the other: what they give is NaN or missing "
-    "elsewhere. Log it instead (self.log; trainer.callback_metrics has it on all ranks), or keep outputs['loss'] "
-    "in on_train_batch_end"
-)
-_EQUAL_ON_ALL_RANKS = (int, bool, str, type(None))
-_SIZED = (list, dict, set)
-
-
-class ResultsForHooks:
-    """Warns, once, of what hooks read and the step has left on this rank, which may have a part of it only.
-
-        self.losses.append(loss.detach())      in the step, once for each microbatch, on the last stage only
-        torch.stack(self.losses).mean()        in on_train_epoch_end, on all ranks
-
-    Neither is an error where it is written. So after the first step, attributes that it has changed are looked for
-    among the names in the code of hooks, and named.
-
-    Args:
-        module: The root, before its first batch.
-        left: Attributes that the step sets between layers.
-        callbacks: Of the trainer; those of Lightning and of this project read nothing of it.
-    """
-
-    def __init__(self, module: Any, left: frozenset[Attribute], callbacks: Sequence[Any]) -> None:
-        self._module = module
-        self._read = {
-            name: f"{type(owner).__name__}.{hook}"
-            for owner in (*callbacks, module)
-            for hook, names in _hooks_of(type(owner))
-            for name in names
-            if owner is module or inspect.getattr_static(owner, name, None) is None  # else its own
-        }
-        self._left = sorted(name for owner, name in left if not owner and name in self._read)
-
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Runs the first step inside, and warns of what it leaves; in a list of losses on the last stage only."""
-        before = self._sizes_now()
-        yield
-        held = vars(self._module)
-        for name in self._left:
-            if name not in held or type(held[name]) not in _EQUAL_ON_ALL_RANKS:
-                self._say(name, "sets")
-        for name, size in self._sizes_now().items():
-            if before.get(name, size) != size:
-                self._say(name, "puts something into")
-
-    def _say(self, name: str, how: str) -> None:
-        _log.warning(
-            "training_step %s self.%s, and %s reads it. %s", how, name, self._read[name], _LOG_IT
+        error.add_note(
+            "training_step is run before training, to look at its layers and to time them, and hooks such as "
+            "on_train_start come later. Set what it reads in __init__ or in setup, to what the step can be run "
+            "with, tensors as buffers; a hook may change it then"
         )
-
-    def _sizes_now(self) -> dict[str, int]:
-        held = {name: vars(self._module).get(name) for name in self._read}
-        return {name: len(value) for name, value in held.items() if isinstance(value, _SIZED)}
-
-
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what an object holds, by name, and what its modules, lists and dictionaries hold."""
-    held = {**vars(owner), **dict(vars(owner).get("_modules", {}).items())}
-    for name, value in held.items():
-        if name in ("_modules", "_parameters", "_buffers"):
-            continue
-        yield name, value
-        if isinstance(value, dict):
-            yield from ((f"{name}[{key!r}]", inner) for key, inner in value.items())
-        elif isinstance(value, list | tuple):
-            yield from ((f"{name}[{index}]", inner) for index, inner in enumerate(value))
-
-
-_AVERAGING_NAMES = (".LitEma", ".ModelEma", ".ModelEmaV2", ".ModelEmaV3")
-"""Of CompVis and timm; those of torch, diffusers, torch_ema and ema_pytorch are known otherwise."""
+        raise
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
@@ -492,23 +248,35 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
     parameters = tuple(trained)
     total_norm = clip_grad._get_total_norm
 
+    def refuse_of(num_known: int, what: str) -> None:
+        if num_known:
+            raise ConfigurationError(
+                f"{what} took a norm over the gradients of {num_known} parameters, but in a pipeline a rank has "
+                "those of its own stage only, so that each stage would be scaled by another factor. Clip by the "
+                "norm over all stages, with Trainer(gradient_clip_val=...), or in a hook, on all ranks, with "
+                "self.clip_gradients(optimizer, gradient_clip_val=...); self.trainer.strategy.gradient_norm() "
+                "gives that norm"
+            )
+
     @functools.wraps(total_norm)
     def refuse(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients = {id(p.grad) for p in parameters if p.grad is not None}
-        num_known = sum(id(tensor) in gradients for tensor in tensors)
-        if num_known:
-            raise ConfigurationError(
-                f"torch.nn.utils took a norm over the gradients of {num_known} parameters (clip_grad_norm_, "
-                "get_total_norm), but in a pipeline a rank has those of its own stage only, so that each stage "
-                "would be scaled by another factor. Clip by the norm over all stages, with "
-                "Trainer(gradient_clip_val=...), or in a hook, on all ranks, with self.clip_gradients(optimizer, "
-                "gradient_clip_val=...); self.trainer.strategy.gradient_norm() gives that norm"
-            )
+        known = sum(id(tensor) in gradients for tensor in tensors)
+        refuse_of(known, "torch.nn.utils (clip_grad_norm_, get_total_norm)")
         return total_norm(tensors, *args, **kwargs)
 
-    # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called.
-    with patched(clip_grad, _get_total_norm=refuse), patched(nn.utils, get_total_norm=refuse):
+    def refuse_float(order: Any) -> float:
+        refuse_of(sum(p.grad is not None for p in parameters), "lightning's grad_norm")
+        return float(order)
+
+    # `clip_grad_norm_`, whoever has imported it, looks the first of these up when it is called; Lightning's
+    # `grad_norm` the last, before anything else.
+    with (
+        patched(clip_grad, _get_total_norm=refuse),
+        patched(nn.utils, get_total_norm=refuse),
+        patched(grads, float=refuse_float),
+    ):
         yield
 
 
@@ -526,16 +294,14 @@ def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None
     raise ConfigurationError(f"DiffPipeStrategy has no argument {wrong!r}; {hint}")
 
 
-def refuse_own_generators(module: nn.Module, step: Any, batch: Any, graph: LayerGraph) -> None:
-    """Refuses a step that was probed on a batch to draw random numbers that no seed of a microbatch governs."""
-    name = min(graph.generators)
-    line = line_that_draws(module, name, lambda: reprobe(module, step, batch, graph, any_form=True))
+def refuse_own_generators(graph: LayerGraph) -> None:
+    """Refuses a step that was probed to draw random numbers that no seed of a microbatch governs."""
     raise ConfigurationError(
-        f"{line} draws random numbers from {name}, which outlives the step. Every rank has its own copy, and draws "
-        "from it at other times and more or less often than the next, so stages and frozen layers would see "
-        "different numbers, and call other layers where they are coins. Draw from torch's, Python's or numpy's "
-        "global generator, which is kept in step on all ranks (leave `generator=` out), or make one inside the "
-        "step, seeded with a number from the global one"
+        f"training_step draws random numbers from {min(graph.generators)}, which outlives the step. Every rank has "
+        "its own copy, and draws from it at other times and more or less often than the next, so stages and frozen "
+        "layers would see different numbers, and call other layers where they are coins. Draw from torch's, "
+        "Python's or numpy's global generator, which is kept in step on all ranks (leave `generator=` out), or "
+        "make one inside the step, seeded with a number from the global one"
     )
 
 
@@ -647,48 +413,6 @@ def refuse_written_weights(graph: LayerGraph, plan: PipelinePlan) -> None:
                 "each of them. Compute with a changed copy (weight = normalize(self.weight)), and change the "
                 "parameter itself in on_train_batch_start, where self.trainer.strategy.is_resident(name)"
             )
-
-
-@contextlib.contextmanager
-def foreign_writes_named(strategy: Any) -> Iterator[None]:
-    """Says, where a hook writes to a weight that another rank holds, what it is that torch refuses to write to."""
-    try:
-        yield
-    except RuntimeError as error:
-        if strategy.division is None or "refers to a single memory location" not in str(error):
-            raise
-        walked = traceback.walk_tb(error.__traceback__)
-        places = traceback.extract_tb(error.__traceback__)
-        users = [
-            (f, at) for (f, _), at in zip(walked, places, strict=True) if is_users(at.filename)
-        ]
-        if not users:
-            raise
-        frame, place = users[-1]
-        named: list[Tensor] = []
-        with contextlib.suppress(Exception):  # of the user's own properties, too
-            named = _tensors_of(place.line or "", {**frame.f_globals, **frame.f_locals})
-        is_foreign = any(map(is_placeholder, named))
-        if not is_foreign and any(0 in tensor.stride() for tensor in named):
-            raise  # an expanded tensor of the user's own
-        raise ConfigurationError(
-            f"{place.filename}:{place.lineno} ({place.line}) writes to a weight that another rank "
-            "holds: here it has a shape, but neither memory nor values. Change weights where "
-            "self.trainer.strategy.is_resident(name), or, if values of other ranks are read as well, on all ranks "
-            "inside `with self.trainer.strategy.whole_model():`"
-        ) from error
-
-
-def _tensors_of(line: str, values: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that a line of Python names, itself or as attributes; none of a part of a statement."""
-
-    def value_of(node: ast.AST) -> Any:
-        if isinstance(node, ast.Attribute):
-            return getattr(value_of(node.value), node.attr, None)
-        return values.get(node.id) if isinstance(node, ast.Name) else None
-
-    nodes = [n for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Name | ast.Attribute)]
-    return [value for value in map(value_of, nodes) if isinstance(value, Tensor)]
 
 
 def refuse_unrunnable(schedule: Schedule, pieces: Cut) -> None:

@@ -5,11 +5,11 @@ a call of `.train()`, may change later what the step reads. Three things show it
 
     modes        a module is in training mode that was not, or the other way round
     gradients    a parameter got one that had none coming, so that nobody would put it aside
-    not finite   the loss, or what is logged, is NaN: dummies are, so it may have read one
+    not finite   the loss is NaN: dummies are, so it may have read one
 
-Then the step is traced again, and if it has changed the run ends and says what was changed. If it has not, all
-goes on as in one process, until one of these happens anew. A step that needs values runs for this on what a rank
-holds, with NaN for the rest; if that fails, a warning says what may be wrong. Counters of its own move then.
+With other modes the step is traced again, and if it has changed the run ends and says what was changed. A step that
+needs values runs for this on what a rank holds, with NaN for the rest; if that fails, a warning says what may be
+wrong. A loss or gradients that are not finite are borne for some steps: training may diverge, too.
 """
 
 from __future__ import annotations
@@ -35,33 +35,25 @@ from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.upcoming import begin_copy_to_host
 
 _log = logging.getLogger(__name__)
-_LOSS, _GRADIENTS = "", "\0"  # names that nothing logged has
 _TRAINING = attrgetter("training")
 _REMEDY = (
     "Branches on the epoch, the step or batch_idx must read the same layers and train the same parameters "
     "from the first step on: multiply a term by 0 until it shall count, instead of leaving it out"
 )
-_DIVERGES = "lower the learning rate or clip gradients; check_finite=True finds the layer"
-_UNCHANGED = f"The step reads what it read when it was probed, so this is not the pipeline's doing: {_DIVERGES}"
-_UNCHANGED_NOW = (
-    f"Either training diverges: {_DIVERGES}. Or the step took a branch in this batch that it does not take any "
-    f"more, such as on global_step % 100 == 0, and read NaN in place of what nobody sends. {_REMEDY}"
+_NOT_FINITE = (
+    "Either training diverges: lower the learning rate or clip gradients; check_finite=True finds the layer. Or "
+    "the step reads since then what it did not read when it was probed, and gets NaN for what nobody sends. "
+    f"{_REMEDY}"
 )
 
 
 @dataclass(frozen=True)
 class _Finite:
-    """Which values of a step are finite, once `event` has happened, and what can be traced again.
+    """Whether the loss of a step is finite, and its gradients, if they are whole, once `event` has happened."""
 
-    On a GPU nobody waits for the event, so the step is over when it is looked at, and counters have gone on.
-    """
-
-    names: tuple[str, ...]
     finite: Tensor
-    loss: Tensor
     event: torch.cuda.Event | None
-    batch: Any
-    arguments: tuple[Any, ...]
+    loss: Tensor
     number: int
 
 
@@ -91,9 +83,7 @@ class StepWatch:
         # Walking through a large module takes milliseconds.
         self._modules = tuple(self.module.modules())
         self._modes = self._current_modes()
-        self._num_not_finite: dict[str, int] = {}  # steps in a row, by name
-        self._next_look: dict[str, int] = {}  # at so many
-        self._warned: set[str] = set()
+        self._warned = False
         self._under_way: _Finite | None = None
 
     def before_step(self, batch: Any, arguments: tuple[Any, ...]) -> None:
@@ -134,20 +124,11 @@ class StepWatch:
             f"mode, e.g. {', '.join(changed[:3])}"
         )
 
-    def after_step(
-        self,
-        result: StepResult,
-        batch: Any,
-        arguments: tuple[Any, ...],
-        number: int,
-        whole: bool = True,
-    ) -> None:
-        """Looks at gradients, and at the loss and what was logged; on a GPU, at those of the step before.
+    def after_step(self, loss: Tensor, number: int, whole: bool = True) -> None:
+        """Looks at gradients, and at the loss; on a GPU, at those of the step before.
 
         Args:
-            result: Of the step.
-            batch: What was trained on.
-            arguments: Further arguments of the step.
+            loss: Of the step.
             number: The batch's, since training began.
             whole: Gradients are those of all ranks and of a whole accumulation window.
 
@@ -161,7 +142,7 @@ class StepWatch:
                     f"that it would never be trained. {_REMEDY}"
                 )
         reduced = [p.grad for p in self.trained.values() if p.grad is not None] if whole else None
-        values = _values(result, batch, arguments, number, reduced)
+        values = _values(loss, number, reduced)
         before, self._under_way = self._under_way, values
         if values.event is None:
             self.finish()
@@ -189,18 +170,13 @@ class StepWatch:
                 f"training has diverged: in {allowed} optimizer steps in a row, up to step {global_step}, the loss "
                 f"or gradients were not finite (loss {result.loss:.4g}; {before}). Go on from the newest "
                 "checkpoint (ckpt_path='last') with a lower learning rate, gradient_clip_val, or more bits "
-                "(bf16-mixed, 32-true); strategy.check_finite=True names the layer that is the first. "
-                "strategy.max_diverged_steps says how many steps are borne"
+                "(bf16-mixed, 32-true); strategy.check_finite=True names the layer that is the first. Or the "
+                f"step has changed since it was probed. {_REMEDY}. strategy.max_diverged_steps says how many steps "
+                "are borne"
             )
 
     def finish(self) -> None:
-        """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them.
-
-        Before anything is saved: a step that has read NaN has made its weights NaN.
-
-        Raises:
-            GraphError: As for `after_step`.
-        """
+        """Looks at the latest step, too, whose values a GPU may not have given yet; waits for them."""
         values, self._under_way = self._under_way, None
         if values is not None:
             self._examine(values)
@@ -208,48 +184,16 @@ class StepWatch:
     def _examine(self, values: _Finite) -> None:
         if values.event is not None:
             values.event.synchronize()
-        finite = dict(zip(values.names, values.finite.tolist(), strict=True))
-        if finite[_LOSS]:
+        loss_is_finite, *gradients_are = values.finite.tolist()
+        if loss_is_finite:
             self.last_finite = values.number, values.loss
-        if _GRADIENTS in finite:
+        if gradients_are:
             alone = self.layout.mesh.layout.num_pipelines == 1
-            healthy = finite[_GRADIENTS] and (finite[_LOSS] or not alone)
+            healthy = all(gradients_are) and (loss_is_finite or not alone)
             self.num_diverged = 0 if healthy else self.num_diverged + 1
-        # A loss is looked at whenever it turns not finite. What is logged may come and go for good reasons, such as
-        # the mean over a class that a batch lacks, and tracing takes seconds: after each look only at twice as many
-        # steps in a row.
-        not_finite = {name for name in finite if not finite[name]} - {_GRADIENTS}
-        in_a_row = {name: self._num_not_finite.get(name, 0) + 1 for name in not_finite}
-        new = {name for name, steps in in_a_row.items() if steps == self._next_look.get(name, 1)}
-        self._next_look |= {name: 2 * in_a_row[name] for name in new - {_LOSS}}
-        self._num_not_finite = in_a_row
-        if not new:
-            return
-        what = "the loss" if _LOSS in new else f"{min(new)!r}, which is logged,"
-        what = f"{what} of batch {values.number} is not finite"
-        try:
-            with self.as_in_steps():
-                self._trace_again(values.batch, values.arguments)
-        except GraphError as error:
-            raise GraphError(
-                f"{what}, as the step has changed since it was probed: {error}. {_REMEDY}"
-            ) from error
-        except Exception as error:  # as above
-            self._warn_once(
-                min(new),
-                f"{what}. Either training diverges, or the step has changed since it was probed, which cannot be "
-                f"found out, as it needs values ({error}). {_REMEDY}",
-            )
-            return
-        if _LOSS in new:
-            self._warn_once(
-                _LOSS, f"{what}. {_UNCHANGED if values.event is None else _UNCHANGED_NOW}"
-            )
-
-    def _warn_once(self, about: str, warning: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            _log.warning("%s", warning)
+        if not loss_is_finite and not self._warned:
+            self._warned = True
+            _log.warning("the loss of batch %d is not finite. %s", values.number, _NOT_FINITE)
 
     @contextlib.contextmanager
     def as_in_steps(self) -> Iterator[None]:
@@ -277,22 +221,13 @@ class StepWatch:
         return list(map(_TRAINING, self._modules))
 
 
-def _values(
-    result: StepResult,
-    batch: Any,
-    arguments: tuple[Any, ...],
-    number: int,
-    gradients: list[Tensor] | None,
-) -> _Finite:
-    names = (_LOSS, *(logged.name for logged in result.logged))
-    finite = torch.stack([result.loss, *(logged.value for logged in result.logged)]).isfinite()
+def _values(loss: Tensor, number: int, gradients: list[Tensor] | None) -> _Finite:
+    finite = loss.isfinite().reshape(1)
     if gradients is not None:
-        names += (_GRADIENTS,)
         plain = [t._values() if t.is_sparse else t for t in gradients if t.numel()]
         all_finite = _are_finite(plain) if plain else torch.ones((), dtype=torch.bool)
         finite = torch.cat([finite, all_finite.to(finite.device).reshape(1)])
-    on_host, event = begin_copy_to_host(finite)
-    return _Finite(names, on_host, result.loss, event, batch, arguments, number)
+    return _Finite(*begin_copy_to_host(finite), loss, number)
 
 
 def _are_finite(tensors: list[Tensor]) -> Tensor:

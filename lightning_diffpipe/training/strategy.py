@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial, partialmethod
@@ -43,18 +42,22 @@ from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError, raised_by_all
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.graph.side_effects import generators_preserved
+from lightning_diffpipe.graph.trial import in_trial
 from lightning_diffpipe.planning.filling import LOOKAHEAD_BATCHES
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.relay import NOT_IN_STEP
 from lightning_diffpipe.training.before_training import (
     allow_runs,
     early_answers,
     first_batch,
     put_off_runs,
+    silence_watching,
     why_empty,
+    without_loggers,
 )
 from lightning_diffpipe.training.checkpointing import CheckpointHooks, Division, refuse_divided
 from lightning_diffpipe.training.loader import (
@@ -72,19 +75,14 @@ from lightning_diffpipe.training.plan_source import PipelineOptions, planned_pip
 from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
-    ResultsForHooks,
-    late_attributes_named,
+    hooks_come_later,
     refuse_arguments,
-    refuse_averages,
-    refuse_copies,
     refuse_on_several_ranks,
     refuse_optimizers,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
-    warn_of_gradients_looked_at,
     warn_of_outputs,
-    warn_of_ranks_counted,
 )
 from lightning_diffpipe.training.signals import LockStep
 from lightning_diffpipe.viewing.report import report
@@ -174,7 +172,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self.last_saved: str | None = None
         self.last_step: StepResult | None = None
         self.upcoming: list[tuple[int, Any]] = []
-        self._under_way: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._finished: list[StepResult] = []
         self.lookahead_batches = LOOKAHEAD_BATCHES
         self.seed: int | None = None
@@ -190,7 +187,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._arguments: tuple[Any, ...] = ()
         self._lock_step: LockStep | None = None
         self._metric_sync: MetricSync | None = None
-        self._for_hooks: ResultsForHooks | None = None
         self._gradients: tuple[Tensor | None, ...] | None = None  # before the optimizer reads them
         self._accumulating = False
         self._failed = self._warned_of_outputs = False
@@ -341,10 +337,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
         batch, self._arguments = first_batch(trainer, self)
+        silence_watching(trainer, several=False)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
         with (
-            late_attributes_named(module, trainer.callbacks),
+            hooks_come_later(),
             early_answers(self),
             generators_preserved(module),
         ):
@@ -353,14 +350,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             )
         self._disconnect_data()
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
-        plan, left = self.pipeline.plan, self.pipeline.graph.left
+        plan = self.pipeline.plan
+        silence_watching(trainer, len(plan.stages) > 1)
         with raised_by_all():
-            if self.world_size > plan.num_pipelines:
-                warn_of_ranks_counted(trainer, module, plan.num_pipelines)
-            if len(plan.stages) > 1:
-                refuse_averages(trainer, module)
-                warn_of_gradients_looked_at(trainer, module)
-                self._for_hooks = ResultsForHooks(module, left, trainer.callbacks)
             if plan.runs_free:
                 refuse_without_flush(trainer, plan.options.schedule)
         forget_elsewhere(module, self.global_rank)
@@ -390,7 +382,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
         assert self._metric_sync is not None
-        with self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
+        quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
+        with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
         if self.pipeline is None and not self._warned_of_outputs:  # it is being probed
             self._warned_of_outputs = warn_of_outputs(out)
@@ -440,9 +433,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the schedule: all microbatches, forward and backward."""
         pipeline, trainer = self._running, self._trainer
         pipeline.refuse_unfrozen()
-        # Hooks before the first batch, or after it, may have made some.
-        if trainer.fit_loop.batch_idx < 2:
-            refuse_copies(trainer, pipeline)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if pipeline.stop_ahead_if_changed() and pipeline.fills:
             self.upcoming = []
@@ -462,18 +452,17 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         pipeline.watch.before_step(batch, arguments)
         upcoming, self.upcoming = self.upcoming, []
         later = lambda n: (arguments[0] + n, *arguments[1:]) if arguments else ()
-        with self._results_named():
-            result = pipeline.engine.run_step(
-                batch,
-                number,
-                accumulate,
-                reduce_gradients=not self._accumulating,
-                arguments=arguments,
-                upcoming=[(coming, later(n)) for n, coming in upcoming],
-                alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
-            )
+        result = pipeline.engine.run_step(
+            batch,
+            number,
+            accumulate,
+            reduce_gradients=not self._accumulating,
+            arguments=arguments,
+            upcoming=[(coming, later(n)) for n, coming in upcoming],
+            alarm=pipeline.watch.has_diverged(self.max_diverged_steps),
+        )
         ends_window = self.max_diverged_steps is not None and not self._accumulating
-        self._look_at(result, batch, arguments, number, ends_window)
+        self._look_at(result, number, ends_window)
         # What layers wrote themselves does not count.
         pipeline.read_ahead.note(before_update=not self._accumulating)
         self._take_gradients()
@@ -504,11 +493,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         loop = trainer.fit_loop.epoch_loop
         self._arguments = arguments
         pipeline.watch.before_step(batch, arguments)
-        self._under_way.append((batch, arguments))
         alarm = pipeline.watch.has_diverged(self.max_diverged_steps)
         self._restore_gradients()
-        with self._results_named():
-            self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
+        self._finished += engine.advance(batch, loop.total_batch_idx, arguments, alarm)
         self._take_gradients()
         is_last_step = 0 < trainer.max_steps <= trainer.global_step + 1
         if loop.batch_progress.is_last_batch or is_last_step:
@@ -518,17 +505,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         loss = results[-1].loss if results else torch.tensor(torch.nan, device=self.root_device)
         return loss.to(pipeline.loss_dtype).requires_grad_()
 
-    def _results_named(self) -> contextlib.AbstractContextManager[None]:
-        """Names, of the first step, what it leaves for hooks."""
-        results, self._for_hooks = self._for_hooks, None
-        return contextlib.nullcontext() if results is None else results.named()
-
     def _log_finished(self) -> list[StepResult]:
         """Logs the results of batches that have come back, and looks whether training diverges."""
         results, self._finished = self._finished, []
         for result in results:
             assert result.batch_index is not None
-            self._look_at(result, *self._under_way.popleft(), result.batch_index)
+            self._look_at(result, result.batch_index)
             self._trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
 
@@ -539,7 +521,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """
         trainer = self._trainer
         checks = checks_validation(fetcher)
-        if (checks or trainer.should_stop) and self._under_way:
+        engine = self._running.engine
+        assert isinstance(engine, FreeRunningEngine)
+        if (checks or trainer.should_stop) and not (engine.is_empty and not self._finished):
             self.drain()
             trainer.lightning_module._current_fx_name = "training_step"
             self._log_finished()
@@ -562,15 +546,13 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             self._finished += engine.drain()
             self._take_gradients()
 
-    def _look_at(
-        self, result: StepResult, batch: Any, arguments: Any, number: int, ends_window: bool = True
-    ) -> None:
-        """Looks whether training diverges or the step has changed, and logs here what the last stage has logged."""
+    def _look_at(self, result: StepResult, number: int, ends_window: bool = True) -> None:
+        """Looks whether training diverges, and logs here what the last stage has logged."""
         assert self.lightning_module is not None
         assert self._metric_sync is not None
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
-        watch.after_step(result, batch, arguments, number, ends_window)
+        watch.after_step(result.loss, number, ends_window)
         self.last_step = result
         for logged in result.logged:
             options: dict[str, Any] = {"batch_size": result.num_samples, **logged.options}
@@ -634,6 +616,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         of the pipeline must enter it and make the same calls with the same arguments.
         """
         if self.pipeline is None:
+            if in_trial.get() and self.world_size > 1 and not self.is_one_stage:
+                raise ConfigurationError(NOT_IN_STEP)
             yield
             return
         if self.transfers:
@@ -684,6 +668,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _enter(self, phase: str) -> None:
         """Lets the other ranks know what this one does; weights are those after the last batch."""
         self.drain()
+        if self.pipeline is not None:
+            silence_watching(self._trainer, len(self.pipeline.plan.stages) > 1)
         watcher.enter(phase)
 
     on_train_start = on_validation_end = partialmethod(_enter, "training")  # type: ignore[assignment]
@@ -696,7 +682,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         watcher.enter("ending")
         self.drain()
         if self.pipeline is not None:
-            refuse_copies(self._trainer, self.pipeline)
             self.pipeline.watch.finish()
             self.refuse_diverged("training has ended")
         if self._lock_step is not None:
@@ -711,10 +696,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Makes the module whole again on every rank, on the host, and gives everything back."""
         self._until_teardown.close()
         self.upcoming, self._finished = [], []
-        self._for_hooks = None
         self._lock_step = self._metric_sync = None
         self._gradients = None
-        self._under_way.clear()
         if self.pipeline is not None:
             pipeline, self.pipeline = self.pipeline, None
             pipeline.dismantle(connected=not self._failed)

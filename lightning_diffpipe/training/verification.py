@@ -33,7 +33,8 @@ from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, TensorSpec
 from lightning_diffpipe.graph.rng import microbatch_seed
-from lightning_diffpipe.graph.step import ModuleSplit, StepCall, logged_values, untouched
+from lightning_diffpipe.graph.step import ModuleSplit, StepCall, logged_values
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.versions import rounding_of
 from lightning_diffpipe.graph.view import StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -41,7 +42,6 @@ from lightning_diffpipe.profiling.state import undisturbed
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache
-from lightning_diffpipe.runtime.reduction import hooks_off
 from lightning_diffpipe.runtime.results import kind_of, metrics_in
 from lightning_diffpipe.training.pipeline import ProbedStep
 
@@ -91,7 +91,7 @@ def run_whole(
     )  # fmt: skip
     sizes = microbatch_sizes(num_samples(batch, graph.form), num_microbatches)
     loss, total, dtypes = 0.0, 0.0, {parameter.dtype for parameter in module.parameters()}
-    with untouched(module), hooks_off(module.parameters()):
+    with untouched(module):
         parts = split(batch, sizes, graph.form)
         for index, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             number = microbatch_seed(seed, pipeline, 0, index)
@@ -127,7 +127,7 @@ def compare(
     Raises:
         GraphError: The loss or a gradient differs by more than rounding.
     """
-    with untouched(module), hooks_off(module.parameters()):
+    with untouched(module):
         result = engine.run_step(batch, batch_index=0, reduce_gradients=engine.num_pipelines == 1)
     scale = max((g.abs().max().item() for g in whole.gradients.values()), default=0.0) or 1.0
     compared = trained.items() if engine.num_pipelines == 1 else ()

@@ -1,15 +1,19 @@
 """Validation, testing and sampling use the whole module, on all ranks together."""
 
+import contextlib
+
 import lightning as L
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 from lightning_diffpipe.runtime.results import ResultSharing
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import RankError, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -297,3 +301,53 @@ def test_what_is_logged_keeps_no_activations(monkeypatch):
     tensors = [value for value in logged if isinstance(value, torch.Tensor)]
     assert len(tensors) == 4
     assert not any(tensor.requires_grad for tensor in tensors)
+
+
+class Evaluates(TinyDiffusion):
+    """Draws in layers and between them from a seed, enters the whole model, or takes a gradient."""
+
+    def __init__(self, how="plainly"):
+        super().__init__(dropout=0.5)
+        self.how, self.seen = how, []
+
+    def validation_step(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+        self.blocks.train()
+        twice = self.how == "whole" and not isinstance(self.trainer.strategy, SingleDeviceStrategy)
+        with self.trainer.strategy.whole_model() if twice else contextlib.nullcontext():
+            self.seen += [float(self.loss(batch)), float(torch.rand(()))]
+        if self.how == "gradient":
+            with torch.enable_grad():
+                mean = self.encoder(batch["image"]).chunk(2, -1)[0].requires_grad_()
+                out = self.denoise(mean, mean[:, 0, 0], batch["text"])
+                torch.autograd.grad(out.sum(), mean)
+
+
+def evaluate(rank, world_size, how):
+    module = build(Settings(module_class=Evaluates, module={"how": how}))
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=strategy() if world_size > 1 else "auto",
+        max_steps=1,
+        num_sanity_val_steps=2,
+        limit_val_batches=2,
+        inference_mode=False,
+    )
+    trainer.fit(module, datamodule=Data())
+    return module.seen[:4]
+
+
+@pytest.mark.parametrize("how", ["plainly", row("whole")])
+def test_evaluation_draws_what_one_process_draws(how):
+    """History: layers that draw were all seeded alike; `whole_model()` in a step waited beyond every limit."""
+    expected = evaluate(0, 1, "plainly")
+    for found in run_ranks(evaluate, 2, 2, how):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_gradients_taken_in_a_validation_are_refused_by_name():
+    """History: torch said on one rank that a tensor had no graph, and the other waited for it."""
+    with pytest.raises(
+        RankError, match=r"GraphError: a gradient is taken through head, which pos.*num_stages=1"
+    ):
+        run_ranks(evaluate, 2, 2, "gradient")

@@ -27,17 +27,16 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from torch.quasirandom import SobolEngine
 
-from lightning_diffpipe import EMA, DiffPipeStrategy
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.comm import watcher
 from lightning_diffpipe.comm.rendezvous import align_parameters
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.training import step_watch
 from lightning_diffpipe.training.processes import ProcessHooks
-from lightning_diffpipe.training.refusals import refuse_averages, refuse_on_several_ranks
+from lightning_diffpipe.training.refusals import refuse_on_several_ranks
 from tests.distributed.scenarios import (
     Recorder,
     Settings,
@@ -240,12 +239,11 @@ class OwnBackward(TinyDiffusion):
         (
             WithBackbone,
             [BackboneFinetuning(unfreeze_backbone_at_epoch=0)],
-            "BackboneFinetuning unfreezes layers during training",
+            "parameters were unfrozen during training",
         ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
-    """History: a callback that unfreezes ended the run in the epoch in which it did."""
     with pytest.raises(RankError, match=message):
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
 
@@ -496,7 +494,7 @@ class KeepsAverages(TinyDiffusion):
 def test_averages_that_a_module_keeps_itself_are_refused_on_several_stages():
     """History: averages of weights on other ranks became NaN, and rank 0 wrote them."""
     with pytest.raises(
-        RankError, match=r"ema is a EMAModel, which averages.*callback lightning_diffpipe\.EMA"
+        RankError, match=r"ForeignLayerError: .* lives on stage .*callback lightning_diffpipe\.EMA"
     ):
         run(2, module_class=KeepsAverages)
 
@@ -536,29 +534,9 @@ def test_weights_that_hooks_change():
             assert max(changes[7:]) > 0
     with pytest.raises(
         RankError,
-        match=r"test_faults\.py:\d+ \(self\.table\.weight\[:7\] = .*\) writes to a weight that another rank holds",
+        match=r"ForeignLayerError: table\.weight lives on stage .*is_resident\(name\) .*whole_model",
     ):
         run_ranks(restored, 2, "plainly")
-
-
-class LitEma(nn.Module):
-    """Stands for CompVis's."""
-
-
-@pytest.mark.parametrize("average", [AveragedModel, lambda module: LitEma(), EMAModel])
-def test_averages_are_found_wherever_they_are_kept(average):
-    """History: only Lightning's two callbacks were looked for."""
-    module, callback = nn.Linear(2, 2), L.Callback()
-    trainer = types.SimpleNamespace(callbacks=[callback, EMA()])
-    refuse_averages(trainer, module)
-    callback._averages = {"slow": average(module)}
-    with pytest.raises(ConfigurationError, match=r"^Callback\._averages\['slow'\] is a "):
-        refuse_averages(trainer, module)
-    callback._averages = None
-    outer = nn.Sequential(module)
-    module.average = average(nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match=r"^0\.average is a "):
-        refuse_averages(trainer, outer)
 
 
 class Prodigy(torch.optim.AdamW):
@@ -612,11 +590,9 @@ class Later(TinyDiffusion):
         return prediction + first if self.current_epoch > 0 else prediction
 
 
-def test_a_branch_that_begins_in_a_later_epoch_is_refused_with_the_layer():
+def test_a_branch_that_begins_in_a_later_epoch_ends_the_run():
     """History: what was not read when the step was probed was full of zeros, and training went on with them."""
-    with pytest.raises(
-        RankError, match=r"GraphError: .* not finite, as the step has changed .* now reads output"
-    ):
+    with pytest.raises(RankError, match=r"DivergenceError: training has ended .* are not finite"):
         run(2, module_class=Later, trainer={"max_epochs": 2})
 
 
@@ -635,9 +611,7 @@ def fit_later_on_a_late_device(rank, path):
 def test_the_loss_of_the_last_step_is_waited_for_before_anything_is_saved(tmp_path, saves):
     """History: on GPUs nobody looked at it, and a checkpoint of NaN was written over a good one."""
     path = tmp_path / "final.ckpt"
-    with pytest.raises(
-        RankError, match=r"GraphError: the loss of batch 4 is not finite, as the step"
-    ):
+    with pytest.raises(RankError, match=r"DivergenceError: .* at step 5: .* are not finite"):
         run_ranks(fit_later_on_a_late_device, 2, path if saves else None)
     assert not path.exists()
 

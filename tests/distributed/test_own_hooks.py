@@ -1,14 +1,10 @@
 """What hooks of a user's own read, keep and decide on ranks of which each has a part of the model."""
 
-import logging
-import warnings
-
 import lightning as L
 import pytest
 import torch
 from torch.nn.modules.module import register_module_full_backward_hook
 
-from lightning_diffpipe.errors import ConfigurationError
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -76,29 +72,6 @@ def test_a_backward_hook_of_all_modules_is_refused():
         run_ranks(fit, 2, settings, 2)
 
 
-class KeepsResults(TinyDiffusion):
-    """As Lightning's own guide to version 2 has it, and an average beside; batches are counted in a hook."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.losses, self.average, self.batches = [], 0.0, []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        self.average = 0.9 * self.average + 0.1 * loss.detach()
-        return loss
-
-    def on_train_batch_start(self, *args):
-        self.batches.append(len(self.batches))
-
-    def on_train_batch_end(self, *args):
-        self.shown = float(self.average)
-
-    def on_train_epoch_end(self):
-        self.losses.clear()
-
-
 class Scaled(TinyDiffusion):
     """Scales its loss by what a hook sets."""
 
@@ -127,92 +100,19 @@ class SetsScale(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("module_class", "callbacks", "hook"),
-    [
-        (ScaledFromTheStart, [], "ScaledFromTheStart.on_train_start"),
-        (ScaledInEpochs, [], "ScaledInEpochs.on_train_epoch_start"),
-        (Scaled, [SetsScale()], "SetsScale.on_fit_start"),
-    ],
+    ("module_class", "callbacks"),
+    [(ScaledFromTheStart, []), (ScaledInEpochs, []), (Scaled, [SetsScale()])],
 )
-def test_what_hooks_set_after_the_step_was_looked_at_is_named(module_class, callbacks, hook):
+def test_a_step_that_lacks_what_a_hook_sets_hears_that_hooks_come_later(module_class, callbacks):
     """History: a module that trains in one process was said to have no such attribute, and no word why."""
-    trainer = {"callbacks": callbacks}
     settings = Settings(
-        module_class=module_class, trainer=trainer, strategy={"num_microbatches": 1}
+        module_class=module_class,
+        trainer={"callbacks": callbacks},
+        strategy={"num_microbatches": 1},
     )
-    with pytest.raises(ConfigurationError, match=f"'scale', which {hook} sets, .* in setup"):
+    with pytest.raises((AttributeError, TypeError)) as raised:
         fit(0, settings, 1)
-
-
-def test_an_attribute_that_nobody_sets_is_none_of_a_hook():
-    with pytest.raises(AttributeError, match="'Scaled' object has no attribute 'scale'"):
-        fit(0, Settings(module_class=Scaled, strategy={"num_microbatches": 1}), 1)
-
-
-class LooksAtGradients(TinyDiffusion):
-    def on_before_optimizer_step(self, optimizer):
-        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
-        self.total = torch.stack(norms).norm()
-
-
-class ClipsByHand(TinyDiffusion):
-    def configure_gradient_clipping(self, optimizer, **_):
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
-        for gradient in gradients:
-            gradient.mul_(torch.clamp(0.05 / norm, max=1))
-
-
-class SkipsSteps(TinyDiffusion):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        optimizer_closure()
-        if all(p.grad.isfinite().all() for p in self.parameters() if p.grad is not None):
-            optimizer.step()
-
-
-def said(rank, module_class):
-    records, handler = [], logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("lightning_diffpipe").addHandler(handler)
-    with pytest.warns() as caught:
-        fit(rank, Settings(module_class=module_class, strategy={"num_stages": 2}), 2)
-    return "\n".join([*records, *(str(warning.message) for warning in caught)])
-
-
-def test_results_that_a_step_keeps_for_hooks_are_named():
-    """History: rank 0 showed an average that was never changed, and stacked an empty list."""
-    first, last = run_ranks(said, 2, KeepsResults)
-    for text in (first, last):
-        assert "sets self.average, and KeepsResults.on_train_batch_end reads it." in text
-        assert "self.batches" not in text
-    assert "puts something into self.losses, and KeepsResults.on_train_epoch_end reads it" in last
-
-
-@pytest.mark.parametrize(
-    ("module_class", "hook"),
-    [
-        (LooksAtGradients, "on_before_optimizer_step"),
-        (ClipsByHand, "configure_gradient_clipping"),
-        (SkipsSteps, "optimizer_step"),
-    ],
-)
-def test_hooks_that_combine_gradients_are_named(module_class, hook):
-    """History: each rank logged the norm of its own stage, or scaled its gradients by it, without a word."""
-    first, _ = run_ranks(said, 2, module_class)
-    assert f"{module_class.__name__}.{hook} seems to take norms or sums of gradients" in first
-
-
-class AddsNoise(TinyDiffusion):
-    def on_after_backward(self):
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-2)
-
-
-def test_noise_on_gradients_is_named():
-    """History: copies of a tied weight were 0.09 apart after eight steps, without a word."""
-    first, _ = run_ranks(said, 2, AddsNoise)
-    assert "AddsNoise.on_after_backward seems to change gradients by random numbers" in first
+    assert any("hooks such as on_train_start come later" in note for note in raised.value.__notes__)
 
 
 class AsTheGuideSays(TinyDiffusion):
@@ -241,19 +141,12 @@ class Summary(L.Callback):
 
 
 def test_what_hooks_may_read_is_trained_without_a_word():
-    """History: properties were run, weights by name were called copies, and the cure was warned of."""
+    """History: properties were run, and weights by name were called copies."""
     options = {"max_steps": 3, "callbacks": [Summary()]}
     settings = Settings(module_class=AsTheGuideSays, trainer=options)
     expected = reference(Settings(trainer={"max_steps": 3}), 2)
     settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    outcomes = run_ranks(fit_in_silence, 2, settings)
-    assert_equal_runs(outcomes, expected)
-
-
-def fit_in_silence(rank, settings):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*norms of gradients")
-        return fit(rank, settings, 2)
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected)
 
 
 class Averages(L.Callback):
@@ -288,7 +181,7 @@ def test_averages_by_hand_are_refused(hook, max_epochs, size):
     options = {"callbacks": [Averages(hook)], "max_epochs": max_epochs}
     settings = Settings(data={"size": size}, trainer=options, strategy={"num_stages": 2})
     with pytest.raises(
-        RankError, match=r"Averages.average has a copy of .* lightning_diffpipe.EMA"
+        RankError, match=r"ForeignLayerError: .* lives on stage .* lightning_diffpipe.EMA"
     ):
         run_ranks(fit, 2, settings, 2)
 
@@ -367,7 +260,7 @@ class WritesToForeign(TinyDiffusion):
     ("module_class", "message"),
     [
         (WritesToExpanded, "RuntimeError: unsupported operation: more than one element"),
-        (WritesToForeign, r"ConfigurationError: .*writes to a weight that another rank holds"),
+        (WritesToForeign, r"ForeignLayerError: .* lives on stage .*cannot read or write it"),
     ],
 )
 def test_what_a_hook_writes_to_is_said_rightly(module_class, message):
@@ -376,4 +269,4 @@ def test_what_a_hook_writes_to_is_said_rightly(module_class, message):
     with pytest.raises(RankError, match=message) as raised:
         run_ranks(fit, 2, settings, 2)
     if module_class is WritesToExpanded:
-        assert "another rank holds" not in str(raised.value)
+        assert "lives on stage" not in str(raised.value)

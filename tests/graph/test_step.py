@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.graph.step import untouched
+from lightning_diffpipe.graph.trial import untouched
 
 
 class Keeps(nn.Module):

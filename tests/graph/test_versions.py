@@ -51,16 +51,6 @@ def test_changes_are_noticed_until_they_are_noted(change):
     assert not versions.changed()
 
 
-def test_what_is_not_a_number_is_named():
-    """History: a causal mask of minus infinity, as open_clip registers, was taken for weights of other ranks."""
-    root = nn.BatchNorm1d(3)
-    root.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-    versions = Versions(root, {"weight", "bias"}, {"num_batches_tracked", "mask"})
-    assert versions.not_a_number() == []
-    root.bias.data[1] = float("nan")
-    assert versions.not_a_number() == ["bias"]
-
-
 @pytest.mark.parametrize("num_accumulated", [1, 4])
 def test_a_gpu_is_looked_at_until_the_optimizer_has_made_three_steps(num_accumulated, monkeypatch):
     """History: batches counted, so that under accumulation nobody looked when the first average was written."""

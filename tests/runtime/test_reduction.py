@@ -12,9 +12,10 @@ from lightning_diffpipe.comm import mesh
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.transport import Transport
 from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.graph.trial import hooks_off
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime import reduction
-from lightning_diffpipe.runtime.reduction import GradientReducer, call_hooks, hooks_off
+from lightning_diffpipe.runtime.reduction import GradientReducer, call_hooks
 
 NUM_BUCKETS = 40
 RANKS = (0, 1)

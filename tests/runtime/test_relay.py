@@ -1,5 +1,6 @@
 """Ranks that hold different layers run any code together, in lock step."""
 
+import contextlib
 import copy
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.runtime.relay import RelayView
 from tests.graph.emulate import intercepted
@@ -33,7 +35,7 @@ class Share:
         return share
 
 
-def on_all_ranks(root, owner_of, work):
+def on_all_ranks(root, owner_of, work, twice=False):
     """Runs `work(module)` on copies of a module that hold the parameters owned by their rank.
 
     `owner_of(name)` is a rank, or None for parameters and buffers that all ranks hold.
@@ -49,7 +51,8 @@ def on_all_ranks(root, owner_of, work):
                 here = {n for n, _ in root.named_parameters() if owners.get(n, rank) == rank}
                 gone = place_parameters(module, here, "cpu")
                 interception.refuse(dict.fromkeys(gone, "another rank"))
-                with RelayView(module, interception, owners, share.of(rank)).active():
+                view = RelayView(module, interception, owners, share.of(rank))
+                with view.active(), view.active() if twice else contextlib.nullcontext():
                     results[rank] = work(module)
         except BaseException as error:
             errors.append(error)
@@ -167,14 +170,41 @@ def test_running_statistics_are_read_where_they_are_kept():
     assert torch.equal(results[1], validate(root))
 
 
-def test_layers_that_draw_leave_the_streams_of_all_ranks_equal():
-    """A rank that only receives the output draws nothing."""
+def test_layers_draw_what_they_draw_in_one_process():
+    """History: every layer was seeded with the same state, so that three in a row drew the same numbers."""
     root = Tower()
-    root.blocks[0].dropout.p = 0.5
+    for index in (0, 1, 4):
+        root.blocks[index].dropout.p = 0.5
+    torch.manual_seed(0)
+    expected = validate(root)
     state = torch.get_rng_state()
+    torch.manual_seed(0)
     results, _ = on_all_ranks(root, by_block, validate)
-    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], expected)
+    assert torch.equal(results[1], expected)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_it_may_be_entered_twice():
+    """History: `whole_model()` inside `validation_step` let ranks wait for each other beyond every limit."""
+    root = Tower()
+    results, calls = on_all_ranks(root, by_block, validate, twice=True)
+    assert all(torch.equal(result, validate(root)) for result in results)
+    assert calls == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_gradient_through_layers_of_other_ranks_is_refused_on_all():
+    def take_gradient(module):
+        with torch.enable_grad():
+            x = rows().requires_grad_()
+            out = module.run(x)
+            with pytest.raises(GraphError, match=r"through blocks.5.*position 1 of the pipeline"):
+                torch.autograd.grad(out.sum(), x)
+        return out.detach()
+
+    root = Tower()
+    results, _ = on_all_ranks(root, by_block, take_gradient)
+    assert all(torch.equal(result, root.run(rows())) for result in results)
 
 
 def test_wrappers_for_the_relay_are_gone_afterwards():

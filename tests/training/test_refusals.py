@@ -2,11 +2,10 @@
 
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -14,12 +13,10 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.training.refusals import (
-    refuse_averages,
     refuse_cuda_graphs,
     refuse_optimizers,
     refuse_untrainable,
     refusing_norms_of_a_stage,
-    warn_of_ranks_counted,
 )
 
 
@@ -111,9 +108,12 @@ def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_impor
                 clip(iter([*ours, foreign]), 0.1)
         with refused:
             nn.utils.get_total_norm([parameter.grad for parameter in ours])
+        with refused:
+            grad_norm(nn.ParameterList(ours), 2)
         assert clip_grad_norm_(theirs, 1.0) == 2
         assert clip_grad_norm_(foreign, 1.0) == 0
         clip_grad_value_(ours, 0.5)
+    assert grad_norm(nn.ParameterList(theirs), 2)["grad_2.0_norm_total"] == 1
     assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])
 
 
@@ -129,33 +129,10 @@ def test_scripted_modules_can_be_looked_into():
     module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
     with pytest.raises(ConfigurationError, match=r"0 is compiled by torch\.jit.*block\.compile"):
         refuse_untrainable(module)
-    refuse_averages(SimpleNamespace(callbacks=[]), module)
     versions = Versions(module, ["0.0.weight"], [])
     with torch.no_grad():
         module[0][0].weight.zero_()
     assert versions.changed()
-
-
-class ScalesByRanks(L.LightningModule):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
-
-
-class ScalesByPipelines(L.LightningModule):
-    def configure_optimizers(self):
-        share = self.trainer.distributed_sampler_kwargs
-        return torch.optim.SGD(self.parameters(), lr=0.1 * share["num_replicas"])
-
-
-def test_code_that_counts_ranks_is_named(recwarn):
-    """History: a learning rate that was scaled with world_size was that of another run, without a word."""
-    trainer = SimpleNamespace(datamodule=None, callbacks=[L.Callback()], world_size=4)
-    warn_of_ranks_counted(trainer, ScalesByPipelines(), 2)
-    assert not recwarn
-    with pytest.warns(
-        match=r"ScalesByRanks\.configure_optimizers reads world_size, .*: 4\. .* 2 pip"
-    ):
-        warn_of_ranks_counted(trainer, ScalesByRanks(), 2)
 
 
 @pytest.mark.parametrize("whole", [False, True])

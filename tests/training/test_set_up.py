@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.step import untouched
+from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.profiling.state import placed, undisturbed
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, Samples, TinyDiffusion

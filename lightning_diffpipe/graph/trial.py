@@ -1,0 +1,311 @@
+"""Trial runs of a step: to probe, time and verify it, and to find which layers a microbatch will call.
+
+They leave no trace, and nobody sees them: what they change is restored, what they print or log is dropped. Hooks
+on modules belong to the model and run; hooks on gradients of parameters do not. Not restored is what a step keeps
+where nobody looks: in a generator, in what a function closes over, in an object without `__dict__`, or in a Python
+file that defines no class of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import operator
+import sys
+import warnings
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES, own_tensors, readable
+
+HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
+"""By parameter, hooks on its gradient and those that follow its accumulation, by number."""
+
+
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class _Forwarding(OrderedDict[int, Callable[..., Any]]):
+    """A mapping that is empty for torch, and forwards what is registered or removed to the hooks that it replaces.
+
+    Args:
+        hooks: Those replaced. They refer to this, as the handles that `register_hook` returns do so weakly.
+    """
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__()
+        self.hooks = hooks
+        hooks.forwarding = self
+
+    @classmethod
+    def of(cls, hooks: Any) -> _Forwarding:
+        """Returns the one for these hooks; handles of hooks that were registered inside refer to it."""
+        return hooks.forwarding if hasattr(hooks, "forwarding") else cls(hooks)
+
+    def __setitem__(self, number: int, hook: Callable[..., Any]) -> None:
+        self.hooks[number] = hook
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.hooks
+
+    def __delitem__(self, number: int) -> None:
+        del self.hooks[number]
+
+
+@contextlib.contextmanager
+def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
+    """Turns the user's hooks on gradients of parameters off inside; gives those there are.
+
+    They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
+    of several ranks. A hook may put another one, which is called from the next batch on.
+    """
+    replaced = [
+        (p, kind, held) for p in parameters for kind in _KINDS if (held := getattr(p, kind))
+    ]
+    hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
+    for parameter, kind, held in replaced:  # with None in their place torch would still call some
+        setattr(parameter, kind, _Forwarding.of(held))
+    try:
+        yield hooks
+    finally:
+        for parameter, kind, held in replaced:
+            setattr(parameter, kind, held)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict, Counter})
+_MOST_ENTRIES = 1000  # of a container that is searched for others: each step does
+_MOST_BYTES = 2**20  # of a tensor that is copied in case it is written in place
+_STATES: tuple[type, ...] = (bool, int, float, str, type(None), Tensor)
+_LIBRARIES = {"torch", "lightning", "lightning_utilities", "lightning_diffpipe"}
+_WITHOUT_STATE = _LIBRARIES | sys.stdlib_module_names - {"types", "argparse"}  # but for namespaces
+_MISSING = object()
+
+
+def _holders(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+    """Yields containers among values, attributes of objects, and what is inside of them."""
+    for value in values:
+        kind = type(value)
+        held = None
+        if kind in _CONTAINERS or (isinstance(value, dict) and kind.update is dict.update):
+            held = value
+        elif kind.__dictoffset__ and not isinstance(value, nn.Module | Tensor | type):
+            held = None if kind.__module__.partition(".")[0] in _WITHOUT_STATE else vars(value)
+        if held is not None:
+            yield held
+            if depth > 1 and len(held) <= _MOST_ENTRIES:
+                inside = held.values() if isinstance(held, dict) else held
+                yield from _holders(inside, depth - 1)
+
+
+def _copied(holder: Any) -> Any:
+    """Returns a copy of a container, with iterators of Python's own where they are now, if they can be copied."""
+    if not holder:
+        return ()  # without memory of its own: most of a module's are empty
+    copied = holder.copy() if type(holder) in _CONTAINERS else dict(holder)
+    for name, value in copied.items() if isinstance(copied, dict) else ():
+        kind = type(value)
+        if hasattr(kind, "__next__") and kind.__module__ in ("itertools", "builtins"):
+            with contextlib.suppress(TypeError):
+                copied[name] = copy.copy(value)
+    return copied
+
+
+def _refill(holder: Any, before: Any) -> None:
+    """Gives a container what it held before, if it holds anything else."""
+    if not holder and not before:
+        return
+    entries = lambda held: [*held, *(held.values() if isinstance(held, dict) else ())]
+    now, then = entries(holder), entries(before)
+    if len(now) != len(then) or not all(map(operator.is_, now, then)):
+        holder.clear()
+        holder.extend(before) if hasattr(holder, "extend") else holder.update(before)
+
+
+def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> None:
+    """Gives a module, class or file those of its attributes back that are of some kinds."""
+
+    def is_state(value: Any) -> bool:
+        is_site = hasattr(
+            type(value), "diffpipe_original"
+        )  # of `Interception`, which outlives a trial
+        return value is _MISSING or (isinstance(value, kinds) and not is_site)
+
+    now = vars(owner)
+    for name in [*before.keys(), *(now.keys() - before.keys())]:
+        old, new = before.get(name, _MISSING), now.get(name, _MISSING)
+        if old is new or name.startswith("__") or not (is_state(old) and is_state(new)):
+            continue
+        if old is _MISSING:
+            type.__delattr__(owner, name) if isinstance(owner, type) else now.pop(name)
+        else:
+            type.__setattr__(owner, name, old) if isinstance(owner, type) else now.update(
+                {name: old}
+            )
+
+
+_users: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _users_code(root: nn.Module) -> list[Any]:
+    """Returns the classes of modules that are no library's, and the files that define them."""
+    if root not in _users:
+        kinds = {kind for module in root.modules() for kind in type(module).__mro__}
+        own = [k for k in kinds if k.__module__.partition(".")[0] not in _WITHOUT_STATE]
+        files = {k.__module__ for k in own} & sys.modules.keys()
+        _users[root] = [*own, *(sys.modules[file] for file in files)]
+    return _users[root]
+
+
+@contextlib.contextmanager
+def _attributes_restored(
+    root: nn.Module, modules: Sequence[nn.Module], alone: bool
+) -> Iterator[None]:
+    """Restores attributes of modules, classes and files, and what containers and objects among them hold.
+
+    Args:
+        root: The module whose step is run.
+        modules: Those that a run may change.
+        alone: These are all modules. Between training steps a run may note that something was done once and for
+            all, as putting hooks.
+    """
+    owners: dict[Any, tuple[type, ...]] = {root: (Iterator,)}
+    owners |= dict.fromkeys(_users_code(root), _STATES)
+    owners |= dict.fromkeys(modules, (object,) if alone else (*_STATES, list, Iterator))
+    values = [
+        value
+        for owner in owners
+        for name, value in vars(owner).items()
+        if name not in SHARED_ATTRIBUTES and not name.startswith("__")
+        if alone or name not in _OF_EVERY_MODULE or name == "_buffers"
+    ]
+    owners |= {vars(root)[n]: _STATES for n in SHARED_ATTRIBUTES if vars(root).get(n) is not None}
+    kept = [(owner, _copied(vars(owner)), kinds) for owner, kinds in owners.items()]
+    holders = [(held, _copied(held)) for held in {id(h): h for h in _holders(values)}.values()]
+    try:
+        yield
+    finally:
+        for held, before in holders:
+            _refill(held, before)
+        for owner, attributes, kinds in kept:
+            _rebind(owner, attributes, kinds)
+
+
+def _may_be_written(value: Any) -> bool:
+    """Returns whether an attribute is a small tensor of which code may keep a state in place."""
+    return (
+        type(value) is Tensor
+        and not (value.requires_grad or value.is_meta)
+        and value.layout is torch.strided
+        and 0 not in value.stride()  # torch refuses to write into expanded ones
+        and value.nbytes <= _MOST_BYTES
+    )
+
+
+@contextlib.contextmanager
+def _tensors_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores small tensors that are plain attributes of modules, however they are written in place."""
+    tensors = [value for m in modules for value in vars(m).values() if _may_be_written(value)]
+    values = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.requires_grad and not tensor._is_view():
+                tensor.detach_()  # the graph of what was added to it
+            # Memory of the host may be read-only; for a GPU to compare it would have to be waited for.
+            if tensor.device.type != "cpu" or not torch.equal(tensor, value):
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.copy_(value)
+
+
+in_trial: ContextVar[bool] = ContextVar("in_trial", default=False)
+"""Whether the step runs to find something out, and not to train."""
+
+
+class _Muted:
+    """A stream that drops what trial runs write, in whichever thread; what others write is passed on."""
+
+    def __init__(self, shown: Any) -> None:
+        self._shown = shown
+
+    def write(self, text: str) -> int:
+        """Writes a text, or takes it for written."""
+        return len(text) if in_trial.get() else int(self._shown.write(text) or 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Hides what a step prints and logs inside; warnings, which come once only, are shown."""
+    token, readers = in_trial.set(True), readable.set(True)
+    show, handle = warnings.showwarning, logging.Logger.handle
+
+    def shown(*args: Any, **kwargs: Any) -> None:
+        inside = in_trial.set(False)
+        try:
+            show(*args, **kwargs)
+        finally:
+            in_trial.reset(inside)
+
+    def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
+        is_own = record.name.startswith("lightning_diffpipe")
+        if is_own or record.levelno >= logging.WARNING or not in_trial.get():
+            handle(logger, record)
+
+    warnings.showwarning, logging.Logger.handle = shown, handled  # type: ignore[method-assign]
+    try:
+        with (
+            contextlib.redirect_stdout(_Muted(sys.stdout)),  # type: ignore[type-var]
+            contextlib.redirect_stderr(_Muted(sys.stderr)),  # type: ignore[type-var]
+        ):
+            yield
+    finally:
+        warnings.showwarning, logging.Logger.handle = show, handle  # type: ignore[method-assign]
+        in_trial.reset(token)
+        readable.reset(readers)
+
+
+@contextlib.contextmanager
+def untouched(root: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
+    """Makes the runs inside trials, which leave no trace: what they change is restored, what they print is hidden.
+
+    Restored are buffers, metrics, random numbers, attributes of modules, of their classes and files, and lists and
+    objects among these, but not inside of one with more than 1000 entries. Hooks on gradients of parameters are
+    off. Tensors that are plain attributes are restored, too; those above 1 MiB, which may be tables, are not
+    copied, so that what is written into them stays.
+
+    Args:
+        root: The module whose step is run; its lists and tensors are restored in any case.
+        modules: What the run may change otherwise; all modules if not given.
+    """
+    alone = modules is None
+    modules = list(root.modules() if modules is None else modules)
+    buffers = [b for module in modules for b in module._buffers.values() if b is not None]
+    values = [buffer.detach().clone() for buffer in buffers]
+    attributes = _attributes_restored(root, modules, alone)
+    hooks = hooks_off(root.parameters() if alone else ())
+    tensors = _tensors_restored({root, *modules})
+    with _unseen(), hooks, rng.preserved(host=True), attributes, tensors:
+        # A run changes copies: code that moved the states here may restore the tensors it found.
+        for module, own in own_tensors(modules):
+            copies = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), own)
+            module.__dict__.update(copies)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                # Versions do not tell: batch norm changes its statistics without counting them up.
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value)

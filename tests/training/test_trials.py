@@ -1,0 +1,250 @@
+"""Runs of a step before training leave no trace and are not seen; on one rank, plain Lightning is the oracle."""
+
+import itertools
+import logging
+import sys
+import types
+import warnings
+from collections import Counter
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_diffpipe.graph.trial import untouched
+from tests.distributed.scenarios import quick_strategy, quiet_trainer
+from tests.rows import row
+
+NUMBER, NUMBERS = 0, {"n": 0}
+
+
+class Counting(nn.Sequential):
+    """A layer, which may divide what it gives by the number of its call."""
+
+    seen = 0
+    own = False
+
+    def forward(self, x):
+        if not self.own:
+            return super().forward(x)
+        self.seen += 1
+        return super().forward(x) / self.seen
+
+
+class Holder:
+    n = 0
+
+
+class Module(L.LightningModule):
+    """Divides its loss by a number that `count`, given the module, counts up; notes its losses."""
+
+    calls = 0
+    numbers = {"n": 0}  # noqa: RUF012
+
+    def __init__(self, count, after=False):
+        super().__init__()
+        self.held, self.namespace, self.counter = {"n": 0}, types.SimpleNamespace(n=0), Counter()
+        self.holder, self.ticks, self.total = Holder(), itertools.count(1), torch.zeros(())
+        self.count, self.after, self.losses = count, after, []
+        blocks = (Counting(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.net = nn.Sequential(*blocks)
+
+    def loss(self, batch):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        early = None if self.after else self.count(self)
+        loss = self.loss(batch)
+        return loss / (self.count(self) if self.after else early)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"].detach()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def of_class(module):
+    module.calls += 1
+    return module.calls
+
+
+def on_the_class(module):
+    type(module).calls += 1
+    return module.calls
+
+
+def by_default(module):
+    module.own = getattr(module, "own", 0) + 1
+    return module.own
+
+
+def if_missing(module):
+    if not hasattr(module, "own"):
+        module.own = 0
+    module.own += 1
+    return module.own
+
+
+def in_dict(module, name="held"):
+    holder = getattr(module, name)
+    holder["n"] += 1
+    return holder["n"]
+
+
+def in_object(module, name="holder"):
+    holder = getattr(module, name)
+    holder.n += 1
+    return holder.n
+
+
+def of_file(module):
+    global NUMBER
+    NUMBER += 1
+    return NUMBER
+
+
+def in_dict_of_file(module):
+    NUMBERS["n"] += 1
+    return NUMBERS["n"]
+
+
+def by_iterator(module):
+    return next(module.ticks)
+
+
+def in_tensor(module):
+    module.total += 1
+    return module.total.clone()
+
+
+def in_layer(module):
+    module.net[0].own = True
+    return 1
+
+
+COUNTS = {
+    "an attribute first set in the class": of_class,
+    "an attribute of the class": on_the_class,
+    "getattr with a default": by_default,
+    "an attribute set if it is missing": if_missing,
+    "a dict": in_dict,
+    "a dict of the class": partial(in_dict, name="numbers"),
+    "a Counter": partial(in_dict, name="counter"),
+    "an object": in_object,
+    "a namespace": partial(in_object, name="namespace"),
+    "a file": of_file,
+    "a dict of a file": in_dict_of_file,
+    "an iterator": by_iterator,
+    "a tensor": in_tensor,
+    "a layer": in_layer,
+}
+OF_ATTRIBUTES = tuple(COUNTS)[:1] + tuple(COUNTS)[2:4]
+
+
+def loader():
+    torch.manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(18, 4), torch.randn(18, 4)), batch_size=6)
+
+
+def losses_of(make, strategy="auto", **options):
+    torch.manual_seed(0)
+    module = make()
+    trainer = quiet_trainer(devices=1, strategy=strategy, max_epochs=1, **options)
+    trainer.fit(module, loader())
+    return module.losses
+
+
+@pytest.fixture
+def counted_from_0(monkeypatch):
+    """Puts back what the oracle has counted in classes and files."""
+
+    def begin():
+        monkeypatch.setattr(Module, "calls", 0)
+        monkeypatch.setattr(Module, "numbers", {"n": 0})
+        monkeypatch.setattr(Holder, "n", 0)
+        monkeypatch.setitem(NUMBERS, "n", 0)
+        monkeypatch.setattr(sys.modules[__name__], "NUMBER", 0)
+
+    begin()
+    return begin
+
+
+def check(make, begin, **options):
+    expected = losses_of(make)
+    begin()
+    found = losses_of(make, quick_strategy(num_stages=1, **options))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "kept_in",
+    [k if k in ("an attribute first set in the class", "a layer") else row(k) for k in COUNTS],
+)
+def test_a_step_counts_from_its_first_batch_on(kept_in, counted_from_0):
+    """History: a counter first set in the class went on from what trial runs had counted: loss 0.045 for 0.769."""
+    check(partial(Module, COUNTS[kept_in]), counted_from_0, num_microbatches=1)
+
+
+@pytest.mark.parametrize("after", [False, row(True)])
+@pytest.mark.parametrize("kept_in", [OF_ATTRIBUTES[0], *map(row, OF_ATTRIBUTES[1:])])
+def test_a_counter_counts_batches_not_microbatches(kept_in, after, counted_from_0):
+    make = partial(Module, COUNTS[kept_in], after=after)
+    check(make, counted_from_0, num_microbatches=2)
+
+
+class ToList(DummyLogger):
+    """Has a list for what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    @property
+    def experiment(self):
+        return types.SimpleNamespace(add=self.written.append)
+
+
+class Talks(Module):
+    """Prints, logs and writes to its logger in every step."""
+
+    def training_step(self, batch, batch_idx):
+        print("a step")
+        print("a step", file=sys.stderr)
+        logging.getLogger("user").info("a step")
+        self.logger.experiment.add("a step")
+        return self.loss(batch)
+
+    def backward_noted(self, gradient):
+        print("a gradient")
+
+
+def test_nobody_sees_trial_runs(capsys, caplog):
+    """History: a step printed 40 times for 4 batches; hooks on gradients saw 208 of trials before 4 right ones."""
+    caplog.set_level(logging.INFO)
+
+    def make():
+        module = Talks(of_class)
+        module.net[0][0].weight.register_hook(module.backward_noted)
+        return module
+
+    logger = ToList()
+    strategy = quick_strategy(num_stages=1, num_microbatches=1)
+    assert len(losses_of(make, strategy, logger=logger)) == 3
+    printed = capsys.readouterr()
+    assert (printed.out.count("a step"), printed.out.count("a gradient")) == (3, 3)
+    assert printed.err.count("a step") == 3
+    assert sum(record.name == "user" for record in caplog.records) == 3
+    assert logger.written == ["a step"] * 3
+
+
+def test_warnings_of_trial_runs_are_shown():
+    """They come once for each line: hidden then, they would never be seen."""
+    with pytest.warns(UserWarning, match="once"), untouched(nn.Linear(1, 1)):
+        warnings.warn("once", stacklevel=1)
