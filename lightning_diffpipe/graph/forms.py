@@ -71,8 +71,8 @@ class Exemplar:
     Attributes:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
-        reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), in
-            order, each with the line that did.
+        reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), and
+            later out of what was drawn, in order, each with the line that did.
         host: It drew from `random` or `numpy.random`, too.
         counted: Attributes that count, as they were.
         tossed: It drew from these, or took a number out of what was drawn and of no layer.
@@ -198,11 +198,11 @@ class FormView(View):
         with rng.preserved(host=True), self.restored.preserved():
             rng.seed_all(seed, host=True)
             before = rng.host_state()
-            reads: list[tuple[int, _Number]] = []
+            reads: list[tuple[int, bool, _Number]] = []
 
             def note(take: Callable[[], Any]) -> Any:
                 value = take()
-                reads.append((run.num_calls, (_line(), value)))
+                reads.append((run.num_calls, run.takes_coin, (_line(), value)))
                 return value
 
             with _Operators(None, note):
@@ -222,10 +222,11 @@ class FormView(View):
                             "number as when it was probed. Set it before the first layer, or in "
                             "on_train_batch_end, on all ranks"
                         )
-        end = len(form.calls) + self.by_reads  # a coin of the loss comes after the last call
-        before_last = tuple(read for position, read in reads if position < end)
+        coins = any(is_coin for _, is_coin, _ in reads)
+        # Of the loss there are coins, too; what else is read after the last layer is made of dummies.
+        known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(form.calls))
         known = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, before_last, host, known, host or run.tossed)
+        return form, Exemplar(seed, arguments, known_reads, host, known, host or coins)
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class Forms:
         return self.exemplars[0] if len(self.exemplars) > 1 else None
 
 
-_FEW, _MANY = 4, 32
+_FEW, _MANY = 4, 32  # runs of a step that throws no coins and counts nothing, and of others
 MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 
@@ -302,7 +303,7 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
     read = set.union(*each) - set.intersection(*each)
     counts = Counter(form for form, _ in found)
     by_reads = len(counts) > (num_sequences := len({form.calls for form in counts}))
-    if len(counts) > MOST_FORMS >= num_sequences or not by_reads:
+    if len(counts) > MOST_FORMS >= num_sequences or not by_reads:  # too many to be probed
         by_reads, found = False, [(StepForm(form.calls), exemplar) for form, exemplar in found]
         counts = Counter(form for form, _ in found)
     exemplars = dict(reversed(found))
@@ -333,6 +334,7 @@ class _FormRun(StubbedRun):
 
     Attributes:
         counted: What its counters showed at the latest call of a layer.
+        takes_coin: The operator that runs takes a number out of what was drawn, and of no layer.
     """
 
     def __init__(
@@ -343,7 +345,7 @@ class _FormRun(StubbedRun):
         counters: Attributes,
     ) -> None:
         super().__init__(view)
-        self.tossed, self._reads = False, set[_Read]()
+        self.takes_coin, self._reads = False, set[_Read]()
         self._labels: dict[int, Any] = dict(view.labels)  # by object
         self._origins: dict[int, int] = {}  # by storage
         self._alive: list[Any] = []  # so that each is known by its address
@@ -395,7 +397,7 @@ class _FormRun(StubbedRun):
         self.see((args, kwargs))
         found = [self._origins.get(storage_key(tensor), 0) for tensor in tensors_in((args, kwargs))]
         origin = max([*found, _DRAWN if rng.draws(func, args, kwargs) else 0])
-        self.tossed |= func is _TAKES_NUMBER and origin == _DRAWN
+        self.takes_coin = func is _TAKES_NUMBER and origin == _DRAWN
         out = run()
         if origin:
             self._alive.append(out)

@@ -224,7 +224,7 @@ class PartitionedStepCache:
             return self._planned_step(module, batch, *arguments)
 
         graphs = self._graphs.get(batch_signature(microbatch))
-        graph = graphs.get(self.graph.layer_names, self.graph) if graphs else self.graph
+        graph = next(iter(graphs.values())) if graphs else self.graph
         require_unchanged(self.root, step, microbatch, graph)
 
     def remember(self, memo: Memo | None) -> None:

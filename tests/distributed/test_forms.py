@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.forms import survey
+from lightning_diffpipe.graph.probe import probe
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
@@ -172,3 +175,72 @@ def test_steps_that_vary_train_like_one_process(num_ranks, nccl, turn):
 def test_two_microbatches_of_unlike_forms_over_nccl():
     rows = [("frozen", "left out", "random", 4, True), ("term", "added", "torch", 4, False)]
     train_like_one_process(rows, 2, nccl=True)
+
+
+class Clips(Varying):
+    """Its frozen encoder, which is one layer for short clips, hands a cache from call to call for longer ones."""
+
+    def __init__(self):
+        super().__init__("none", "added", "first")
+        self.text = Streaming().requires_grad_(False).eval()
+
+
+class Streaming(nn.Module):
+    """Encodes a clip step by step, and keeps what it has seen in a list, as autoencoders of videos do."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = StepEncoder()
+
+    def forward(self, clip):
+        seen = []
+        return torch.cat([self.encoder(step, seen) for step in clip.split(1, 1)], 1)
+
+
+class StepEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.merge = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, step, seen):
+        hidden = self.first(step).tanh()
+        if seen:
+            hidden = hidden + self.merge(seen.pop())
+        seen.append(hidden)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), row((3, 1)), row((1, 2, 4))])
+def test_clips_of_several_lengths_in_any_order(lengths):
+    """History: a batch of longer clips than the first one's ended the run."""
+    settings = settings_of("none", "added", "first", 2, {"num_stages": 2})
+    settings.module_class, settings.module = Clips, {}
+    settings.data = {"lengths": lengths, "batch_size": BATCH}
+    expected = reference(settings, 2)
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
+
+
+def test_a_layer_that_comes_first_with_a_later_shape_is_named():
+    settings = settings_of("frozen", "added", "shape", 2, {"num_stages": 1})
+    settings.data = {"lengths": (2, 3), "batch_size": BATCH}
+    with pytest.raises(GraphError, match="the step calls text, which it did not call when"):
+        fit(0, settings, 1)
+
+
+@pytest.mark.parametrize(("reads", "number"), [("fixed", 4), ("drawn", 32), ("nothing", 4)])
+def test_a_number_that_is_not_drawn_is_no_coin(reads, number):
+    """History: a step that read any number was run 32 times before training to look for coins."""
+    module, sigmas, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(3), []
+
+    def step(module, batch):
+        runs.append(1)
+        factor = {"fixed": sigmas[1], "drawn": torch.rand(()), "nothing": 1.0}[reads]
+        return module(batch * float(factor)).square().mean()
+
+    batch = torch.randn(2, 2)
+    graph = probe(module, step, batch)
+    runs.clear()
+    _, forms = survey(module, step, batch, graph, lambda *numbers: sum(numbers))
+    assert (len(runs), forms.widest) == (number, None)
+    assert forms.throws_coins == (reads == "drawn")
