@@ -111,18 +111,14 @@ def reprobe(
             break
         except LayerLeakError as error:
             if error.layer_name not in frozen or not any_form:
-                raise GraphError(
-                    f"this batch takes another way through the step: {error}"
-                ) from error
+                way = f"this batch takes another way through the step: {error}"
+                raise GraphError(way) from error
             # Every rank holds its weights. An autoencoder of videos keeps what it has seen of a clip so far.
-            inside = dict(
-                root.get_submodule(error.layer_name).named_modules(prefix=error.layer_name)
-            )
+            name = error.layer_name
+            inside = dict(root.get_submodule(name).named_modules(prefix=name))
             finest = {name for name, module in inside.items() if not any(module.children())}
-            containers, layers = (
-                containers | inside.keys() - finest,
-                layers - {error.layer_name} | finest,
-            )
+            containers |= inside.keys() - finest
+            layers = layers - {name} | finest
     same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
     if not same_calls and not any_form:
         raise _other_sequence(graph.layer_names, new.layer_names)

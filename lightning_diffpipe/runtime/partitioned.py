@@ -90,10 +90,7 @@ class PartitionedStepCache:
         bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
         self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
-        # By signature: a shape may decide what is called, too.
-        self._forms = defaultdict[str, list[StepForm]](
-            list, {self.graph.signature: list(self.forms)}
-        )
+        self._forms: dict[str, list[StepForm]] = {}  # a shape may decide what is called, too
         self._first: tuple[str, StepForm] | None = None
         self._graphs: dict[str, dict[StepForm | tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, FormView] = {}
@@ -142,6 +139,8 @@ class PartitionedStepCache:
             self._add(self._probed(key, microbatch, self._planned_step))
         graph = next(iter(self._graphs[key].values()))
         if key not in self._views:
+            alike = graph.layer_names == self.graph.layer_names
+            self._forms[key] = list(self.forms) if alike else []
             self._views[key] = FormView(
                 self.root, graph, self.interception, self._dummies,
                 bears_nan=bool(self.trials.exemplars), by_reads=self.trials.by_reads,
