@@ -110,15 +110,15 @@ def reprobe(
                 new = _traced(root, step, batch, graph, layers, containers)
             break
         except LayerLeakError as error:
-            if error.layer_name not in frozen or not any_form:
+            whole = error.layer_name
+            inside = dict(root.get_submodule(whole).named_modules(prefix=whole))
+            finest = {name for name, module in inside.items() if not any(module.children())}
+            if not any_form or whole not in frozen - finest:
                 way = f"this batch takes another way through the step: {error}"
                 raise GraphError(way) from error
             # Every rank holds its weights. An autoencoder of videos keeps what it has seen of a clip so far.
-            name = error.layer_name
-            inside = dict(root.get_submodule(name).named_modules(prefix=name))
-            finest = {name for name, module in inside.items() if not any(module.children())}
             containers |= inside.keys() - finest
-            layers = layers - {name} | finest
+            layers = layers - {whole} | finest
     same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
     if not same_calls and not any_form:
         raise _other_sequence(graph.layer_names, new.layer_names)
