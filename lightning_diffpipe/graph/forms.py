@@ -313,7 +313,7 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
         if more := sorted(set(names_of(form)) - known):
             raise GraphError(
                 f"the step takes {len(forms)} forms, none of which calls all layers: the one with most calls "
-                f"({len(known)}) does not call {more[0]}, which another does. Let one of them call all "
+                f"({len(forms[0].calls)}) does not call {more[0]}, which another does. Let one of them call all "
                 "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
     batches = zip(found[::2], found[1::2], strict=False)
