@@ -14,6 +14,7 @@ what was computed after it was posted has no say in it.
 from __future__ import annotations
 
 import datetime
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.comm.waiting import SideStreams, in_thread, naming
-from lightning_diffpipe.planning.instruction import Instruction
+from lightning_diffpipe.errors import ScheduleError
+from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
 _KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "feedback", "frozen", "end")
@@ -42,6 +44,12 @@ class MessageKey(NamedTuple):
     def tag(self, num_stages: int) -> int:
         """Returns a number no other message of the step has."""
         return _KINDS.index(self.kind) * _TAGS_PER_KIND + self.microbatch * num_stages + self.stage
+
+
+def message_key(message: Send | Receive | Wait, ring: int | None = None) -> MessageKey:
+    """Returns the key of a message; microbatches without an end are numbered in a ring."""
+    microbatch = message.microbatch % ring if ring else message.microbatch
+    return MessageKey(message.kind, message.stage, microbatch)
 
 
 class Parcel(NamedTuple):
@@ -83,6 +91,7 @@ class Transport:
         self._mesh = mesh
         self._streams = SideStreams()
         self._posted: dict[MessageKey, _Posted] = {}
+        self._next: dict[int, deque[MessageKey]] = defaultdict(deque)  # by sender, not begun
         self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
         # gloo moves host memory only; buffers of a GPU then travel by way of the host.
         self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
@@ -127,6 +136,7 @@ class Transport:
         staging = torch.empty_like(buffer, device="cpu") if self._stages_on_host else None
         memory = None if self.blocks_host else self._streams.memory_of(buffer)
         self._posted[key] = _Posted(buffer, source, staging, memory)
+        self._next[source].append(key)
         if self.blocks_host:
             self._begin(key)
 
@@ -137,6 +147,12 @@ class Transport:
 
     def _begin(self, key: MessageKey) -> _AwaitedWork:
         mesh, posted = self._mesh, self._posted[key]
+        # Messages of NCCL have no names: two of equal size would be taken for each other.
+        if (first := self._next[posted.source].popleft()) != key:
+            raise ScheduleError(
+                f"rank {mesh.rank} begins to receive {key} of rank {mesh.world_rank(posted.source)} before "
+                f"{first}, which is sent first; the lowering of this schedule is wrong"
+            )
         with self._streams.receiving(posted.source, posted.buffer, posted.memory):
             work = dist.irecv(
                 posted.buffer if posted.staging is None else posted.staging,

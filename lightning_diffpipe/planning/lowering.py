@@ -34,6 +34,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -51,7 +52,7 @@ from lightning_diffpipe.planning.instruction import (
     Wait,
 )
 from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.schedule import Message, Placement, Schedule
+from lightning_diffpipe.planning.schedule import Message, Schedule
 
 
 def lower(
@@ -198,15 +199,32 @@ def _lower_program(
     return out
 
 
-def num_posted_ahead(placement: Placement) -> int:
-    """Counts messages of an edge, after the one worked on, for which a device has buffers; see `lower`.
+Due = tuple[dict[Instruction, tuple[Receive, ...]], ...]
 
-    Two where ranks hold several stages: a receive that has to begin early needs its buffer by then.
+
+def lower_for_devices(schedule: Schedule) -> tuple[Schedule, Due]:
+    """Adds communication to a schedule of devices that run receives; returns `receives_due`, too.
+
+    A receive that has to begin early needs its buffer by then, so more are posted ahead where ranks hold several
+    stages: as few as let hosts wait for their devices anywhere.
+
+    Raises:
+        ScheduleError: Hosts that wait for their devices would wait for each other for ever.
     """
-    return 2 if placement.num_stages > placement.num_ranks else 1
+    fewest = 2 if schedule.num_stages > schedule.num_ranks else 1
+    for num_ahead in range(fewest, fewest + schedule.num_microbatches * schedule.num_stages):
+        lowered = lower(schedule, num_ahead=num_ahead)
+        due = receives_due(lowered)
+        num_posted = sum(isinstance(i, Receive) for program in lowered.programs for i in program)
+        if num_posted == sum(len(receives) for of_rank in due for receives in of_rank.values()):
+            return lowered, due
+    raise ScheduleError(
+        f"ranks of these {schedule.num_stages} stages and {schedule.num_microbatches} microbatches wait for each "
+        "other's messages in a circle where a device is waited for; choose schedule=1f1b"
+    )
 
 
-def receives_due(schedule: Schedule) -> tuple[dict[Instruction, tuple[Receive, ...]], ...]:
+def receives_due(schedule: Schedule) -> Due:
     """Returns, by rank, the receives that begin before an instruction; those of an edge in the order of the sends.
 
     Example:

@@ -28,6 +28,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.transport import MessageKey, message_key
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import (
@@ -45,10 +46,10 @@ from lightning_diffpipe.planning.filling import (
     num_groups_of,
     split_evenly,
 )
-from lightning_diffpipe.planning.instruction import Program, ShareResults
-from lightning_diffpipe.planning.lowering import lower, num_posted_ahead, prefix_frozen
+from lightning_diffpipe.planning.instruction import Instruction, Program, ShareResults
+from lightning_diffpipe.planning.lowering import delivered, lower, lower_for_devices, prefix_frozen
 from lightning_diffpipe.planning.passes import widened
-from lightning_diffpipe.planning.schedule import Placement, Schedule
+from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.partitioned import PartitionedStepCache, Step
 from lightning_diffpipe.runtime.stage import MicrobatchWork
@@ -156,6 +157,9 @@ def _cannot_be_cut(leaf: Any) -> bool:
     return any(isinstance(part, Tensor | np.ndarray) for part in pytree.tree_leaves(inside))
 
 
+_Messages = tuple[dict[MessageKey, list[MessageKey]], dict[Instruction, list[MessageKey]] | None]
+
+
 @dataclass(frozen=True)
 class StepWork:
     """One batch laid out for one rank.
@@ -164,6 +168,8 @@ class StepWork:
         base: The plan's schedule, or for more calls than planned one with stages before it.
         schedule: The same with communication for this batch: what all ranks of the pipeline do.
         program: This rank's part of it.
+        messages: Which of the messages it sent each one that it receives confirms, and, over NCCL, before which
+            instructions its receives begin.
         works: The microbatches.
         frozen: The frozen parts; `None` if nothing is frozen.
         total_groups: Groups of samples in which all ranks encode them.
@@ -173,6 +179,7 @@ class StepWork:
     base: Schedule
     schedule: Schedule
     program: Program
+    messages: _Messages
     works: list[MicrobatchWork]
     frozen: FrozenWork | None
     total_groups: int
@@ -202,12 +209,8 @@ class BatchLayout:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
-        self._lowered = lru_cache(maxsize=32)(self._lower)
+        self._lowered = lru_cache(maxsize=128)(self._lower)
         self._widened = lru_cache(maxsize=8)(partial(widened, self.schedule))
-
-    def num_ahead(self, placement: Placement) -> int:
-        """Returns how many receives of an edge are posted before they are needed."""
-        return num_posted_ahead(placement) if self.mesh.backend == "nccl" else 1
 
     def lay_out(
         self,
@@ -231,8 +234,8 @@ class BatchLayout:
         works = self._works(batch, sizes, batch_index, arguments)
         views = [work.partitioned.frozen_view for work in works]
         splits: bool | None = None  # there is no frozen work
-        if any(view is not None for view in views):
-            splits = all(view is not None and view.is_splittable for view in views)
+        if any(view.cut.layers for view in views):
+            splits = all(view.is_splittable for view in views)
         mesh, num_ranks = self.mesh, self.schedule.num_ranks
         group_size = (self.group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
@@ -242,14 +245,16 @@ class BatchLayout:
         base = self.schedule
         if placement != base.placement:
             base = self._widened(placement)
-        lowered, parts = self._lowered(base, starts, sizes, splits, group_size, counts)
+        lowered, messages, parts = self._lowered(base, starts, sizes, splits, group_size, counts)
         frozen = None
         if parts:
             frozen = FrozenWork(
                 parts, group_size if splits else None, works, placement, mesh.local_rank, mesh.device
             )  # fmt: skip
         program = lowered.programs[mesh.local_rank]
-        return StepWork(base, lowered, program, works, frozen, total, early=groups is not None)
+        return StepWork(
+            base, lowered, program, messages, works, frozen, total, early=groups is not None
+        )
 
     def still_takes_its_forms(self, step: StepWork) -> bool:
         """Returns whether a step that was laid out before it was due takes the forms that it took then."""
@@ -310,8 +315,12 @@ class BatchLayout:
         splits_frozen: bool | None,
         group_size: int,
         groups: tuple[int, ...] | None,
-    ) -> tuple[Schedule, tuple[EncodePart, ...]]:
-        """Returns the schedule with all communication and, if there is frozen work, its parts."""
+    ) -> tuple[Schedule, _Messages, tuple[EncodePart, ...]]:
+        """Returns the schedule with all communication, `StepWork.messages` and, if there is frozen work, its parts.
+
+        All of these are of the programs that run: with fewer microbatches, or some that leave stages out, another
+        message may be the one in front of which a receive has to begin.
+        """
         parts: tuple[EncodePart, ...] = ()
         if len(sizes) < schedule.num_microbatches:
             schedule = schedule.of_first_microbatches(len(sizes))
@@ -319,6 +328,12 @@ class BatchLayout:
         if splits_frozen is not None:
             parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
         schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
-        lowered = lower(schedule, num_ahead=self.num_ahead(schedule.placement))
+        rank, keys, due = self.mesh.local_rank, partial(map, message_key), None
+        if self.mesh.backend == "nccl":
+            lowered, found = lower_for_devices(schedule)
+            due = {at: list(keys(receives)) for at, receives in found[rank].items()}
+        else:
+            lowered = lower(schedule)
         programs = tuple((*program, ShareResults()) for program in lowered.programs)
-        return replace(lowered, programs=programs), parts
+        confirmed = {message_key(w): list(keys(s)) for w, s in delivered(lowered)[rank].items()}
+        return replace(lowered, programs=programs), (confirmed, due), parts

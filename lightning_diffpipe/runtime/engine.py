@@ -22,13 +22,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diffpipe.clock import clock_for
-from lightning_diffpipe.comm.transport import MessageKey, PendingWork, Transport
+from lightning_diffpipe.comm.transport import PendingWork, Transport
 from lightning_diffpipe.graph.trial import hooks_off
-from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 from lightning_diffpipe.planning.laws import messages_of_edge
-from lightning_diffpipe.planning.lowering import delivered, lower, receives_due
 from lightning_diffpipe.planning.schedule import Schedule
-from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.executor import Executor, run_alone
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.reduction import GradientReducer
@@ -93,7 +91,7 @@ class Engine:
         self._prepared: PreparedBatches | None = None
         mesh, placement = layout.mesh, layout.schedule.placement
         self._transport = transport or Transport(mesh)
-        self._follow(layout.schedule)
+        self._connected = layout.schedule
         self._runner = StageRunner(Stash(), mesh.device, check_finite)
         self._ends = ChainEnds(placement, mesh.local_rank, self._runner)
         self.executor = Executor(
@@ -166,9 +164,10 @@ class Engine:
         self.layout.weigh(step.works, accumulate)
         if prepared:
             prepared.prepare(upcoming, batch_index)
-        if step.base is not self._followed:  # other messages than in the batch before
+        if step.base is not self._connected:  # other messages than in the batch before
             self.layout.mesh.connect_edges(messages_of_edge(step.base))
-            self._follow(step.base)
+            self._connected = step.base
+        self._follow(step)
         weighted = step.works[0].partitioned.graph.weighted
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         picture = self._picture and partial(self._picture, step.schedule, rank=rank)
@@ -208,11 +207,9 @@ class Engine:
         """Frees tensors that outlive a step."""
         self.drop_prepared()
 
-    def _follow(self, schedule: Schedule) -> None:
+    def _follow(self, step: StepWork) -> None:
         """Says to the transport which messages there will be, and what each of them confirms."""
-        self._followed, rank = schedule, self.layout.mesh.local_rank
-        confirmed, due = _delivered(schedule, rank), _due(self.layout, schedule)
-        self._transport.follow(schedule.num_stages, confirmed, due)
+        self._transport.follow(step.schedule.num_stages, *step.messages)
 
     def _share_results(self, works: Sequence[MicrobatchWork]) -> PendingWork | None:
         self._ends.report(works)
@@ -225,24 +222,3 @@ class Engine:
         if not self._reduces:
             return None
         return self.reducer.start(self._transport.awaited)
-
-
-def _delivered(schedule: Schedule, rank: int) -> dict[MessageKey, list[MessageKey]]:
-    """Returns which of the messages it sent a rank's received ones confirm; the same for batches of all sizes."""
-    confirmed = delivered(lower(schedule))[rank]
-    return {message_key(wait): list(map(message_key, sends)) for wait, sends in confirmed.items()}
-
-
-def _due(layout: BatchLayout, schedule: Schedule) -> dict[Instruction, list[MessageKey]] | None:
-    """Returns before which instructions this rank's receives begin over NCCL, for batches of all sizes likewise."""
-    if layout.mesh.backend != "nccl":
-        return None
-    lowered = lower(schedule, num_ahead=layout.num_ahead(schedule.placement))
-    due = receives_due(lowered)[layout.mesh.local_rank]
-    return {at: list(map(message_key, receives)) for at, receives in due.items()}
-
-
-def message_key(message: Send | Receive | Wait, ring: int | None = None) -> MessageKey:
-    """Returns the key of a message; microbatches without an end are numbered in a ring."""
-    microbatch = message.microbatch % ring if ring else message.microbatch
-    return MessageKey(message.kind, message.stage, microbatch)

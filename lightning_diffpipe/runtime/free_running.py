@@ -26,17 +26,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.comm.transport import PendingWork, Transport
+from lightning_diffpipe.comm.transport import PendingWork, Transport, message_key
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.trial import HooksOf, hooks_off
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
-from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
 from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_program, unrolled
-from lightning_diffpipe.runtime.batch_layout import BatchLayout
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.bubbles import FrozenWork
-from lightning_diffpipe.runtime.engine import Engine, StepResult, message_key
+from lightning_diffpipe.runtime.engine import Engine, StepResult
 from lightning_diffpipe.runtime.executor import run_alone
 from lightning_diffpipe.runtime.reduction import GradientReducer, call_hooks
 from lightning_diffpipe.runtime.stage import MicrobatchWork
@@ -143,6 +142,7 @@ class FreeRunningEngine(Engine):
         # More than can be under way anywhere, and twice that, until the last message has confirmed another.
         self._ring = self._per_batch * (2 * layout.schedule.num_ranks + 2)
         super().__init__(layout, reducer, check_finite, transport)
+        self._follow_loop()
         self.optimizers: Sequence[Optimizer] = ()
         self.clip_value: float | None = None
         self.versions = WeightVersions(parameters, staleness)
@@ -246,10 +246,12 @@ class FreeRunningEngine(Engine):
         self._results.clear()
         super().close()
 
-    def _follow(self, schedule: Schedule) -> None:
-        # Which of the messages that this rank sent another one confirms, wherever in the loop.
-        self._followed = schedule
-        ring, rank = self._ring, self.layout.mesh.local_rank
+    def _follow(self, step: StepWork) -> None:
+        """Leaves it at what is said of the loop."""
+
+    def _follow_loop(self) -> None:
+        """Says which of the messages that this rank sent another one confirms, wherever in the loop."""
+        schedule, ring, rank = self.layout.schedule, self._ring, self.layout.mesh.local_rank
         looped = lower(unrolled(schedule, 3 * ring // self._per_batch))
         confirmed = {
             message_key(wait, ring): [message_key(send, ring) for send in sends]

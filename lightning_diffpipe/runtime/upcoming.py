@@ -160,7 +160,8 @@ class PreparedBatches:
                 "set or in on_after_batch_transfer, or train with filling=none"
             )
         if not self._layout.still_takes_its_forms(prepared.step):
-            self.filler.drop_first()
+            if prepared.step.frozen is not None:
+                self.filler.drop_first()
             return None
         return prepared.step
 
@@ -175,10 +176,9 @@ class PreparedBatches:
         for number, (batch, arguments) in enumerate(upcoming, first):
             counts = partial(self._shares.counts, batch_index=number)
             step = self._layout.lay_out(batch, number, arguments, counts)
-            if step.frozen is None:
-                return
             self._prepared.append(_Prepared(number, _content(batch), step))
-            self.filler.add(step.frozen)
+            if step.frozen is not None:  # else a coin leaves its frozen layers out
+                self.filler.add(step.frozen)
 
     def drop(self) -> None:
         """Forgets the batches that were to come: they will not, or others will."""

@@ -6,6 +6,7 @@ tensors, as gloo's do, and fail where a real wait would block.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.comm import transport, waiting
-from lightning_diffpipe.comm.transport import MessageKey, Transport
+from lightning_diffpipe.comm.transport import MessageKey, Transport, message_key
+from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
-from lightning_diffpipe.runtime.engine import _delivered
+from lightning_diffpipe.planning.lowering import delivered, lower
 from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
 from tests.runtime.loopback import Loopback
 
@@ -116,7 +118,10 @@ def pipeline_on_a_wire(wire: Wire, *arguments: Any, **options: Any) -> Loopback:
         positions = range(len(pipeline.ranks))
         mesh.messages = {(a, b): (a, b) for a in positions for b in positions}
         mesh.pipeline_group = number
-        confirmed = _delivered(pipeline.schedule, number)
+        confirmed = {
+            message_key(wait): list(map(message_key, sends))
+            for wait, sends in delivered(lower(pipeline.schedule))[number].items()
+        }
         rank.engine.executor.transport = PolledTransport(mesh)
         rank.engine.executor.transport.follow(pipeline.placement.num_stages, confirmed)
     return pipeline
@@ -272,3 +277,19 @@ def test_sums_are_waited_for_on_behalf_of_the_stream_that_computes(monkeypatch):
         time.sleep(1e-3)
     exchange.wait()
     assert notes == ["in compute of 1", "waited", "out", "read"]
+
+
+def test_a_receive_that_begins_before_an_earlier_one_of_its_sender_is_refused(wire):
+    """History: messages of NCCL have no names, so that two of equal size would have been swapped."""
+    pipeline = pipeline_on_a_wire(wire, Skips(), step, rows(4), 2, 2)
+    carrier = pipeline.ranks[1].engine.executor.transport
+    carrier.blocks_host = False  # as over NCCL
+    carrier._streams = SimpleNamespace(
+        memory_of=lambda buffer: None, receiving=lambda *about: contextlib.nullcontext()
+    )
+    first, second = (MessageKey("activation", 1, microbatch) for microbatch in range(2))
+    for key in (first, second):
+        carrier.receive(key, torch.zeros(4, dtype=torch.uint8), 0)
+    with pytest.raises(ScheduleError, match=r"microbatch=1.* of rank 0 before .*microbatch=0"):
+        carrier.wait(second)
+    pipeline.close()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.tiny import Coin
 from tests.nccl_like import pretend_nccl
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -31,6 +32,47 @@ def test_training_needs_no_tags_and_no_order_of_first_messages(world_size, strat
     settings.strategy = {"num_microbatches": 2, "process_group_backend": "nccl", **strategy}
     outcomes = run_ranks(fit_like_nccl, world_size, settings, world_size)
     assert_equal_runs(outcomes, expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_microbatches", "strategy"),
+    [
+        (2, 4, {"filling": "none"}),
+        row(3, 8, {}),
+        row(2, 4, {"schedule": "zero_bubble_v", "num_stages": 4}),
+        row(2, 4, {"schedule": "interleaved", "num_stages": 4}),
+    ],
+)
+def test_coins_mix_microbatches_of_several_forms(world_size, num_microbatches, strategy):
+    """History: receives began as where all microbatches take the longest form."""
+    settings = Settings(
+        module_class=Coin, trainer={"max_steps": 4, "max_epochs": -1}, data={"batch_size": 8}
+    )
+    trains_like_one_process(settings, world_size, num_microbatches, strategy)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_microbatches", "strategy"),
+    [
+        (2, 4, {"schedule": "interleaved", "num_stages": 4}),
+        row(2, 4, {"schedule": "zero_bubble_v", "num_stages": 4}),
+        row(2, 4, {"schedule": "v", "num_stages": 4}),
+    ],
+)
+def test_the_last_batch_of_an_epoch_has_fewer_microbatches(world_size, num_microbatches, strategy):
+    """History: as above, where the full schedule's receives begin before instructions that were not there."""
+    settings = Settings(
+        {"num_blocks": 6}, trainer={"max_epochs": 2}, data={"batch_size": 4, "size": 7}
+    )
+    trains_like_one_process(settings, world_size, num_microbatches, strategy)
+
+
+def trains_like_one_process(settings, world_size, num_microbatches, strategy):
+    expected = reference(settings, num_microbatches)
+    options = {"num_microbatches": num_microbatches, "process_group_backend": "nccl"}
+    settings.strategy = {"num_stages": world_size, **options, **strategy}
+    outcomes = run_ranks(fit_like_nccl, world_size, settings, world_size)
+    assert_equal_runs(outcomes, expected, 1e-9)
 
 
 class _WaitsInBackward(torch.autograd.Function):

@@ -27,79 +27,11 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import WIDTH, Data, TinyDiffusion
+from tests.distributed.tiny import WIDTH, Coin, Data, TinyDiffusion, Twice
 from tests.ranks import RankError, run_in_turn, run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
-
-
-class Twice(TinyDiffusion):
-    """Estimates first, and trains on the estimate (self-conditioning); or one of its relatives.
-
-    Args:
-        form: `estimate`; `detached`, made with gradients that nobody wants; `both`, which get gradients;
-            `embedded`, with a trained layer before both; `teacher`, whose target the same network gives,
-            without gradients, after the pass that is trained.
-    """
-
-    def __init__(self, form="estimate", **options):
-        super().__init__(**options)
-        self.form, self.join = form, nn.Linear(2 * WIDTH, WIDTH)
-        self.embed = nn.Linear(WIDTH, WIDTH) if form == "embedded" else nn.Identity()
-
-    def denoise(self, noisy, t, text):
-        noisy = self.embed(noisy)
-
-        def once(estimate):
-            joined = self.join(torch.cat([noisy, estimate], -1))
-            return super(Twice, self).denoise(joined, t, text)
-
-        if self.form == "teacher":
-            student = once(torch.ones_like(noisy))
-            with torch.no_grad():
-                target = once(torch.zeros_like(noisy))
-            return student + 0.5 * target
-        with torch.set_grad_enabled(self.form in ("detached", "both")):
-            estimate = once(torch.zeros_like(noisy))
-        return once(estimate if self.form == "both" else estimate.detach())
-
-
-class Coin(Twice):
-    """Estimates first in some steps only: the step takes two forms.
-
-    Args:
-        coin: What decides: `random`, `torch`, `bernoulli` or `first` (all thrown for every microbatch),
-            `batch_idx`, `global_step`, or `calls` and `calls_later`, which it counts before its layers and
-            after them.
-        p: How often a coin says so.
-    """
-
-    def __init__(self, coin="random", p=0.5, **options):
-        super().__init__(**options)
-        self.coin, self.p, self.calls = coin, p, 0
-
-    def training_step(self, batch, batch_idx):
-        self.estimates = {
-            "random": lambda: random.random() < self.p,
-            "torch": lambda: bool(torch.rand(()) < self.p),
-            "bernoulli": lambda: bool(torch.bernoulli(torch.tensor(self.p))),
-            "first": lambda: bool(torch.rand(2)[0] < self.p),
-            "batch_idx": lambda: batch_idx % 2 == 1,
-            "global_step": lambda: self.trainer.global_step < 2,
-            "calls": lambda: self.calls % 2 == 1,
-            "calls_later": lambda: self.calls % 2 == 1,
-        }[self.coin]()
-        self.calls += self.coin == "calls"
-        loss = super().training_step(batch, batch_idx)
-        self.calls += self.coin == "calls_later"
-        return loss
-
-    def denoise(self, noisy, t, text):
-        if self.estimates:
-            return super().denoise(noisy, t, text)
-        joined = self.join(torch.cat([noisy, torch.zeros_like(noisy)], -1))
-        return TinyDiffusion.denoise(self, joined, t, text)
 
 
 def check(
