@@ -38,7 +38,14 @@ from lightning_diffpipe.sampling.loop import (
     restored,
     snapshot,
 )
-from lightning_diffpipe.sampling.record import Answer, Controlled, LoopEnds, Record, moved
+from lightning_diffpipe.sampling.record import (
+    Answer,
+    Controlled,
+    LoopEnds,
+    Record,
+    copied,
+    moved,
+)
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
@@ -199,6 +206,7 @@ class Call:
         if self.phases[0].start:
             begun, (stepped,) = [*self.loop], self.stepped
         self.stepped[:] = [stepped]
+        options = self.of_own_rows(self.step_arguments)
         return Request(
             model=model,
             denoise=self.denoise(model),
@@ -206,7 +214,7 @@ class Call:
             timesteps=self.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
-            step_kwargs=restored(self.step_arguments, self.whole.device),
+            step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, begun),
             stepped=stepped,
@@ -357,6 +365,14 @@ class Call:
         for arguments in (each for p in self.phases for calls in p.calls for each in calls):
             _rows(arguments, [], len(arguments[latents_name(arguments)]))
 
+    def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns further arguments of a step, of those with a row for each of the latents this rank's rows."""
+        rows, size = self.rows, len(self.whole)
+        return {
+            n: x[rows] if rows and isinstance(x, Tensor) and x.ndim and len(x) == size else x
+            for n, x in options.items()
+        }
+
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Returns the rows of the latents that belong to samples `start` to `stop`."""
         return [c * self.num_samples + i for c in range(self._copies) for i in range(start, stop)]
@@ -381,8 +397,12 @@ class Call:
 
     def packed(self) -> Call:
         """Returns the call as it travels, on the host."""
-        states = random_states(self.whole.device)
-        return replace(self._on("cpu"), scheduler=on_host(self.scheduler), random_states=states)
+        return replace(
+            self._on("cpu"),
+            scheduler=on_host(self.scheduler),
+            step_arguments=moved(self.step_arguments, "cpu"),
+            random_states=random_states(self.whole.device),
+        )
 
     def unpacked(self, device: torch.device) -> Call:
         """Returns the inverse of `packed`, on a rank's own device."""
@@ -587,8 +607,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
             found.whole, found.scheduler = sample, copy.deepcopy(scheduler)
             found.scheduler.__class__ = type(scheduler).__mro__[1]
             found.by_place = attention_processors(call.parts) != processors
-            found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
-            found.step_arguments.pop("return_dict", None)
+            found.step_arguments = copied(snapshot(Step(plain, arguments).options))
             if sample.ndim > 3 and not prediction.isnan().any():
                 found.channels = sample.shape[1]
         called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]

@@ -127,6 +127,8 @@ class PipelineCall:
         own = vars(shell)
         if isinstance(shell, nn.Module):
             own["_modules"] = {}
+        else:
+            own.update(copied({n: x for n, x in own.items() if type(x) in (list, dict, set)}))
         turns: Counter[str] = Counter()
         known = self.record or Record()
         controls = Controls(known.controls, self.parts, self.device)
@@ -151,7 +153,8 @@ class PipelineCall:
                 own[name] = self._method(shell, name, record, turns)
         own["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
-        arguments = restored(snapshot(self.arguments))  # every run draws the same
+        # Every run draws the same, and what it changes in place no other run sees.
+        arguments = copied(restored(snapshot(self.arguments)))
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # as if it had run once
@@ -442,6 +445,12 @@ class Step:
     def __getitem__(self, index: int) -> Any:
         return list(self.arguments.values())[index]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its further arguments, such as `eta`."""
+        options = dict(list(self.arguments.items())[4:])
+        return {n: x for n, x in options.items() if n != "return_dict"}
+
     def stepped(self, prediction: Tensor) -> Any:
         """Returns what the scheduler itself returns."""
         return self.plain(**self.arguments | {list(self.arguments)[1]: prediction})
@@ -624,6 +633,11 @@ class PipelineLoop(Loop):
     def sample(self) -> Tensor:
         """See `Loop`."""
         return self._cut(self._at_step()[3])
+
+    @property
+    def given(self) -> tuple[Tensor, Mapping[str, Any]]:
+        """See `Loop`."""
+        return self._at_step()[2], self.call.of_own_rows(self._at_step().options)
 
     def step(self, prediction: Tensor) -> Tensor:
         """See `Loop`."""

@@ -10,6 +10,7 @@ on all ranks, under PipeFusion once for each patch. Everybody asks the same ques
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,7 +131,7 @@ class Recorder(_Asked):
             key = path, str(given)
             if key not in known:
                 known[key] = getattr(self._real, name)(*args, **kwargs)
-            return known[key]
+            return copied(known[key])
         answer = getattr(self._real, name)(*args, **kwargs)
         if self._is_looping():
             return answer
@@ -140,7 +141,7 @@ class Recorder(_Asked):
             kinds = [x.new_empty(0) for x in itertools.islice(answer, 1) if torch.is_tensor(x)]
             self._record.answers[path][-1] = _Iterated(kinds)
             return getattr(self._real, name)(*args, **kwargs)
-        return answer
+        return copied(answer)
 
 
 class Replayed(_Asked):
@@ -203,11 +204,26 @@ class _Iterated(list[Any]):
     """What an iterator gives."""
 
 
-def copied(answer: Any) -> Any:
-    """Copies an answer, so that its reader may change it."""
-    if isinstance(answer, _Iterated):
-        return iter(answer)
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, answer)
+def copied(value: Any) -> Any:
+    """Copies a value, with all that is in it, so that its reader may change it.
+
+    What computes or draws (modules, functions, generators) stays itself, and so does what has no copies.
+    """
+    if isinstance(value, _Iterated):
+        return iter(value)
+    memo: dict[int, Any] = {}  # what was one object stays one
+
+    def own(leaf: Any) -> Any:
+        if callable(leaf) or isinstance(leaf, torch.Generator):
+            return leaf
+        if isinstance(leaf, torch.Tensor):
+            return memo.setdefault(id(leaf), leaf.clone())
+        try:
+            return copy.deepcopy(leaf, memo)
+        except Exception:  # a file that is open, perhaps
+            return leaf
+
+    return pytree.tree_map(own, value)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,11 @@ class Loop:
             inputs = self._scheduler.scale_model_input(inputs, t)
         return request.denoise(inputs, t)
 
+    @property
+    def given(self) -> tuple[Tensor, Mapping[str, Any]]:
+        """The timestep that the scheduler is given in this step, and its further arguments."""
+        return self._request.timesteps[self._index], self._request.step_kwargs
+
     def skip(self, latents: Tensor | None) -> None:
         """Takes a step along that another loop computes; see `predict`."""
         self._index += 1
@@ -153,9 +158,8 @@ class Loop:
 
     def step(self, prediction: Tensor) -> Tensor:
         """Takes the step with the loop's own scheduler; returns the latents after it."""
-        request = self._request
-        t = request.timesteps[self._index]
-        out = self._scheduler.step(prediction, t, self.sample, **request.step_kwargs)
+        t, options = self.given
+        out = self._scheduler.step(prediction, t, self.sample, **options)
         self.sample = out.prev_sample if hasattr(out, "prev_sample") else out[0]
         return self.sample
 

@@ -123,7 +123,7 @@ def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name():
     """History: one that takes a predicted variance ended in a TypeError."""
     scheduler = make("DDPMScheduler", variance_type="learned_range")
     with pytest.raises(ConfigurationError, match=r"DDPMScheduler fails .* variance_type=fixed_sm"):
-        refuse_unless_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
+        refuse_unless_elementwise(scheduler, scheduler.timesteps, (1, 2, 4, 4), -2, {})
 
 
 def test_trying_leaves_the_random_state_alone():
