@@ -36,6 +36,8 @@ from lightning_diffpipe.sampling.loop import (
     latents_name,
     predicted_zeros,
     restored,
+    same,
+    shapes_given,
     snapshot,
 )
 from lightning_diffpipe.sampling.record import (
@@ -62,13 +64,14 @@ _SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
 
 @dataclass
 class Phase:
-    """Steps in a row that call the same denoiser.
+    """Steps in a row that call the same denoiser as often, with tensors of the same shapes.
 
     Attributes:
         denoisers: Which; several if each step calls several.
         shape: Of the latents, those of all ranks.
         start: Steps before them.
-        calls: For the first and the last of them that call any, arguments of each call.
+        calls: For the first and the last of them that call any, arguments of each call. What is one object in both
+            was the same in all steps between.
         num_calls: For each of them, how many calls.
     """
 
@@ -77,6 +80,11 @@ class Phase:
     start: int = 0
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     num_calls: list[int] = field(default_factory=list)
+
+    def goes_on(self, denoisers: tuple[str, ...], calls: list[dict[str, Any]]) -> bool:
+        """Returns whether a step that makes such calls is one of them."""
+        shapes = [list(map(shapes_given, each)) for each in (calls, *self.calls[:1])]
+        return self.denoisers == denoisers and shapes[0] == shapes[-1]
 
 
 @dataclass
@@ -299,10 +307,8 @@ class Call:
             return pytree.tree_map(lambda x: x, last if is_last else first)
 
         def unknown(one: Any, other: Any) -> Any:
-            if not isinstance(one, Tensor) or (
-                one.shape == other.shape and torch.equal(one, other)
-            ):
-                return one
+            if not isinstance(one, Tensor) or one is other:
+                return _NAN if isinstance(one, float) and one != other else one
             dtype = one.dtype if one.is_floating_point() else torch.get_default_dtype()
             return torch.full_like(one, float("nan"), dtype=dtype)
 
@@ -324,7 +330,14 @@ class Call:
         Raises:
             ConfigurationError: There are no two branches that can be divided.
         """
-        if len(self.steps[0]) == 2:
+        if len(calls := self.steps[0]) == 2:
+            rows = [len(each[latents_name(each)]) for each in calls]
+            if rows != [len(self.whole)] * 2:
+                raise ConfigurationError(
+                    f"guidance=2 divides two calls of the denoiser with a row for each of {len(self.whole)} latents, "
+                    f"but {self.pipeline.name} gives it {rows[0]} and {rows[1]} rows in a step, as with skipped "
+                    "layers; leave guidance at 1"
+                )
             return replace(self, index=index, divided="calls")
         if self.by_place:
             raise ConfigurationError(
@@ -334,7 +347,7 @@ class Call:
         if len(self.steps[0]) > 2 or self.expansion != 2:
             raise ConfigurationError(
                 "guidance=2 divides the two branches of classifier-free guidance, but this request has one "
-                "that can be divided: raise guidance_scale above 1, or leave guidance at 1 (always so with "
+                f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave guidance at 1 (always so with "
                 "pipelines whose latents hold both, and with more than two branches)"
             )
         self._refuse_lists()
@@ -597,7 +610,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
         nonlocal begun
         begun = True
         record.in_loop |= record.asked_last
-        waiting.setdefault(name, []).append(arguments)
+        waiting.setdefault(name, []).append(copied(arguments))  # the pipeline may write into them
         return predicted_zeros(call.parts[name], arguments, _NAN)
 
     def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -611,13 +624,15 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
             if sample.ndim > 3 and not prediction.isnan().any():
                 found.channels = sample.shape[1]
         called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]
-        if called and (not found.phases or found.phases[-1].denoisers != called):
+        if called and not (found.phases and found.phases[-1].goes_on(called, calls)):
             start = len(timesteps) if found.phases else 0
             without = [0] * (len(timesteps) - start)
             found.phases.append(Phase(called, sample.shape, start, num_calls=without))
         if found.phases:
             phase = found.phases[-1]
             phase.num_calls.append(len(calls))
+            if calls and phase.calls:
+                calls = _as_first(phase.calls[0], phase.calls[-1], calls)
             phase.calls = [*phase.calls[:1], calls] if calls else phase.calls
         timesteps.append(t)
         waiting.clear()
@@ -628,6 +643,16 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
 
     _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: begun)
     return found, timesteps
+
+
+def _as_first(first: Any, before: Any, now: Any) -> Any:
+    """Returns arguments of a step, in which what has been the same in all steps is the object of the first."""
+    flat, spec = pytree.tree_flatten(now)
+    (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
+    if not one_spec == other_spec == spec:
+        return now
+    kept = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
+    return pytree.tree_unflatten(kept, spec)
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:

@@ -388,6 +388,30 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
     )
 
 
+def shapes_given(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that a denoiser is given by name."""
+    return {n: tuple(x.shape) for n, x in arguments.items() if isinstance(x, Tensor)}
+
+
+def conditions(arguments: Mapping[str, Any]) -> Iterator[Any]:
+    """Gives everything that a denoiser, and its controls, are given besides the latents."""
+    for name, value in arguments.items():
+        if name == "controls":
+            for _, given in value:
+                yield from conditions(given)
+        elif name != latents_name(arguments):
+            yield from pytree.tree_leaves(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two leaves of arguments are equal, as far as they are tensors or plain values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return not isinstance(one, float | int | str) or one == other
+
+
 class Stepped(NamedTuple):
     """What a scheduler returns: a tuple, or an object with these names."""
 
@@ -509,6 +533,7 @@ class PipelineLoop(Loop):
         self._event: _Denoise | Step | None = None
         self._answer: Any = None
         self._asked: list[_Denoise] = []  # calls of the first denoiser in this step
+        self._fixed: dict[int, list[Any]] = {}  # by call in a step; see `_look_for_changes`
         self._stepped: Any = None
         self._result: Any = None
 
@@ -558,12 +583,15 @@ class PipelineLoop(Loop):
                 return self._cut(
                     own[0] if self.call.channels is None else own[0][:, : self.call.channels]
                 )
+        if self.is_shared:
+            self._refuse_other_calls()
         return self._cut(self._at_step()[1])
 
     def change(self, call: Call, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute
+        self._fixed.clear()
         if self._stepped is None:  # others have stepped
             event = self._at_step()
             self._count(event)
@@ -600,10 +628,52 @@ class PipelineLoop(Loop):
         return None
 
     def _computed(self, event: _Denoise) -> Any:
+        if self.is_shared:
+            self._refuse_other_calls(event)
+        if self.on_change is not None:
+            self._look_for_changes(event)
         out = self.compute(event.arguments)
         if self._complete is None:
             return out
         return Prediction((self._complete(self._asked.index(event), out[0]),))
+
+    def _refuse_other_calls(self, event: _Denoise | None = None) -> None:
+        """Raises ConfigurationError if a step's calls are not those that the first run has shown.
+
+        Args:
+            event: The last of them so far; None at the end of the step.
+        """
+        shown = list(map(shapes_given, self.call.steps[0]))
+        given = [shapes_given(each.arguments) for each in self._asked]
+        if given == (shown if event is None else shown[: len(given)]):
+            return
+        number = len(given) - 1
+        told = [f"{len(calls)} calls in a step" for calls in (shown, given)]
+        if number < len(shown) and given[number] != shown[number]:
+            names = sorted(shown[number].keys() | given[number].keys())
+            name = next(n for n in names if shown[number].get(n) != given[number].get(n))
+            told = [f"{name}={each[number].get(name)}" for each in (shown, given)]
+        raise ConfigurationError(
+            f"{self._pipeline.name} gives its {self.call.denoiser} {told[1]} now, and gave it {told[0]} when its call "
+            "was tried: a callback has ended guidance, perhaps. Ranks and patches have agreed on the latter; leave "
+            "that out, or draw with method=single on one rank"
+        )
+
+    def _look_for_changes(self, event: _Denoise) -> None:
+        """Tells if something is other than in the step before, of what the first run saw unchanged."""
+        number = self._asked.index(event)
+        first, last, now = (
+            list(conditions(each))
+            for each in (*(calls[number] for calls in self.call.steps), event.arguments)
+        )
+        fixed = [x for x, a, b in zip(now, first, last, strict=False) if a is b]
+        before = self._fixed.get(number, fixed)
+        if len(fixed) != len(before) or not all(map(same, fixed, before)):
+            assert self.on_change is not None
+            self.on_change()
+            before = fixed
+        if before is fixed:
+            self._fixed[number] = copied(fixed)
 
     def guided(
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_

@@ -250,6 +250,8 @@ class Worker:
         # Ranks, or patches, share calls of the denoiser.
         if max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1:
             call.refuse_steps(self.options.method)
+            for phase in call.phases if mesh.guidance == 2 else ():
+                replace(call, phases=[phase]).branch(self.place.guidance)
             if self.options.method == "pipefusion":
                 call.refuse_rows(self.options.synchronous_steps)
         if self._num_patches > 1 and any(

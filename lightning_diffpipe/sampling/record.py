@@ -58,10 +58,13 @@ class Record:
 
 def moved(value: Any, device: torch.device | str) -> Any:
     """Moves a value's tensors to a device: those in containers and, one level deep, in attributes of objects."""
+    there: dict[int, torch.Tensor] = {}  # what was one tensor stays one
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.to(device)
+            if id(leaf) not in there:
+                there[id(leaf)] = leaf.to(device)
+            return there[id(leaf)]
         own = getattr(leaf, "__dict__", None)
         if own and any(isinstance(each, torch.Tensor) for each in own.values()):
             twin = object.__new__(type(leaf))

@@ -99,10 +99,14 @@ class Loop:
         is_divided: Another rank computes the other branch of guidance.
         mixes: It brings rows of predictions together, so that it has to be given all of them.
         is_stepped_elsewhere: No part of the latents is stepped on this rank.
+        is_shared: Ranks or patches share calls of the denoiser, which have to be as in the first run.
+        on_change: Called before a call of the denoiser with other conditions than in the step before, though a first
+            run saw the same in all steps; None where nobody stores what is made of them.
         sample: The latents that the scheduler is given in this step.
     """
 
-    is_divided = mixes = is_stepped_elsewhere = False
+    is_divided = mixes = is_stepped_elsewhere = is_shared = False
+    on_change: Callable[[], None] | None = None
 
     def __init__(self, request: Request) -> None:
         self._request, self.sample, self._index = request, request.latents, -1

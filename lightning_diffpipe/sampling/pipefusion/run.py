@@ -100,7 +100,8 @@ class PipeFusionRun:
         self._runner = PartRunner(layout, stage, self._interception, attend, device, self._fill)
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
-            loop.is_stepped_elsewhere = not self._is_last
+            loop.is_stepped_elsewhere, loop.is_shared = not self._is_last, True
+        self._loops[0].on_change = self._runner.of_request.clear
         # Of this rank, in steps that compute all tokens.
         self._own_units = self._shares(None, (0, 1))[1][self._sequence.rank].units
         self._schedulers: PatchSchedulers | None = None  # the loop itself steps all rows
