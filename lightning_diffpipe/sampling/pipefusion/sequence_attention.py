@@ -84,6 +84,11 @@ class _OverRanks:
             found = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in found]
         mine = call.tokens.own_among_fed(call.part)
+        if (found := call.k.shape[-2]) != mine.size:
+            raise LayoutError(
+                f"rank {self._links.rank} gives attention of {call.block.name} {found} tokens, and the others expect "
+                f"{mine.size} of it: the block makes some by itself; take method=single"
+            )
         q, k, v = (mine.take(x, -2) for x in (call.q, call.k, call.v))
         mask = call.mask
         own_mask = call.own_mask()
