@@ -83,8 +83,8 @@ class Phase:
 
     def goes_on(self, denoisers: tuple[str, ...], calls: list[dict[str, Any]]) -> bool:
         """Returns whether a step that makes such calls is one of them."""
-        shapes = [list(map(shapes_given, each)) for each in (calls, *self.calls[:1])]
-        return self.denoisers == denoisers and shapes[0] == shapes[-1]
+        first = self.calls[0] if self.calls else calls
+        return self.denoisers == denoisers and shapes_given(first) == shapes_given(calls)
 
 
 @dataclass
@@ -264,11 +264,6 @@ class Call:
         if self.rows is None and self.divided != "batch":
             return None
         size = len(self.whole)
-        if self.divided == "batch" and num_rows != 2 * size:
-            raise ConfigurationError(
-                f"guidance=2 divides the two branches of guidance, {2 * size} rows, but in this step the denoiser "
-                f"takes {num_rows}: a callback has turned guidance off, perhaps; leave guidance at 1"
-            )
         copies = [self.index] if self.divided == "batch" else range(num_rows // size)
         here = range(size) if self.rows is None else self.rows
         return [c * size + i for c in copies for i in here]
@@ -334,8 +329,8 @@ class Call:
             rows = [len(each[latents_name(each)]) for each in calls]
             if rows != [len(self.whole)] * 2:
                 raise ConfigurationError(
-                    f"guidance=2 divides two calls of the denoiser with a row for each of {len(self.whole)} latents, "
-                    f"but {self.pipeline.name} gives it {rows[0]} and {rows[1]} rows in a step, as with skipped "
+                    f"guidance=2 divides two calls of the denoiser on {len(self.whole)} rows each, but in "
+                    f"step {self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with skipped "
                     "layers; leave guidance at 1"
                 )
             return replace(self, index=index, divided="calls")
@@ -347,8 +342,8 @@ class Call:
         if len(self.steps[0]) > 2 or self.expansion != 2:
             raise ConfigurationError(
                 "guidance=2 divides the two branches of classifier-free guidance, but this request has one "
-                f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave guidance at 1 (always so with "
-                "pipelines whose latents hold both, and with more than two branches)"
+                f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave "
+                "guidance at 1 (always so with pipelines whose latents hold both, and with more than two branches)"
             )
         self._refuse_lists()
         return replace(self, index=index, divided="batch")

@@ -23,7 +23,7 @@ import itertools
 import re
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -388,19 +388,10 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
     )
 
 
-def shapes_given(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors that a denoiser is given by name."""
-    return {n: tuple(x.shape) for n, x in arguments.items() if isinstance(x, Tensor)}
-
-
-def conditions(arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """Gives everything that a denoiser, and its controls, are given besides the latents."""
-    for name, value in arguments.items():
-        if name == "controls":
-            for _, given in value:
-                yield from conditions(given)
-        elif name != latents_name(arguments):
-            yield from pytree.tree_leaves(value)
+def shapes_given(calls: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the tensors that a denoiser is given by name in some calls, with their shapes."""
+    named = [item for arguments in calls for item in arguments.items()]
+    return [f"{name}={tuple(x.shape)}" for name, x in named if isinstance(x, Tensor)]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -528,6 +519,7 @@ class PipelineLoop(Loop):
         self.call, self.compute, self.exchange = call, compute, exchange
         self.head, self.draws, self._pipeline = head, draws, call.pipeline
         self.is_divided, self.mixes = call.divided is not None, "predictions" in call.mixes
+        self.is_shared = self.is_divided
         self._complete: Complete | None = None
         self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
         self._event: _Denoise | Step | None = None
@@ -584,7 +576,7 @@ class PipelineLoop(Loop):
                     own[0] if self.call.channels is None else own[0][:, : self.call.channels]
                 )
         if self.is_shared:
-            self._refuse_other_calls()
+            self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step()[1])
 
     def change(self, call: Call, compute: Compute) -> None:
@@ -629,7 +621,7 @@ class PipelineLoop(Loop):
 
     def _computed(self, event: _Denoise) -> Any:
         if self.is_shared:
-            self._refuse_other_calls(event)
+            self._refuse_other_calls()
         if self.on_change is not None:
             self._look_for_changes(event)
         out = self.compute(event.arguments)
@@ -637,43 +629,35 @@ class PipelineLoop(Loop):
             return out
         return Prediction((self._complete(self._asked.index(event), out[0]),))
 
-    def _refuse_other_calls(self, event: _Denoise | None = None) -> None:
-        """Raises ConfigurationError if a step's calls are not those that the first run has shown.
-
-        Args:
-            event: The last of them so far; None at the end of the step.
-        """
-        shown = list(map(shapes_given, self.call.steps[0]))
-        given = [shapes_given(each.arguments) for each in self._asked]
-        if given == (shown if event is None else shown[: len(given)]):
-            return
-        number = len(given) - 1
-        told = [f"{len(calls)} calls in a step" for calls in (shown, given)]
-        if number < len(shown) and given[number] != shown[number]:
-            names = sorted(shown[number].keys() | given[number].keys())
-            name = next(n for n in names if shown[number].get(n) != given[number].get(n))
-            told = [f"{name}={each[number].get(name)}" for each in (shown, given)]
-        raise ConfigurationError(
-            f"{self._pipeline.name} gives its {self.call.denoiser} {told[1]} now, and gave it {told[0]} when its call "
-            "was tried: a callback has ended guidance, perhaps. Ranks and patches have agreed on the latter; leave "
-            "that out, or draw with method=single on one rank"
-        )
+    def _refuse_other_calls(self, at_end: bool = False) -> None:
+        """Raises ConfigurationError if the calls of a step so far are not those that the first run has shown."""
+        shown = shapes_given(self.call.steps[0])
+        given = shapes_given(event.arguments for event in self._asked)
+        if given != (shown if at_end else shown[: len(given)]):
+            other = [x for x in given if x not in shown] or [f"{len(self._asked)} calls in a step"]
+            raise ConfigurationError(
+                f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
+                "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches have agreed on what "
+                "that has shown: leave the callback out, or draw with method=single on one rank"
+            )
 
     def _look_for_changes(self, event: _Denoise) -> None:
         """Tells if something is other than in the step before, of what the first run saw unchanged."""
-        number = self._asked.index(event)
+        number, latents = self._asked.index(event), latents_name(event.arguments)
         first, last, now = (
-            list(conditions(each))
+            [
+                x
+                for path, x in pytree.tree_leaves_with_path(each)
+                if path[-1] != pytree.MappingKey(latents)
+            ]
             for each in (*(calls[number] for calls in self.call.steps), event.arguments)
         )
         fixed = [x for x, a, b in zip(now, first, last, strict=False) if a is b]
-        before = self._fixed.get(number, fixed)
-        if len(fixed) != len(before) or not all(map(same, fixed, before)):
-            assert self.on_change is not None
-            self.on_change()
-            before = fixed
-        if before is fixed:
+        before = self._fixed.get(number)
+        if before is None or len(fixed) != len(before) or not all(map(same, fixed, before)):
             self._fixed[number] = copied(fixed)
+            if self.on_change is not None:
+                self.on_change()
 
     def guided(
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_

@@ -100,8 +100,8 @@ class Loop:
         mixes: It brings rows of predictions together, so that it has to be given all of them.
         is_stepped_elsewhere: No part of the latents is stepped on this rank.
         is_shared: Ranks or patches share calls of the denoiser, which have to be as in the first run.
-        on_change: Called before a call of the denoiser with other conditions than in the step before, though a first
-            run saw the same in all steps; None where nobody stores what is made of them.
+        on_change: Called before a call of the denoiser with other conditions than in the step before, of which the
+            first run saw the same in all steps; None if nobody stores what is made of them.
         sample: The latents that the scheduler is given in this step.
     """
 

@@ -68,19 +68,13 @@ class PatchSchedulers:
         prediction: Tensor,
         t: Tensor,
         patch: int | None,
-        given: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any],
     ) -> None:
         """Takes the rows of a patch, or of all, one step further in the full latents, in place.
 
-        Args:
-            latents: Of which these rows count; so does the prediction.
-            prediction: Of the model.
-            t: The timestep.
-            patch: Which; None means all.
-            given: Further arguments of this step; those of the first one if None. Generators are always its own.
+        Further arguments are those of this step, but for generators, which are the request's own.
         """
-        generator = {n: x for n, x in self._step_kwargs.items() if n == "generator"}
-        given = self._step_kwargs if given is None else {**given, **generator}
+        given = dict(given) | {n: x for n, x in self._step_kwargs.items() if n == "generator"}
         for m in range(len(self._slices)) if patch is None else (patch,):
             start, length = self._slices[m]
             if m == 0:
@@ -92,42 +86,26 @@ class PatchSchedulers:
                 out = self._copies[m].step(predicted, t, _dense(rows), **options)
             rows.copy_(out.prev_sample if hasattr(out, "prev_sample") else out[0])
 
-    def _cut(self, name: str, value: Any, latents: Tensor, start: int, length: int) -> Any:
-        """Returns what an argument has for these rows: it counts them on the axis of the latents, if it does."""
-        size = latents.shape[self._axis]
-        if not isinstance(value, Tensor) or length == size:
-            return value
-        # As samples come first in both, or as the two would be broadcast; tried by `refuse_unless_elementwise`.
-        places = (latents.ndim + self._axis, self._axis)
-        axes = [a for a in places if -value.ndim <= a < value.ndim and value.shape[a] == size]
-        if axes and not isinstance(self._step_kwargs.get(name), Tensor):
+    def _cut(self, name: str, x: Any, latents: Tensor, start: int, length: int) -> Any:
+        """Returns what an argument has for some rows: on the axis of the latents, as samples come first in both."""
+        at, size = latents.ndim + self._axis, latents.shape[self._axis]
+        if not isinstance(x, Tensor) or length == size or size not in x.shape[1:]:
+            return x
+        if x.ndim <= at or x.shape[at] != size:
             raise ConfigurationError(
-                f"the scheduler is given {name}={tuple(value.shape)} for the rows of the latents, but not in its "
-                "first step, so that it is not known how patches cut it; take num_patches=1 or method=sequence"
+                f"the scheduler is given {name}={tuple(x.shape)} for latents {tuple(latents.shape)}, and it is not "
+                "known which axis patches cut; take num_patches=1 or method=sequence"
             )
-        return _dense(value.narrow(axes[0], start, length)) if axes else value
+        return _dense(x.narrow(at, start, length))
 
 
-def refuse_unless_elementwise(
-    scheduler: Any, timesteps: Tensor, shape: Sequence[int], axis: int, given: Mapping[str, Any]
-) -> None:
-    """Tries whether patches can be stepped apart, with what a step is given besides; see `is_elementwise`.
+def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
+    """Tries whether patches can be stepped apart; see `is_elementwise`.
 
     Raises:
         ConfigurationError: They cannot; names the scheduler.
     """
-    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
-    ndim, alone = len(shape), is_elementwise(scheduler, timesteps, len(shape), axis)
-    if (
-        alone
-        and tensors
-        and not is_elementwise(scheduler, timesteps[:1], ndim, axis, tensors, shape)
-    ):
-        raise ConfigurationError(
-            f"{type(scheduler).__name__} makes something else of {', '.join(tensors)} in patches than at once; take "
-            "num_patches=1 or method=sequence"
-        )
-    if not alone:
+    if not is_elementwise(scheduler, timesteps, ndim, axis):
         raise ConfigurationError(
             f"{type(scheduler).__name__} looks at all rows of the latents in one step "
             "(thresholding, or noise that is not drawn by torch.randn), so patches cannot be stepped "
@@ -136,35 +114,17 @@ def refuse_unless_elementwise(
         )
 
 
-def is_elementwise(
-    scheduler: Any,
-    timesteps: Tensor,
-    ndim: int,
-    axis: int,
-    given: Mapping[str, Tensor] | None = None,
-    shape: Sequence[int] | None = None,
-) -> bool:
+def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> bool:
     """Tries whether stepping two halves with two copies equals stepping the whole, over all timesteps.
 
     On the host, wherever the scheduler is, and with no generator touched but the host's, which is put back.
-
-    Args:
-        scheduler: It.
-        timesteps: Of the steps.
-        ndim: Axes of the latents.
-        axis: That is halved.
-        given: Further arguments of each step.
-        shape: Of the latents, where these depend on it.
 
     Raises:
         ConfigurationError: It cannot be stepped like that; names the scheduler.
     """
     scheduler, timesteps = on_host(scheduler), timesteps.cpu()
-    if shape is None:
-        shape = [1, 2, *[4] * (ndim - 2)]
-        shape[axis] = 4
-    rows, half = shape[axis], shape[axis] // 2
-    given = {n: x.cpu() for n, x in (given or {}).items()}
+    shape = [1, 2, *[4] * (ndim - 2)]
+    shape[axis] = 4
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=draw, dtype=torch.float64)
     predictions = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in timesteps]
@@ -173,16 +133,16 @@ def is_elementwise(
     def run(slices: Sequence[tuple[int, int]]) -> Tensor:
         x = start.clone()
         seeded = {"generator": torch.Generator().manual_seed(1)} if takes_one else {}
-        schedulers = PatchSchedulers(scheduler, given | seeded, slices, axis)
+        schedulers = PatchSchedulers(scheduler, seeded, slices, axis)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(2)  # torch.manual_seed would seed GPUs, too
             for t, prediction in zip(timesteps, predictions, strict=True):
                 for m in range(len(slices)):
-                    schedulers.step(x, prediction, t, m)
+                    schedulers.step(x, prediction, t, m, seeded)
         return x
 
     try:
-        whole, halves = run([(0, rows)]), run([(0, half), (half, rows - half)])
+        whole, halves = run([(0, 4)]), run([(0, 2), (2, 2)])
     except Exception as error:
         raise ConfigurationError(
             f"{type(scheduler).__name__} fails when it steps a prediction of the latents' shape, in parts or at "

@@ -123,7 +123,7 @@ def test_a_scheduler_that_cannot_be_stepped_is_refused_by_name():
     """History: one that takes a predicted variance ended in a TypeError."""
     scheduler = make("DDPMScheduler", variance_type="learned_range")
     with pytest.raises(ConfigurationError, match=r"DDPMScheduler fails .* variance_type=fixed_sm"):
-        refuse_unless_elementwise(scheduler, scheduler.timesteps, (1, 2, 4, 4), -2, {})
+        refuse_unless_elementwise(scheduler, scheduler.timesteps, ndim=4, axis=-2)
 
 
 def test_trying_leaves_the_random_state_alone():
@@ -183,7 +183,7 @@ def test_patches_of_unequal_length_share_their_noise():
     )
     y = x.clone()
     for t in scheduler.timesteps:
-        whole.step(x, torch.zeros_like(x), t, 0)
+        whole.step(x, torch.zeros_like(x), t, 0, {})
         for m in range(3):
             parts.step(y, torch.zeros_like(y), t, m)
     assert torch.equal(x, y)
@@ -199,7 +199,7 @@ def test_some_samples_get_their_noise_of_all_samples(name):
         for_samples(scheduler, rows, x), {"generator": generator()}, [(0, 3), (3, 4)], -2
     )
     for t in scheduler.timesteps:
-        whole.step(x, torch.zeros_like(x), t, 0)
+        whole.step(x, torch.zeros_like(x), t, 0, {})
         for m in range(2):
             parts.step(y, torch.zeros_like(y), t, m)
     assert torch.equal(x[rows], y)

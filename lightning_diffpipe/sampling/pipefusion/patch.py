@@ -179,21 +179,19 @@ class PartRun(Run):
         visit = stage.visit_of[here]
         if here == stage.ends[visit]:
             if stage.outgoing[visit]:
-                self._send([(c, self._slices(c)) for c in stage.outgoing[visit]])
+                for c in stage.outgoing[visit]:
+                    self._refuse_other_shapes(layout.blocks[c], self._slices(c))
+                self.send([x for c in stage.outgoing[visit] for x in self._slices(c)])
             if self.stops and visit == len(stage.ends) - 1:
                 raise _Stop
         return self._whole(here)
 
-    def _send(self, results: list[tuple[int, Slices]]) -> None:
-        """Sends results on, if they are of the shapes that the next rank expects."""
-        for call, slices in results:
-            block = self.runner.layout.blocks[call]
-            shapes, expected = [TensorShape.of(x) for x in slices], block.shapes(self.part)
-            if shapes != expected:
-                raise LayoutError(
-                    f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
-                )
-        self.send([x for _, slices in results for x in slices])
+    def _refuse_other_shapes(self, block: Block, slices: Slices) -> None:
+        shapes, expected = list(map(TensorShape.of, slices)), block.shapes(self.part)
+        if shapes != expected:
+            raise LayoutError(
+                f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
+            )
 
     def _execute(
         self, here: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -242,8 +242,8 @@ class PipeFusion:
         for units in layout.split_units(self.num_patches):
             layout.split_range(units, num_sharing)
         if self.num_patches * num_sharing > 1:  # each steps rows of its own
-            scheduler, shape, given = request.scheduler, request.latents.shape, request.step_kwargs
-            refuse_unless_elementwise(scheduler, request.timesteps, shape, layout.axis, given)
+            scheduler, ndim = request.scheduler, request.latents.ndim
+            refuse_unless_elementwise(scheduler, request.timesteps, ndim, layout.axis)
 
     def _decide(self, request: Request) -> tuple[Layout, tuple[int, ...]]:
         layout = self.layouts.layout_for(request)

@@ -86,8 +86,8 @@ class _OverRanks:
         mine = call.tokens.own_among_fed(call.part)
         if (found := call.k.shape[-2]) != mine.size:
             raise LayoutError(
-                f"rank {self._links.rank} gives attention of {call.block.name} {found} tokens, and the others expect "
-                f"{mine.size} of it: the block makes some by itself; take method=single"
+                f"{call.block.name} attends to {found} tokens of rank {self._links.rank}, and the others expect "
+                f"{mine.size}: the block makes some by itself; take method=single"
             )
         q, k, v = (mine.take(x, -2) for x in (call.q, call.k, call.v))
         mask = call.mask

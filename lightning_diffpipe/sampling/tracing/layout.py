@@ -115,8 +115,8 @@ class TokenAxis:
         axis: Which one.
         owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
         num_text: Text tokens in the attention of the block, of which parts get shares.
-        ghost: Text tokens that some block cannot do without, by stream: a part with none of a stream is fed the first
-            of it.
+        ghost: Text tokens that some block cannot do without, by stream: of one of which a part has none, it is fed
+            the first.
     """
 
     axis: int
