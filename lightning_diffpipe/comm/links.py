@@ -16,8 +16,8 @@ A message is waited for as long as `timeout_s`. Plain objects are made on the wa
 are waited for as long as their maker lives: its heartbeat shows that, or in training `liveness.py`.
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
-  turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
-  positions together have one for what they do at the same point.
+  turn among the messages of this kind on this edge; on NCCL each directed edge of a chain has a communicator, and
+  all positions together have one for what they do at the same point.
 * `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
@@ -258,6 +258,7 @@ class ProcessLinks(Links):
         timeout_s: float = 300.0,
         heartbeat: Heartbeat | None = None,
         patience_s: float | None = None,
+        chained: bool = True,
     ) -> ProcessLinks:
         """Makes links inside each of some groups of world ranks.
 
@@ -272,6 +273,8 @@ class ProcessLinks(Links):
             heartbeat: Of all ranks; None to wait for plain objects as long as for a message.
             patience_s: Without a heartbeat: how long a wait for plain objects may last, where others find lost
                 ranks.
+            chained: Messages travel one by one, over NCCL from each position to the next and from the last to all;
+                else it has a communicator only for exchanges of all positions.
 
         Returns:
             The links of this rank's group.
@@ -298,8 +301,9 @@ class ProcessLinks(Links):
                 if dist.get_rank() in ranks:  # makes its communicator
                     dist.all_reduce(torch.zeros(1, device=device), group=together)
             for a, b in itertools.permutations(range(len(ranks)), 2):
-                groups[a, b] = control
-                if backend != "gloo":
+                if backend == "gloo":
+                    groups[a, b] = control
+                elif chained and (b == a + 1 or a == len(ranks) - 1):
                     pair = [ranks[a], ranks[b]]
                     groups[a, b] = group_of(pair, backend, timeout)
                     open_edge(groups[a, b], *pair, device)
@@ -315,7 +319,7 @@ class ProcessLinks(Links):
 
     def abandon(self) -> None:
         """Destroys the groups as they are. Over gloo, peers that wait for this position get an error at once."""
-        if not self.groups:
+        if "control" not in vars(self):
             return
         groups = {id(g): g for g in (*self.groups.values(), self.together, self.control)}
         self._held.clear()

@@ -329,9 +329,9 @@ class Call:
             rows = [len(each[latents_name(each)]) for each in calls]
             if rows != [len(self.whole)] * 2:
                 raise ConfigurationError(
-                    f"guidance=2 divides two calls of the denoiser on {len(self.whole)} rows each, but in "
-                    f"step {self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with skipped "
-                    "layers; leave guidance at 1"
+                    f"guidance=2 divides two calls of the denoiser on {len(self.whole)} rows each, and in step "
+                    f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
+                    "skipped layers; leave guidance at 1"
                 )
             return replace(self, index=index, divided="calls")
         if self.by_place:

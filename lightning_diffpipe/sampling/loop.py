@@ -637,8 +637,8 @@ class PipelineLoop(Loop):
             other = [x for x in given if x not in shown] or [f"{len(self._asked)} calls in a step"]
             raise ConfigurationError(
                 f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
-                "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches have agreed on what "
-                "that has shown: leave the callback out, or draw with method=single on one rank"
+                "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "
+                "has shown: leave the callback out, or draw with method=single on one rank"
             )
 
     def _look_for_changes(self, event: _Denoise) -> None:

@@ -164,6 +164,7 @@ class MeshLinks:
         backend: str = "gloo",
         timeout_s: float = 120.0,
         heartbeat: Heartbeat | None = None,
+        chained: bool = True,
     ) -> None:
         self.mesh, self.rank = mesh, rank
         at = mesh.coordinates(rank)
@@ -174,7 +175,11 @@ class MeshLinks:
             groups = mesh.groups(axis)
             if len(groups[0]) == 1:
                 return Alone(device)
-            return ProcessLinks.connect(groups, device, backend, timeout_s, heartbeat)
+            # All but PipeFusion's stages send each other everything at the same points.
+            chain = chained and axis == "parallel"
+            return ProcessLinks.connect(
+                groups, device, backend, timeout_s, heartbeat, chained=chain
+            )
 
         self.links = links("parallel")
         self.sequence_links = links("sequence")

@@ -228,8 +228,9 @@ class Worker:
         assert options.mesh is not None
         self.options, self.world = options, world
         self.place = MeshLinks(
-            options.mesh, world.rank, device, world.backend, timeout_s, world.heartbeat
-        )
+            options.mesh, world.rank, device, world.backend, timeout_s, world.heartbeat,
+            chained=options.method == "pipefusion",
+        )  # fmt: skip
         self._model, self._weights = source.denoiser, source.weights
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options

@@ -7,9 +7,12 @@ import diffusers
 import pytest
 import torch
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
-from tests.predictor.tiny_pipelines import unet, vae
+from lightning_diffpipe.sampling.methods import MethodOptions
+from tests.predictor.tiny_pipelines import options_of, unet, vae
 from tests.rows import row
+from tests.zoo import sample_pipelines
 from tests.zoo.case import perturb
 
 NUM_TOKENS, NUM_STEPS = 32, 4
@@ -189,3 +192,76 @@ def test_guidance_that_ends_in_the_middle_is_drawn_as_in_one_process(options, ch
     found = Predictor.from_pretrained(changing, **options)(None, **given)
     assert torch.equal(found, expected_of(changing, given))
     assert not torch.equal(found, expected_of(changing, arguments()))
+
+
+@pytest.fixture
+def on_two(monkeypatch):
+    """Draws a request on two ranks, each a thread."""
+    monkeypatch.setattr(sample_pipelines, "prepared", lambda pipeline: pipeline)
+
+    def draw(folder, method, given, **options):
+        request = {"prompts": None, **given}
+        return sample_pipelines.drawn_by_two(folder, MethodOptions(method, **options), [request])[0]
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("pipefusion", {"num_patches": 1}), row("sequence", {}), row("single", {"data": 2})],
+)
+def test_two_ranks_draw_what_changes_from_step_to_step(method, options, changing, on_two):
+    given = arguments(changes=CHANGES, steps=(1,), how="in place", ends_at=2)
+    found = on_two(changing, method, given, **options)
+    torch.testing.assert_close(found, expected_of(changing, given), rtol=1e-5, atol=1e-5)
+
+
+def test_halves_of_guidance_that_ends_are_refused_before_anything_is_drawn(changing, on_two):
+    """History: one half waited for a prediction of another size, which ends the process in gloo."""
+    steps = []
+    given = arguments(ends_at=2) | {"on_step": lambda *each: steps.append(each)}
+    with pytest.raises(ConfigurationError, match="has one that can be divided in step 2: raise"):
+        on_two(changing, "single", given, guidance=2)
+    assert not steps
+
+
+SKIPPED = {
+    "skip_guidance_layers": [1], "skip_layer_guidance_start": -1.0, "skip_layer_guidance_stop": 1.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("pipefusion", {"num_patches": 2, "warmup_steps": 9}), row("sequence", {})],
+)
+def test_a_step_whose_calls_differ_in_size_is_drawn_on_two_ranks(
+    method, options, folder_of, on_two
+):
+    """History: guidance met half of the first call's rows before the other half was there, and latents were NaN."""
+    given = {**options_of("sd3"), **SKIPPED, "num_inference_steps": 3, "output_type": "latent"}
+    given["prompts"] = ["a", "b"]
+    expected = Predictor.from_pretrained(folder_of("sd3"), "single")(**given)
+    found = on_two(folder_of("sd3"), method, given, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigurationError, match=r"in step 0 .* gives it 4 and 2, as with skip"):
+        on_two(folder_of("sd3"), "single", given, guidance=2)
+
+
+@pytest.mark.parametrize("ends", ["a batch", "a call"])
+@pytest.mark.parametrize("options", METHODS[1:3])
+def test_a_callback_that_ends_guidance_is_refused_by_name(options, ends, changing, folder_of):
+    """History: half of a batch met what had been computed for all of it, an error of torch."""
+
+    def end(pipeline, index, t, tensors):
+        pipeline._guidance_scale = 0.0
+        if ends == "a call":
+            return tensors
+        return {name: x.chunk(2)[-1] for name, x in tensors.items()}
+
+    name = "sd3" if ends == "a batch" else "wan"
+    given = {**options_of(name), "num_inference_steps": 3, "callback_on_step_end": end}
+    names = ["prompt_embeds", "pooled_prompt_embeds"] if ends == "a batch" else ["prompt_embeds"]
+    with pytest.raises(ConfigurationError, match="leave the callback out, or draw with method="):
+        Predictor.from_pretrained(folder_of(name), **options)(
+            ["a"], callback_on_step_end_tensor_inputs=names, **given
+        )
