@@ -332,13 +332,21 @@ class Predictor:
         self._world.enter("decoding latents")
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
+            method, dtype = reports[0].options.method, str(self.source.denoiser.dtype)[6:]
+            advice = (
+                "lower guidance_scale, or look at the weights and at what the pipeline is given"
+            )
+            if dtype == "float16":
+                advice = "the model may overflow: choose dtype=bfloat16 or float32"
+            if method != "single" or len(reports) > 1:
+                advice += (
+                    "; if one rank draws the same request with method=single, the fault is that of "
+                    f"method={method} on {len(reports)} ranks: please report it"
+                )
             with raised_by_all():
                 raise SamplingError(  # pictures would be black
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
-                    f"{str(self.source.denoiser.dtype).removeprefix('torch.')}). If the model overflows, choose "
-                    "dtype=bfloat16 or float32, a lower guidance_scale or another scheduler. If one process draws "
-                    "the same request with method=single, the fault is not the model's but that of "
-                    f"method={reports[0].options.method}: please report it"
+                    f"{dtype}): {advice}"
                 )
         return latents
 

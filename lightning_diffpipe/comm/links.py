@@ -16,8 +16,8 @@ A message is waited for as long as `timeout_s`. Plain objects are made on the wa
 are waited for as long as their maker lives (`watcher.py`).
 
 * `ProcessLinks`: `torch.distributed`, gloo or NCCL. On gloo every message has a tag made of its kind and its
-  turn among the messages of this kind on this edge; on NCCL each direction of each edge has a communicator, and all
-  positions together have one for what they do at the same point.
+  turn among the messages of this kind on this edge; on NCCL each directed edge of a chain has a communicator, and
+  all positions together have one for what they do at the same point.
 * `LoopbackLinks` (`loopback.py`): positions are threads of one process.
 * `Alone`: one position, no network.
 """
@@ -255,6 +255,7 @@ class ProcessLinks(Links):
         backend: str = "gloo",
         timeout_s: float = 300.0,
         patience_s: float | None = None,
+        chained: bool = True,
     ) -> ProcessLinks:
         """Makes links inside each of some groups of world ranks.
 
@@ -268,6 +269,8 @@ class ProcessLinks(Links):
             timeout_s: How long a wait for a message may last.
             patience_s: How long a wait for plain objects may last; long where ranks watch each other, and else as
                 one for a message, if not given.
+            chained: Messages travel one by one, over NCCL from each position to the next and from the last to all;
+                else it has a communicator only for exchanges of all positions.
 
         Returns:
             The links of this rank's group.
@@ -293,8 +296,9 @@ class ProcessLinks(Links):
                 if dist.get_rank() in ranks:  # makes its communicator
                     dist.all_reduce(torch.zeros(1, device=device), group=together)
             for a, b in itertools.permutations(range(len(ranks)), 2):
-                groups[a, b] = control
-                if backend != "gloo":
+                if backend == "gloo":
+                    groups[a, b] = control
+                elif chained and (b == a + 1 or a == len(ranks) - 1):
                     pair = [ranks[a], ranks[b]]
                     groups[a, b] = group_of(pair, backend, timeout)
                     open_edge(groups[a, b], *pair, device)
@@ -310,7 +314,7 @@ class ProcessLinks(Links):
 
     def abandon(self) -> None:
         """Destroys the groups as they are. Over gloo, peers that wait for this position get an error at once."""
-        if not self.groups:
+        if "control" not in vars(self):
             return
         groups = {id(g): g for g in (*self.groups.values(), self.together, self.control)}
         self._held.clear()

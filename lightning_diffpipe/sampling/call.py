@@ -36,9 +36,18 @@ from lightning_diffpipe.sampling.loop import (
     latents_name,
     predicted_zeros,
     restored,
+    same,
+    shapes_given,
     snapshot,
 )
-from lightning_diffpipe.sampling.record import Answer, Controlled, LoopEnds, Record, moved
+from lightning_diffpipe.sampling.record import (
+    Answer,
+    Controlled,
+    LoopEnds,
+    Record,
+    copied,
+    moved,
+)
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
@@ -55,13 +64,14 @@ _SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
 
 @dataclass
 class Phase:
-    """Steps in a row that call the same denoiser.
+    """Steps in a row that call the same denoiser as often, with tensors of the same shapes.
 
     Attributes:
         denoisers: Which; several if each step calls several.
         shape: Of the latents, those of all ranks.
         start: Steps before them.
-        calls: For the first and the last of them that call any, arguments of each call.
+        calls: For the first and the last of them that call any, arguments of each call. What is one object in both
+            was the same in all steps between.
         num_calls: For each of them, how many calls.
     """
 
@@ -70,6 +80,11 @@ class Phase:
     start: int = 0
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
     num_calls: list[int] = field(default_factory=list)
+
+    def goes_on(self, denoisers: tuple[str, ...], calls: list[dict[str, Any]]) -> bool:
+        """Returns whether a step that makes such calls is one of them."""
+        first = self.calls[0] if self.calls else calls
+        return self.denoisers == denoisers and shapes_given(first) == shapes_given(calls)
 
 
 @dataclass
@@ -199,6 +214,7 @@ class Call:
         if self.phases[0].start:
             begun, (stepped,) = [*self.loop], self.stepped
         self.stepped[:] = [stepped]
+        options = self.of_own_rows(self.step_arguments)
         return Request(
             model=model,
             denoise=self.denoise(model),
@@ -206,7 +222,7 @@ class Call:
             timesteps=self.timesteps,
             latents=self.latents,
             scale_input=hasattr(self.scheduler, "scale_model_input"),
-            step_kwargs=restored(self.step_arguments, self.whole.device),
+            step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
             begin=lambda: self._begin(model, exchange, begun),
             stepped=stepped,
@@ -248,11 +264,6 @@ class Call:
         if self.rows is None and self.divided != "batch":
             return None
         size = len(self.whole)
-        if self.divided == "batch" and num_rows != 2 * size:
-            raise ConfigurationError(
-                f"guidance=2 divides the two branches of guidance, {2 * size} rows, but in this step the denoiser "
-                f"takes {num_rows}: a callback has turned guidance off, perhaps; leave guidance at 1"
-            )
         copies = [self.index] if self.divided == "batch" else range(num_rows // size)
         here = range(size) if self.rows is None else self.rows
         return [c * size + i for c in copies for i in here]
@@ -291,10 +302,8 @@ class Call:
             return pytree.tree_map(lambda x: x, last if is_last else first)
 
         def unknown(one: Any, other: Any) -> Any:
-            if not isinstance(one, Tensor) or (
-                one.shape == other.shape and torch.equal(one, other)
-            ):
-                return one
+            if not isinstance(one, Tensor) or one is other:
+                return _NAN if isinstance(one, float) and one != other else one
             dtype = one.dtype if one.is_floating_point() else torch.get_default_dtype()
             return torch.full_like(one, float("nan"), dtype=dtype)
 
@@ -316,7 +325,14 @@ class Call:
         Raises:
             ConfigurationError: There are no two branches that can be divided.
         """
-        if len(self.steps[0]) == 2:
+        if len(calls := self.steps[0]) == 2:
+            rows = [len(each[latents_name(each)]) for each in calls]
+            if rows != [len(self.whole)] * 2:
+                raise ConfigurationError(
+                    f"guidance=2 divides two calls of the denoiser on {len(self.whole)} rows each, and in step "
+                    f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
+                    "skipped layers; leave guidance at 1"
+                )
             return replace(self, index=index, divided="calls")
         if self.by_place:
             raise ConfigurationError(
@@ -326,8 +342,8 @@ class Call:
         if len(self.steps[0]) > 2 or self.expansion != 2:
             raise ConfigurationError(
                 "guidance=2 divides the two branches of classifier-free guidance, but this request has one "
-                "that can be divided: raise guidance_scale above 1, or leave guidance at 1 (always so with "
-                "pipelines whose latents hold both, and with more than two branches)"
+                f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave "
+                "guidance at 1 (always so with pipelines whose latents hold both, and with more than two branches)"
             )
         self._refuse_lists()
         return replace(self, index=index, divided="batch")
@@ -357,6 +373,14 @@ class Call:
         for arguments in (each for p in self.phases for calls in p.calls for each in calls):
             _rows(arguments, [], len(arguments[latents_name(arguments)]))
 
+    def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns further arguments of a step, of those with a row for each of the latents this rank's rows."""
+        rows, size = self.rows, len(self.whole)
+        return {
+            n: x[rows] if rows and isinstance(x, Tensor) and x.ndim and len(x) == size else x
+            for n, x in options.items()
+        }
+
     def rows_of(self, start: int, stop: int) -> list[int]:
         """Returns the rows of the latents that belong to samples `start` to `stop`."""
         return [c * self.num_samples + i for c in range(self._copies) for i in range(start, stop)]
@@ -381,8 +405,12 @@ class Call:
 
     def packed(self) -> Call:
         """Returns the call as it travels, on the host."""
-        states = random_states(self.whole.device)
-        return replace(self._on("cpu"), scheduler=on_host(self.scheduler), random_states=states)
+        return replace(
+            self._on("cpu"),
+            scheduler=on_host(self.scheduler),
+            step_arguments=moved(self.step_arguments, "cpu"),
+            random_states=random_states(self.whole.device),
+        )
 
     def unpacked(self, device: torch.device) -> Call:
         """Returns the inverse of `packed`, on a rank's own device."""
@@ -577,7 +605,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
         nonlocal begun
         begun = True
         record.in_loop |= record.asked_last
-        waiting.setdefault(name, []).append(arguments)
+        waiting.setdefault(name, []).append(copied(arguments))  # the pipeline may write into them
         return predicted_zeros(call.parts[name], arguments, _NAN)
 
     def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -587,18 +615,19 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
             found.whole, found.scheduler = sample, copy.deepcopy(scheduler)
             found.scheduler.__class__ = type(scheduler).__mro__[1]
             found.by_place = attention_processors(call.parts) != processors
-            found.step_arguments = snapshot(dict(list(arguments.items())[4:]))
-            found.step_arguments.pop("return_dict", None)
+            found.step_arguments = copied(snapshot(Step(plain, arguments).options))
             if sample.ndim > 3 and not prediction.isnan().any():
                 found.channels = sample.shape[1]
         called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]
-        if called and (not found.phases or found.phases[-1].denoisers != called):
+        if called and not (found.phases and found.phases[-1].goes_on(called, calls)):
             start = len(timesteps) if found.phases else 0
             without = [0] * (len(timesteps) - start)
             found.phases.append(Phase(called, sample.shape, start, num_calls=without))
         if found.phases:
             phase = found.phases[-1]
             phase.num_calls.append(len(calls))
+            if calls and phase.calls:
+                calls = _as_first(phase.calls[0], phase.calls[-1], calls)
             phase.calls = [*phase.calls[:1], calls] if calls else phase.calls
         timesteps.append(t)
         waiting.clear()
@@ -609,6 +638,16 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
 
     _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: begun)
     return found, timesteps
+
+
+def _as_first(first: Any, before: Any, now: Any) -> Any:
+    """Returns arguments of a step, in which what has been the same in all steps is the object of the first."""
+    flat, spec = pytree.tree_flatten(now)
+    (ones, one_spec), (others, other_spec) = map(pytree.tree_flatten, (first, before))
+    if not one_spec == other_spec == spec:
+        return now
+    kept = [a if a is b and same(a, c) else c for a, b, c in zip(ones, others, flat, strict=True)]
+    return pytree.tree_unflatten(kept, spec)
 
 
 def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:

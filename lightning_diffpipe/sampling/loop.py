@@ -23,7 +23,7 @@ import itertools
 import re
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,6 +127,8 @@ class PipelineCall:
         own = vars(shell)
         if isinstance(shell, nn.Module):
             own["_modules"] = {}
+        else:
+            own.update(copied({n: x for n, x in own.items() if type(x) in (list, dict, set)}))
         turns: Counter[str] = Counter()
         known = self.record or Record()
         controls = Controls(known.controls, self.parts, self.device)
@@ -151,7 +153,8 @@ class PipelineCall:
                 own[name] = self._method(shell, name, record, turns)
         own["_progress_bar_config"] = {"disable": True}
         call = getattr(shell, self.method) if self.method != "__call__" else shell
-        arguments = restored(snapshot(self.arguments))  # every run draws the same
+        # Every run draws the same, and what it changes in place no other run sees.
+        arguments = copied(restored(snapshot(self.arguments)))
         leaves = pytree.tree_leaves(arguments)
         result = call(**arguments)
         if record is None:  # as if it had run once
@@ -385,6 +388,21 @@ def latents_name(arguments: Mapping[str, Any]) -> str:
     )
 
 
+def shapes_given(calls: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the tensors that a denoiser is given by name in some calls, with their shapes."""
+    named = [item for arguments in calls for item in arguments.items()]
+    return [f"{name}={tuple(x.shape)}" for name, x in named if isinstance(x, Tensor)]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two leaves of arguments are equal, as far as they are tensors or plain values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return not isinstance(one, float | int | str) or one == other
+
+
 class Stepped(NamedTuple):
     """What a scheduler returns: a tuple, or an object with these names."""
 
@@ -442,6 +460,12 @@ class Step:
     def __getitem__(self, index: int) -> Any:
         return list(self.arguments.values())[index]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its further arguments, such as `eta`."""
+        options = dict(list(self.arguments.items())[4:])
+        return {n: x for n, x in options.items() if n != "return_dict"}
+
     def stepped(self, prediction: Tensor) -> Any:
         """Returns what the scheduler itself returns."""
         return self.plain(**self.arguments | {list(self.arguments)[1]: prediction})
@@ -495,11 +519,13 @@ class PipelineLoop(Loop):
         self.call, self.compute, self.exchange = call, compute, exchange
         self.head, self.draws, self._pipeline = head, draws, call.pipeline
         self.is_divided, self.mixes = call.divided is not None, "predictions" in call.mixes
+        self.is_shared = self.is_divided
         self._complete: Complete | None = None
         self._coroutine = Coroutine(self._run, infers=torch.is_inference_mode_enabled())
         self._event: _Denoise | Step | None = None
         self._answer: Any = None
         self._asked: list[_Denoise] = []  # calls of the first denoiser in this step
+        self._fixed: dict[int, list[Any]] = {}  # by call in a step; see `_look_for_changes`
         self._stepped: Any = None
         self._result: Any = None
 
@@ -549,12 +575,15 @@ class PipelineLoop(Loop):
                 return self._cut(
                     own[0] if self.call.channels is None else own[0][:, : self.call.channels]
                 )
+        if self.is_shared:
+            self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step()[1])
 
     def change(self, call: Call, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute
+        self._fixed.clear()
         if self._stepped is None:  # others have stepped
             event = self._at_step()
             self._count(event)
@@ -591,10 +620,44 @@ class PipelineLoop(Loop):
         return None
 
     def _computed(self, event: _Denoise) -> Any:
+        if self.is_shared:
+            self._refuse_other_calls()
+        if self.on_change is not None:
+            self._look_for_changes(event)
         out = self.compute(event.arguments)
         if self._complete is None:
             return out
         return Prediction((self._complete(self._asked.index(event), out[0]),))
+
+    def _refuse_other_calls(self, at_end: bool = False) -> None:
+        """Raises ConfigurationError if the calls of a step so far are not those that the first run has shown."""
+        shown = shapes_given(self.call.steps[0])
+        given = shapes_given(event.arguments for event in self._asked)
+        if given != (shown if at_end else shown[: len(given)]):
+            other = [x for x in given if x not in shown] or [f"{len(self._asked)} calls in a step"]
+            raise ConfigurationError(
+                f"{self._pipeline.name} gives its {self.call.denoiser} {', '.join(other)}, unlike in its first "
+                "run, which has no callbacks: one has ended guidance, perhaps. Ranks and patches rely on what that "
+                "has shown: leave the callback out, or draw with method=single on one rank"
+            )
+
+    def _look_for_changes(self, event: _Denoise) -> None:
+        """Tells if something is other than in the step before, of what the first run saw unchanged."""
+        number, latents = self._asked.index(event), latents_name(event.arguments)
+        first, last, now = (
+            [
+                x
+                for path, x in pytree.tree_leaves_with_path(each)
+                if path[-1] != pytree.MappingKey(latents)
+            ]
+            for each in (*(calls[number] for calls in self.call.steps), event.arguments)
+        )
+        fixed = [x for x, a, b in zip(now, first, last, strict=False) if a is b]
+        before = self._fixed.get(number)
+        if before is None or len(fixed) != len(before) or not all(map(same, fixed, before)):
+            self._fixed[number] = copied(fixed)
+            if self.on_change is not None:
+                self.on_change()
 
     def guided(
         self, prediction: Tensor, take: Rows = lambda x: x, put: Callable[..., Any] = Tensor.copy_
@@ -624,6 +687,11 @@ class PipelineLoop(Loop):
     def sample(self) -> Tensor:
         """See `Loop`."""
         return self._cut(self._at_step()[3])
+
+    @property
+    def given(self) -> tuple[Tensor, Mapping[str, Any]]:
+        """See `Loop`."""
+        return self._at_step()[2], self.call.of_own_rows(self._at_step().options)
 
     def step(self, prediction: Tensor) -> Tensor:
         """See `Loop`."""

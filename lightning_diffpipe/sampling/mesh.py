@@ -162,6 +162,7 @@ class MeshLinks:
         device: torch.device,
         backend: str = "gloo",
         timeout_s: float = 120.0,
+        chained: bool = True,
     ) -> None:
         self.mesh, self.rank = mesh, rank
         at = mesh.coordinates(rank)
@@ -172,7 +173,9 @@ class MeshLinks:
             groups = mesh.groups(axis)
             if len(groups[0]) == 1:
                 return Alone(device)
-            return ProcessLinks.connect(groups, device, backend, timeout_s)
+            # All but PipeFusion's stages send each other everything at the same points.
+            chain = chained and axis == "parallel"
+            return ProcessLinks.connect(groups, device, backend, timeout_s, chained=chain)
 
         self.links = links("parallel")
         self.sequence_links = links("sequence")

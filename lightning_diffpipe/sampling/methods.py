@@ -227,7 +227,10 @@ class Worker:
     ) -> None:
         assert options.mesh is not None
         self.options, self.world = options, world
-        self.place = MeshLinks(options.mesh, world.rank, device, world.backend, timeout_s)
+        self.place = MeshLinks(
+            options.mesh, world.rank, device, world.backend, timeout_s,
+            chained=options.method == "pipefusion",
+        )  # fmt: skip
         self._model, self._weights = source.denoiser, source.weights
         self._sampler: Any = make_sampler(
             self._model, self.place.links, self.place.sequence_links, options
@@ -248,6 +251,8 @@ class Worker:
         # Ranks, or patches, share calls of the denoiser.
         if max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1:
             call.refuse_steps(self.options.method)
+            for phase in call.phases if mesh.guidance == 2 else ():
+                replace(call, phases=[phase]).branch(self.place.guidance)
             if self.options.method == "pipefusion":
                 call.refuse_rows(self.options.synchronous_steps)
         if self._num_patches > 1 and any(

@@ -10,6 +10,7 @@ on all ranks, under PipeFusion once for each patch. Everybody asks the same ques
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,10 +58,13 @@ class Record:
 
 def moved(value: Any, device: torch.device | str) -> Any:
     """Moves a value's tensors to a device: those in containers and, one level deep, in attributes of objects."""
+    there: dict[int, torch.Tensor] = {}  # what was one tensor stays one
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.to(device)
+            if id(leaf) not in there:
+                there[id(leaf)] = leaf.to(device)
+            return there[id(leaf)]
         own = getattr(leaf, "__dict__", None)
         if own and any(isinstance(each, torch.Tensor) for each in own.values()):
             twin = object.__new__(type(leaf))
@@ -130,7 +134,7 @@ class Recorder(_Asked):
             key = path, str(given)
             if key not in known:
                 known[key] = getattr(self._real, name)(*args, **kwargs)
-            return known[key]
+            return copied(known[key])
         answer = getattr(self._real, name)(*args, **kwargs)
         if self._is_looping():
             return answer
@@ -140,7 +144,7 @@ class Recorder(_Asked):
             kinds = [x.new_empty(0) for x in itertools.islice(answer, 1) if torch.is_tensor(x)]
             self._record.answers[path][-1] = _Iterated(kinds)
             return getattr(self._real, name)(*args, **kwargs)
-        return answer
+        return copied(answer)
 
 
 class Replayed(_Asked):
@@ -203,11 +207,26 @@ class _Iterated(list[Any]):
     """What an iterator gives."""
 
 
-def copied(answer: Any) -> Any:
-    """Copies an answer, so that its reader may change it."""
-    if isinstance(answer, _Iterated):
-        return iter(answer)
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, answer)
+def copied(value: Any) -> Any:
+    """Copies a value, with all that is in it, so that its reader may change it.
+
+    What computes or draws (modules, functions, generators) stays itself, and so does what has no copies.
+    """
+    if isinstance(value, _Iterated):
+        return iter(value)
+    memo: dict[int, Any] = {}  # what was one object stays one
+
+    def own(leaf: Any) -> Any:
+        if callable(leaf) or isinstance(leaf, torch.Generator):
+            return leaf
+        if isinstance(leaf, torch.Tensor):
+            return memo.setdefault(id(leaf), leaf.clone())
+        try:
+            return copy.deepcopy(leaf, memo)
+        except Exception:  # a file that is open, perhaps
+            return leaf
+
+    return pytree.tree_map(own, value)
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,14 @@ class Loop:
         is_divided: Another rank computes the other branch of guidance.
         mixes: It brings rows of predictions together, so that it has to be given all of them.
         is_stepped_elsewhere: No part of the latents is stepped on this rank.
+        is_shared: Ranks or patches share calls of the denoiser, which have to be as in the first run.
+        on_change: Called before a call of the denoiser with other conditions than in the step before, of which the
+            first run saw the same in all steps; None if nobody stores what is made of them.
         sample: The latents that the scheduler is given in this step.
     """
 
-    is_divided = mixes = is_stepped_elsewhere = False
+    is_divided = mixes = is_stepped_elsewhere = is_shared = False
+    on_change: Callable[[], None] | None = None
 
     def __init__(self, request: Request) -> None:
         self._request, self.sample, self._index = request, request.latents, -1
@@ -135,6 +139,11 @@ class Loop:
             inputs = self._scheduler.scale_model_input(inputs, t)
         return request.denoise(inputs, t)
 
+    @property
+    def given(self) -> tuple[Tensor, Mapping[str, Any]]:
+        """The timestep that the scheduler is given in this step, and its further arguments."""
+        return self._request.timesteps[self._index], self._request.step_kwargs
+
     def skip(self, latents: Tensor | None) -> None:
         """Takes a step along that another loop computes; see `predict`."""
         self._index += 1
@@ -153,9 +162,8 @@ class Loop:
 
     def step(self, prediction: Tensor) -> Tensor:
         """Takes the step with the loop's own scheduler; returns the latents after it."""
-        request = self._request
-        t = request.timesteps[self._index]
-        out = self._scheduler.step(prediction, t, self.sample, **request.step_kwargs)
+        t, options = self.given
+        out = self._scheduler.step(prediction, t, self.sample, **options)
         self.sample = out.prev_sample if hasattr(out, "prev_sample") else out[0]
         return self.sample
 

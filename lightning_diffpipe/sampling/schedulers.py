@@ -62,17 +62,41 @@ class PatchSchedulers:
             )
         return stepped[0]
 
-    def step(self, latents: Tensor, prediction: Tensor, t: Tensor, patch: int | None) -> None:
-        """Takes the rows of a patch, or of all, one step further in the full latents, in place."""
+    def step(
+        self,
+        latents: Tensor,
+        prediction: Tensor,
+        t: Tensor,
+        patch: int | None,
+        given: Mapping[str, Any],
+    ) -> None:
+        """Takes the rows of a patch, or of all, one step further in the full latents, in place.
+
+        Further arguments are those of this step, but for generators, which are the request's own.
+        """
+        given = dict(given) | {n: x for n, x in self._step_kwargs.items() if n == "generator"}
         for m in range(len(self._slices)) if patch is None else (patch,):
             start, length = self._slices[m]
             if m == 0:
                 self._noise.forget()
             rows = latents.narrow(self._axis, start, length)
+            options = {n: self._cut(n, x, latents, start, length) for n, x in given.items()}
             with self._noise.of(range(start, start + length), latents.shape[self._axis]):
                 predicted = _dense(prediction.narrow(self._axis, start, length))
-                out = self._copies[m].step(predicted, t, _dense(rows), **self._step_kwargs)
+                out = self._copies[m].step(predicted, t, _dense(rows), **options)
             rows.copy_(out.prev_sample if hasattr(out, "prev_sample") else out[0])
+
+    def _cut(self, name: str, x: Any, latents: Tensor, start: int, length: int) -> Any:
+        """Returns what an argument has for some rows: on the axis of the latents, as samples come first in both."""
+        at, size = latents.ndim + self._axis, latents.shape[self._axis]
+        if not isinstance(x, Tensor) or length == size or size not in x.shape[1:]:
+            return x
+        if x.ndim <= at or x.shape[at] != size:
+            raise ConfigurationError(
+                f"the scheduler is given {name}={tuple(x.shape)} for latents {tuple(latents.shape)}, and it is not "
+                "known which axis patches cut; take num_patches=1 or method=sequence"
+            )
+        return _dense(x.narrow(at, start, length))
 
 
 def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
@@ -114,7 +138,7 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
             torch.default_generator.manual_seed(2)  # torch.manual_seed would seed GPUs, too
             for t, prediction in zip(timesteps, predictions, strict=True):
                 for m in range(len(slices)):
-                    schedulers.step(x, prediction, t, m)
+                    schedulers.step(x, prediction, t, m, seeded)
         return x
 
     try:

@@ -463,15 +463,6 @@ def test_steps_that_differ_are_refused_with_another_method(method, remedy):
         Call.refuse_steps(call, method)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_step_without_guidance_is_refused_by_both_halves(index):
-    """History: one half of the ranks ended in an IndexError, for which the other one waited until `timeout_s`."""
-    call = SimpleNamespace(rows=None, divided="batch", index=index, whole=torch.zeros(2, 4, 8, 8))
-    assert Call._own_rows(call, 4) == [2 * index, 2 * index + 1]
-    with pytest.raises(ConfigurationError, match=r"4 rows, .* takes 2: .* leave guidance at 1"):
-        Call._own_rows(call, 2)
-
-
 @pytest.mark.parametrize("kind", ["np", "pt", "latent"])
 def test_types_of_output(kind, folder_of):
     path, options = folder_of("stable_diffusion"), {**SIZE, "output_type": kind}

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_diffpipe.comm import links
 from lightning_diffpipe.comm.links import ProcessLinks
+from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.sampling.distrifusion import DistriFusion, emulate
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from tests.nccl_like import pretend_nccl
@@ -64,3 +66,26 @@ def test_samplers_need_no_tags_and_no_order_of_first_messages(waits):
     for drawn in run_ranks(sample_all, 2, waits):
         for latents, expected in zip(drawn, [patches, bands, serial, serial], strict=True):
             torch.testing.assert_close(latents, expected, rtol=1e-10, atol=1e-10)
+
+
+def communicators_made(rank):
+    device = pretend_nccl()
+    made, open_edge = [], links.open_edge
+    links.open_edge = lambda group, *pair: made.append(tuple(pair[:2])) or open_edge(group, *pair)
+    counts = []
+    for chained in (True, False):
+        found = ProcessLinks.connect([[0, 1, 2]], CPU, "nccl", timeout_s=8, chained=chained)
+        if chained:  # the last stage has the result
+            [found.send(torch.ones(1), to, "result") for to in range(2) if found.rank == 2]
+            if found.rank < 2:
+                found.receive(TensorShape((1,), torch.float32), 2, "result").wait()
+        found.disconnect()
+        counts.append(len(made))
+        made.clear()
+    assert device
+    return counts
+
+
+def test_edges_that_carry_no_message_have_no_communicator():
+    """History: N(N - 1) for each axis, 56 on eight ranks, where a chain of stages needs 14 and bands none."""
+    assert run_ranks(communicators_made, 3) == [[4, 0]] * 3

@@ -183,7 +183,7 @@ def test_patches_of_unequal_length_share_their_noise():
     )
     y = x.clone()
     for t in scheduler.timesteps:
-        whole.step(x, torch.zeros_like(x), t, 0)
+        whole.step(x, torch.zeros_like(x), t, 0, {})
         for m in range(3):
             parts.step(y, torch.zeros_like(y), t, m)
     assert torch.equal(x, y)
@@ -199,7 +199,7 @@ def test_some_samples_get_their_noise_of_all_samples(name):
         for_samples(scheduler, rows, x), {"generator": generator()}, [(0, 3), (3, 4)], -2
     )
     for t in scheduler.timesteps:
-        whole.step(x, torch.zeros_like(x), t, 0)
+        whole.step(x, torch.zeros_like(x), t, 0, {})
         for m in range(2):
             parts.step(y, torch.zeros_like(y), t, m)
     assert torch.equal(x[rows], y)

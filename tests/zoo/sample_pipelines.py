@@ -147,7 +147,7 @@ def drawn_by_two(path: Path, options: MethodOptions, requests: list[dict[str, An
         predictor = Predictor(sources[links.rank], fitted(options, 2), own, CPU)
         return [predictor(**request) for request in requests]
 
-    def connect(*_: Any) -> LoopbackLinks:
+    def connect(*_: Any, **__: Any) -> LoopbackLinks:
         return axis.links[here.rank]
 
     with mock.patch.object(ProcessLinks, "connect", connect):

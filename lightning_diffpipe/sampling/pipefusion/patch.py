@@ -179,10 +179,19 @@ class PartRun(Run):
         visit = stage.visit_of[here]
         if here == stage.ends[visit]:
             if stage.outgoing[visit]:
+                for c in stage.outgoing[visit]:
+                    self._refuse_other_shapes(layout.blocks[c], self._slices(c))
                 self.send([x for c in stage.outgoing[visit] for x in self._slices(c)])
             if self.stops and visit == len(stage.ends) - 1:
                 raise _Stop
         return self._whole(here)
+
+    def _refuse_other_shapes(self, block: Block, slices: Slices) -> None:
+        shapes, expected = list(map(TensorShape.of, slices)), block.shapes(self.part)
+        if shapes != expected:
+            raise LayoutError(
+                f"{block.name} returned {shapes}, and the next rank expects {expected}; take method=single"
+            )
 
     def _execute(
         self, here: int, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -100,7 +100,8 @@ class PipeFusionRun:
         self._runner = PartRunner(layout, stage, self._interception, attend, device, self._fill)
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
-            loop.is_stepped_elsewhere = not self._is_last
+            loop.is_stepped_elsewhere, loop.is_shared = not self._is_last, True
+        self._loops[0].on_change = self._runner.of_request.clear
         # Of this rank, in steps that compute all tokens.
         self._own_units = self._shares(None, (0, 1))[1][self._sequence.rank].units
         self._schedulers: PatchSchedulers | None = None  # the loop itself steps all rows
@@ -169,7 +170,7 @@ class PipeFusionRun:
                 self._cache.start_step(turn.step, keep)
                 self._runner.start_step()
             self._take_back(turn, latents)
-            t, part = request.timesteps[turn.step], self._part(turn)
+            part = self._part(turn)
             with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
                 loop, predict = self._loop_at(turn, latents)
                 run = self._runner.run(
@@ -196,7 +197,8 @@ class PipeFusionRun:
                         layout.put_rows(latents, part.units, rows)
                         if self.plan.decides_after(turn):
                             before = self._given(latents, turn.step)
-                        self._schedulers.step(latents, prediction, t, turn.patch)
+                        t, given = loop.given
+                        self._schedulers.step(latents, prediction, t, turn.patch, given)
                     if not self._is_first and turn.step < self.plan.num_steps - 1:
                         self._links.send(layout.take_rows(latents, part.units), 0, "latents")
             if turn.is_last:

@@ -64,7 +64,8 @@ class PipeFusion:
             there. None cuts between the branches of guidance that are in the batch, if patches are to flow after
             these steps; it cuts nothing where the result has the bits of one process: with one patch, or with
             W >= steps. A number need not divide the samples, but there must be as many. Without effect on models
-            whose samples cannot be separated.
+            whose samples cannot be separated, and for pipelines with several calls in a step, between which they
+            compute with results, which have to be complete.
         sequence_links: Between the ranks of one stage, if it has several: they share the tokens of every patch.
             Then `links` join the ranks of equal position in their stages.
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
@@ -166,7 +167,8 @@ class PipeFusion:
         patches_flow = self.num_patches > 1 and (automatic or self.warmup_steps < request.num_steps)
         # Shares of a synchronous step; the same for any number of ranks, since they decide about last bits.
         microbatches = request.branches_in_batch if patches_flow else 1
-        if not layout.cuts_samples:
+        several_calls = len(layout.blocks) > len(layout.block_names)
+        if not layout.cuts_samples or (several_calls and request.begin is not None):
             microbatches = 1
         elif self.warmup_microbatches is not None:
             microbatches = self.warmup_microbatches

@@ -84,6 +84,11 @@ class _OverRanks:
             found = [torch.searchsorted(whole.index, each.index) for each in owned]
             owned = [Selection(len(whole), index) for index in found]
         mine = call.tokens.own_among_fed(call.part)
+        if (found := call.k.shape[-2]) != mine.size:
+            raise LayoutError(
+                f"{call.block.name} attends to {found} tokens of rank {self._links.rank}, and the others expect "
+                f"{mine.size}: the block makes some by itself; take method=single"
+            )
         q, k, v = (mine.take(x, -2) for x in (call.q, call.k, call.v))
         mask = call.mask
         own_mask = call.own_mask()

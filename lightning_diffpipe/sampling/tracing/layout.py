@@ -115,13 +115,14 @@ class TokenAxis:
         axis: Which one.
         owner: For each index the unit, the text token (`text_token`), or `NOBODY`.
         num_text: Text tokens in the attention of the block, of which parts get shares.
-        ghost: Parts without text are fed one text token, as some block cannot do without.
+        ghost: Text tokens that some block cannot do without, by stream: of one of which a part has none, it is fed
+            the first.
     """
 
     axis: int
     owner: Tensor
     num_text: int = 0
-    ghost: bool = False
+    ghost: tuple[frozenset[int], ...] = ()
     _selected: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class TokenAxis:
 
     def owned(self, part: Part) -> Selection:
         """Returns the tokens of a part."""
-        return self._select(part, ghost=False)
+        return self._select(part)
 
     def fed(self, part: Part) -> Selection:
         """Returns the tokens a block is fed for a part: its own, and perhaps a ghost."""
@@ -157,8 +158,8 @@ class TokenAxis:
             self._selected["bare"] = TokenAxis(self.axis, self.owner, self.num_text)
         return self._selected["bare"] if self.ghost else self
 
-    def _select(self, part: Part, ghost: bool) -> Selection:
-        key = (part.units, part.text, ghost)
+    def _select(self, part: Part, ghost: tuple[frozenset[int], ...] = ()) -> Selection:
+        key = (part.units, part.text, bool(ghost))
         if key in self._selected:
             return self._selected[key]
         index = None
@@ -167,12 +168,12 @@ class TokenAxis:
             for units in ranges_of(part.units):
                 chosen |= (self.owner >= units.start) & (self.owner < units.stop)
             text, number = self.owner <= _FIRST_TEXT, _FIRST_TEXT - self.owner
-            k, n = part.text or (0, 0)
-            if n:
-                first, stop = self.num_text * k // n, self.num_text * (k + 1) // n
-                chosen |= text & (number >= first) & (number < stop)
-            if ghost and text.any() and not (chosen & text).any():
-                chosen |= self.owner == text_token(0)
+            k, n = part.text or (-1, 1)
+            first, stop = max(self.num_text * k // n, 0), self.num_text * (k + 1) // n
+            chosen |= text & (number >= first) & (number < stop)
+            for stream in ghost:  # decided alike on all axes, whichever tokens they have
+                if stream.isdisjoint(range(first, stop)):
+                    chosen |= self.owner == text_token(min(stream))
             index = chosen.nonzero().squeeze(1)
         self._selected[key] = Selection(self.size, index)
         return self._selected[key]
@@ -266,6 +267,13 @@ class Block:
     def nested(self, leaves: list[Any]) -> Any:
         """Nests results as the block would return them."""
         return pytree.tree_unflatten(leaves, self.tree)
+
+    @property
+    def streams(self) -> tuple[frozenset[int], ...]:
+        """Text tokens of each argument that holds nothing else; all of the block's if there is none."""
+        owners = [frozenset(x.owner.tolist()) for x in self.inputs.values() if x.owner.max() < -1]
+        streams = {frozenset(_FIRST_TEXT - owner for owner in each) for each in owners}
+        return tuple(streams or [frozenset(range(self.num_text))] * (self.num_text > 0))
 
     def shapes(self, part: Part) -> list[TensorShape]:
         """Returns the shapes of a part's tokens, for each result that has tokens."""

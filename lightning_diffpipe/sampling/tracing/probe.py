@@ -240,7 +240,7 @@ class _Probe:
         needs_text = any(block.needs_text for block in blocks)
         for block in blocks:
             for tokens in block.axes:
-                tokens.num_text, tokens.ghost = block.num_text, needs_text
+                tokens.num_text, tokens.ghost = block.num_text, block.streams if needs_text else ()
         return blocks
 
     # --- 4: who reads what between blocks -----------------------------------------------------------

@@ -15,7 +15,8 @@ from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.pipefusion.stages import Stages, resident_parameters
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing import glue
-from lightning_diffpipe.sampling.tracing.layout import Part, Selection
+from lightning_diffpipe.sampling.tracing import layout as layouts
+from lightning_diffpipe.sampling.tracing.layout import Part, Selection, TokenAxis, text_token
 from lightning_diffpipe.sampling.tracing.marks import MIXED, UNREACHED, CodeWords, WithoutProducts
 from lightning_diffpipe.sampling.tracing.probe import LayoutStore, fits, probe
 from tests.sampling.models import MODELS, build, layout_of, request_for, scheduler_for
@@ -75,6 +76,34 @@ def test_parameters_of_a_block_that_glue_reads():
 def test_a_block_that_cannot_do_without_text_gets_a_ghost():
     assert layout_of("qwen").ghost
     assert not layout_of("flux").ghost
+
+
+@pytest.mark.parametrize("num_texts", [(5,), (1,), (2, 7), (8, 1, 3)])
+@pytest.mark.parametrize("num_references", [0, 1, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ranks_that_share_tokens_are_fed_as_many_on_every_axis(
+    num_texts, num_references, num_ranks
+):
+    """History: pictures that Qwen edits follow its text, of which the second rank was fed a token on one axis only:
+    it sent 17 tokens for 16, and the first one aborted.
+    """
+    total, units = sum(num_texts) + num_references, torch.arange(8)
+    text = text_token(torch.arange(total))
+    *streams, references = text.split([*num_texts, num_references])
+    owners = [*streams, torch.cat([units, references])]
+    block = layouts.Block("block", [], None, attention=[TokenAxis(-2, torch.cat([text, units]))])
+    block.inputs = {leaf: TokenAxis(1, owner) for leaf, owner in enumerate(owners)}
+    for tokens in block.axes:
+        tokens.num_text, tokens.ghost = total, block.streams
+    [attention], own = block.attention, []
+    for rank, share in enumerate(torch.arange(8).chunk(num_ranks)):
+        part = Part(range(int(share[0]), int(share[-1]) + 1), (rank, num_ranks))
+        fed = [axis.owner[axis.fed(part).index] for axis in block.inputs.values()]
+        assert all(len(each) for each in fed)
+        there = attention.owner[attention.fed(part).index]
+        assert sorted(torch.cat(fed).tolist()) == sorted(there.tolist())
+        own += attention.own_among_fed(part).take(there, 0).tolist()
+    assert sorted(own) == sorted(attention.owner.tolist())
 
 
 @pytest.mark.slow
