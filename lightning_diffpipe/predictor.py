@@ -51,7 +51,7 @@ from lightning_diffpipe.model_sources import (
     source_of_module,
 )
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
-from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.call import Call, told_apart
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
@@ -279,6 +279,8 @@ class Predictor:
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
             has_begun = True
+            if self._divides():
+                call = told_apart(call)
             return self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
 
         try:
@@ -297,6 +299,13 @@ class Predictor:
                 with contextlib.suppress(Exception):
                     broadcast(fail)
             raise
+
+    def _divides(self) -> bool:
+        """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
+        if self._world.num_ranks == 1 or self.options.method == "auto":
+            return self._world.num_ranks > 1
+        mesh = fitted(self.options, self._world.num_ranks).mesh
+        return mesh is not None and max(mesh.data, mesh.guidance) > 1
 
     def _follow(self, settle: Callable[[], Settings]) -> None:
         self._world.enter("waiting for the request")

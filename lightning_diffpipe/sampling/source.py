@@ -27,18 +27,9 @@ from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
     DiffPipeError,
-    clear_variables,
     require_number,
 )
-from lightning_diffpipe.graph.placement import (
-    TrackedFakeMode,
-    fake_batch,
-    fake_copy,
-    fakes_failing_quietly,
-    forget_fakes,
-    is_placeholder,
-    kept_young,
-)
+from lightning_diffpipe.graph.placement import is_placeholder, shapes_without_values
 from lightning_diffpipe.sampling.call import Call, dry_run_of
 from lightning_diffpipe.sampling.digests import Identity, as_texts
 from lightning_diffpipe.sampling.ip_adapters import (
@@ -642,30 +633,20 @@ def _refuse_shapes(request: Call) -> None:
     Raises:
         ConfigurationError: It fails; names them with their shapes.
     """
-    call, reason, mode = request.pipeline, None, TrackedFakeMode()
+    call = request.pipeline
     given = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
     if not given:
         return
-
-    def run() -> None:  # its copy dies with it
-        model = fake_copy(Controlled(call.parts[request.denoiser], call.controls), mode)
-        with mode, torch.no_grad():
-            model(**fake_batch(request.steps[0][0], mode))
-
-    with kept_young(), fakes_failing_quietly():
-        try:
-            run()
-        except _NEEDS_VALUES as error:
-            clear_variables(error)  # among them are fake tensors
-        except (RuntimeError, ValueError) as error:
-            reason = str(error)
-            clear_variables(error)
-        forget_fakes(mode)
-    if reason is not None:
+    model = Controlled(call.parts[request.denoiser], call.controls)
+    try:
+        shapes_without_values(model, request.steps[0][0])
+    except _NEEDS_VALUES:
+        pass
+    except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             f"{call.name} cannot be given {', '.join(given)}: its {request.denoiser} fails on "
-            f"what becomes of that ({reason})"
-        )
+            f"what becomes of that ({error})"
+        ) from None
 
 
 def refuse_prompts(
