@@ -286,10 +286,9 @@ class Call:
 
     def _kept(self, size: int, inner: int) -> list[int]:
         """Returns which of so many rows are of this rank's samples and branch of guidance."""
-        rows, start, half = range(size), 0, size // 2
+        rows, half = range(size), size // 2
         if self.divided == "batch":
-            start = half * self.index
-            rows = range(start, start + half)
+            rows = rows[half * self.index : half * (self.index + 1)]
         return [r for r in rows if self.mine is None or (r // inner) % self.apart.num in self.mine]
 
     def _cut(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -672,7 +671,8 @@ def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
             for one, other in zip(call.phases, more.phases, strict=True):
                 calls = zip(itertools.chain(*one.calls), itertools.chain(*other.calls), strict=True)
                 for pair in calls:
-                    places |= growing(*pair, num, num_more)
+                    found = growing(*pair, num, num_more)
+                    places |= {n: max(each, places.get(n, 0)) for n, each in found.items()}
             name = latents_name(call.steps[0][0])
             if places[name] and len(more.whole) * num == len(call.whole) * num_more:
                 return places, name

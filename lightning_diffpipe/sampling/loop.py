@@ -586,8 +586,7 @@ class PipelineLoop(Loop):
             for number, event in enumerate(self._asked):
                 if event is not self._event and self._branch in (None, number):
                     anew = self._computed(event)
-                    for old, new in zip(event.answer, anew, strict=True):
-                        old.copy_(new)
+                    event.answer[0].copy_(anew[0])
         else:
             self._leave_step(latents)
         while isinstance(self._event, _Denoise):
@@ -629,7 +628,7 @@ class PipelineLoop(Loop):
             return self._computed(event)
         number = len(self._asked) - 1
         if number == self._branch:
-            event.answer = tuple(self._computed(event))
+            event.answer = Prediction((self._computed(event)[0],))
         else:
             event.answer = self._unknown(event)
         if number == 1:

@@ -75,7 +75,8 @@ class Samples:
             is_list, is_tensor = isinstance(value, list), isinstance(value, Tensor)
             size = len(value) if is_list or (is_tensor and value.ndim) else 0
             as_latents = self.inputs if is_tensor and size == num_rows else 0
-            if size and (inner := self.inner.get(place, as_latents)):
+            inner = self.inner.get(place, as_latents)
+            if size and inner and size % self.num == 0:  # a row alone is of all samples
                 if id(value) not in taken:
                     rows = keep(size, inner)
                     taken[id(value)] = [value[r] for r in rows] if is_list else value[rows]
@@ -116,9 +117,6 @@ def with_more_samples(
             others["latents"] = torch.cat([start, start])[: len(start) // (prompts * each) * num]
         return num, others
 
-    for name in set(_PER_PROMPT) & set(known):
-        yield of(prompts * (each + 1), {name: each + 1})
-
     def longer(kinds: type | tuple[type, ...]) -> dict[str, Any]:
         lists = {
             n: [*v, v[0]]
@@ -136,6 +134,8 @@ def with_more_samples(
     }
     yield of((prompts + 1) * each, longer(object) | tensors)
     yield of((prompts + 1) * each, longer((str, int)))
+    for name in set(_PER_PROMPT) & set(known):  # where only one prompt is taken
+        yield of(prompts * (each + 1), {name: each + 1})
 
 
 def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
