@@ -126,7 +126,7 @@ class Predictor:
         loras: Mapping[str | Path, float] | None = None,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
-        pipeline_class: str | None = None,
+        pipeline_class: str | type | None = None,
         ip_adapters: Mapping[str | Path, Any] | None = None,
         base: str | Path | None = None,
         **further: Any,
@@ -148,7 +148,8 @@ class Predictor:
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
             vae_tiling: Decode tile by tile, in less memory; pictures differ a little.
             vae_slicing: Decode picture by picture.
-            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, in place of the folder's own.
+            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
+                place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.

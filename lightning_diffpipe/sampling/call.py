@@ -353,6 +353,12 @@ class Call:
             ConfigurationError: There are no two branches that can be divided.
         """
         if len(self.steps[0]) == 2:
+            if self.apart.copies:
+                raise ConfigurationError(
+                    f"guidance=2 lets halves of the ranks compute one of two calls of the denoiser each, and "
+                    f"{self.pipeline.name} copies the first prediction before the second is known; leave guidance "
+                    "at 1"
+                )
             return replace(self, index=index, divided="calls")
         if self.by_place:
             raise ConfigurationError(
@@ -638,6 +644,7 @@ def told_apart(call: Call) -> Call:
     samples = Samples(num)
     try:
         with settings_restored(call.pipeline.parts):
+            samples = replace(samples, copies=len(call.steps[0]) == 2 and _copies(call))
             places, name = _growing(call, num)
             inner = inner_of(places, name, 1, call.steps[0][0])
             samples = replace(samples, inner=inner)
@@ -653,6 +660,25 @@ def told_apart(call: Call) -> Call:
             error,
         )
     return replace(call, samples_in=samples)
+
+
+def _copies(call: Call) -> bool:
+    """Returns whether the second of two predictions comes too late to be put into the first in place."""
+    answers, found = list[Tensor](), False
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        out = predicted_zeros(call.pipeline.parts[name], arguments)
+        answers.append(out[0])
+        answers[0].fill_(_NAN if len(answers) == 1 else 0)
+        return out
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        nonlocal found
+        found = bool(Step(plain, arguments)[1].isnan().any())
+        raise LoopEnds
+
+    _run(_quiet(call.pipeline), on_denoise, on_step)
+    return found
 
 
 def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:

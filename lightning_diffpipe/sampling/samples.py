@@ -42,6 +42,7 @@ class Samples:
         inner: Of its arguments by their places, 0 for those that all samples share. Others have rows of samples if
             they have as many as the latents.
         reason: Why samples cannot be drawn apart, or None.
+        copies: Whether the loop copies the first prediction of a step before it asks for the second.
     """
 
     num: int
@@ -49,6 +50,7 @@ class Samples:
     inputs: int = 1
     inner: Mapping[str, int] = field(default_factory=dict)
     reason: str | None = None
+    copies: bool = False
 
     @property
     def unknown(self) -> str | None:
