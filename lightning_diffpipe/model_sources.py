@@ -101,7 +101,7 @@ def open_source(
         index = json.loads((folder / "model_index.json").read_text())
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
-    if index.get("_class_name") in _MODULES:
+    if str(index.get("_class_name")) in _MODULES:
         _refuse_folder_options(opening, path)
         cls = _MODULES[index["_class_name"]]
         return _stored_module(

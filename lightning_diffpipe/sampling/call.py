@@ -61,6 +61,7 @@ from lightning_diffpipe.sampling.schedulers import (
     for_samples,
     on_host,
     random_states,
+    takes_more,
 )
 
 _NAN = float("nan")
@@ -394,7 +395,9 @@ class Call:
         scheduler = self.scheduler
         if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own sample
             steps["generator"] = [steps["generator"][i] for i in mine]
-        elif here:
+        elif here and not takes_more(
+            scheduler
+        ):  # else it is stepped by the pipeline alone, on all rows
             # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
             timesteps = self.timesteps[: len(scheduler.timesteps)]
             scheduler = for_samples(scheduler, here, self.whole, timesteps)
@@ -702,11 +705,11 @@ def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
             name = latents_name(call.steps[0][0])
             if places[name] and len(more.whole) * num == len(call.whole) * num_more:
                 return places, name
-            reason = NotApartError("latents have as many rows for more samples")
+            reason = reason or NotApartError("latents have as many rows for more samples")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            reason = error
+            reason = reason or error
     raise NotApartError(str(reason)) from reason
 
 

@@ -135,7 +135,10 @@ def with_more_samples(
         if isinstance(v, Tensor) and v.ndim and len(v) == prompts and name != "latents"
     }
     yield of((prompts + 1) * each, longer(object) | tensors)
+    plain = (str, int, float, list, tuple, dict, Tensor, torch.Generator, type(None))
+    alone = {n: [v] * (prompts + 1) for n, v in arguments.items() if not isinstance(v, plain)}
     yield of((prompts + 1) * each, longer((str, int)))
+    yield of((prompts + 1) * each, longer(object) | tensors | alone)  # an image for each
     for name in set(_PER_PROMPT) & set(known):  # where only one prompt is taken
         yield of(prompts * (each + 1), {name: each + 1})
 
