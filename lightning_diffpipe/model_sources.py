@@ -101,7 +101,7 @@ def open_source(
         index = json.loads((folder / "model_index.json").read_text())
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
-    if index.get("_class_name") in _MODULES:
+    if str(index.get("_class_name")) in _MODULES:
         _refuse_folder_options(opening, path)
         cls = _MODULES[index["_class_name"]]
         return _stored_module(
@@ -228,6 +228,12 @@ def model_folder(path: str) -> Path:
             "the result: pipeline = DiffusionPipeline.from_pretrained(MODEL); pipeline.load_lora_weights("
             f"{str(folder)!r}); pipeline.fuse_lora(); pipeline.unload_lora_weights(); "
             "pipeline.save_pretrained(FOLDER)"
+        )
+    if Path(path).is_file():
+        raise ConfigurationError(
+            f"{path!r} is a single file; write it as a folder once, and open that: "
+            f"StableDiffusionPipeline.from_single_file({path!r}).save_pretrained(FOLDER), with the pipeline of its "
+            "model, such as StableDiffusionXLPipeline or FluxPipeline"
         )
     raise ConfigurationError(
         f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
@@ -361,6 +367,8 @@ class ModuleSource:
             raise ConfigurationError(
                 f"{self.cls.__name__} takes no {unknown[0]!r}; it takes {', '.join(taken)} and seed"
             )
+        if settings.prompts is None:
+            raise ConfigurationError(f"{self.cls.__name__} draws from prompts; give a list of them")
         refuse_prompts(settings.prompts)
         require_number("noise_level", settings.options.get("noise_level", 0), 0, 1)
         if self.vae is None:

@@ -52,7 +52,7 @@ from lightning_diffpipe.model_sources import (
     source_of_module,
 )
 from lightning_diffpipe.sampling.auto import Chooser, free_memory
-from lightning_diffpipe.sampling.call import Call
+from lightning_diffpipe.sampling.call import Call, told_apart
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
@@ -127,7 +127,7 @@ class Predictor:
         loras: Mapping[str | Path, float] | None = None,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
-        pipeline_class: str | None = None,
+        pipeline_class: str | type | None = None,
         ip_adapters: Mapping[str | Path, Any] | None = None,
         base: str | Path | None = None,
         **further: Any,
@@ -149,7 +149,8 @@ class Predictor:
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
             vae_tiling: Decode tile by tile, in less memory; pictures differ a little.
             vae_slicing: Decode picture by picture.
-            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, in place of the folder's own.
+            pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
+                place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
@@ -280,6 +281,8 @@ class Predictor:
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
             has_begun = True
+            if self._divides():
+                call = told_apart(call)
             return self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
 
         try:
@@ -298,6 +301,13 @@ class Predictor:
                 with contextlib.suppress(Exception):
                     broadcast(fail)
             raise
+
+    def _divides(self) -> bool:
+        """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
+        if self._world.num_ranks == 1 or self.options.method == "auto":
+            return self._world.num_ranks > 1
+        mesh = fitted(self.options, self._world.num_ranks).mesh
+        return mesh is not None and max(mesh.data, mesh.guidance) > 1
 
     def _follow(self, settle: Callable[[], Settings]) -> None:
         self._world.enter("waiting for the request")

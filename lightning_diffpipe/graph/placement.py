@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_diffpipe.errors import ForeignLayerError, GraphError
+from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
 
 _STRIDE, _WHERE = "_diffpipe_stride", "_diffpipe_where"
 
@@ -354,6 +354,30 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
 def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:
     """Returns the batch with fake tensors of the same strides."""
     return pytree.tree_map_only(Tensor, mode.like, batch)
+
+
+def shapes_without_values(root: nn.Module, arguments: Mapping[str, Any]) -> list[torch.Size]:
+    """Returns the shapes of the tensors that a call of a module returns, without memory or values.
+
+    Raises:
+        Exception: What the call raises, on fake tensors.
+    """
+    mode = TrackedFakeMode()
+
+    def run() -> list[torch.Size]:  # the copy dies with it
+        model = fake_copy(root, mode)
+        with mode, torch.no_grad():
+            out = model(**fake_batch(dict(arguments), mode))
+        return [x.shape for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+
+    with kept_young(), fakes_failing_quietly():
+        try:
+            return run()
+        except Exception as error:
+            clear_variables(error)  # among them are fake tensors
+            raise
+        finally:
+            forget_fakes(mode)
 
 
 class TrackedFakeMode(FakeTensorMode):

@@ -93,7 +93,7 @@ class Chooser:
         wish = replace(wish_of(self._options), refused=refused)
         if self._measured is None:
             request = call.request(self._model)
-            profile = profile_request(request, call.num_samples, call.branches)
+            profile = profile_request(request, call.num_shares, call.branches)
             self._measured = profile, request.num_steps
         profile, num_steps = self._measured
         try:

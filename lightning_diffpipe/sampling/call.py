@@ -15,7 +15,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,12 +39,13 @@ from lightning_diffpipe.sampling.loop import (
     latents_name,
     predicted_zeros,
     restored,
+    roles_of,
     same,
+    settings_restored,
     shapes_given,
     snapshot,
 )
 from lightning_diffpipe.sampling.record import (
-    Answer,
     Controlled,
     LoopEnds,
     Record,
@@ -49,17 +53,27 @@ from lightning_diffpipe.sampling.record import (
     moved,
 )
 from lightning_diffpipe.sampling.request import Denoise, Request
+from lightning_diffpipe.sampling.samples import (
+    NotApartError,
+    Samples,
+    count_samples,
+    growing,
+    inner_of,
+    inner_of_rows,
+    rows_with_nan,
+    with_more_samples,
+)
 from lightning_diffpipe.sampling.schedulers import (
     PatchSchedulers,
     drawing_from,
     for_samples,
     on_host,
     random_states,
+    takes_more,
 )
 
 _NAN = float("nan")
-_SHARED = frozenset({"img_ids", "txt_ids", "image_rotary_emb", "rotary_emb"})
-"""Arguments of denoisers without a row per sample, whatever their size."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,12 +111,13 @@ class Call:
         timesteps: One for each step.
         whole: Latents of all ranks, as the first step is given them.
         scheduler: As it is before that.
-        num_samples: Pictures the request draws.
+        num_samples: Samples the request draws.
         step_arguments: Further arguments of `scheduler.step`, such as `eta`.
         channels: Channels of a prediction that the loop looks at; None means all.
         mixes: Of what the loop's own code brings rows together: `"latents"`, `"predictions"`.
         by_place: Attention may treat rows by their place in the batch, which is not cut into branches then.
         rows: Of the latents, that this rank draws; None means all.
+        mine: The samples that this rank draws; None means all.
         divided: Where the branches of guidance were before they were divided over two halves of the
             ranks: `"batch"`, `"calls"`, or None if they are together.
         index: Which of the branches this rank computes.
@@ -110,6 +125,7 @@ class Call:
             drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
         loop: The one that draws here, once it has begun.
         stepped: Schedulers of patches of the request that began last, once they have stepped.
+        samples_in: Which rows are of which sample, where that was observed (`told_apart`).
     """
 
     pipeline: PipelineCall
@@ -123,11 +139,18 @@ class Call:
     mixes: frozenset[str] = frozenset()
     by_place: bool = False
     rows: list[int] | None = None
+    mine: range | None = None
     divided: str | None = None
     index: int = 0
     random_states: list[Tensor] = field(default_factory=list)
     loop: list[PipelineLoop] = field(default_factory=list)
     stepped: list[list[PatchSchedulers]] = field(default_factory=list)
+    samples_in: Samples | None = None
+
+    @property
+    def apart(self) -> Samples:
+        """Samples that ranks can divide; as most pipelines have them, where that was not observed."""
+        return self.samples_in or Samples(self.num_samples)
 
     @property
     def steps(self) -> list[list[dict[str, Any]]]:
@@ -158,8 +181,12 @@ class Call:
     @property
     def expansion(self) -> int:
         """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch, 1 if none."""
-        arguments = self.steps[0][0]
-        times, rest = divmod(len(arguments[latents_name(arguments)]), len(self.whole))
+        arguments, rows = self.steps[0][0], len(self.whole)
+        if (
+            self.samples_in is not None
+        ):  # frames of a sample may be rows of the one and not of the other
+            rows = self.samples_in.num * self._copies
+        times, rest = divmod(len(arguments[latents_name(arguments)]), rows)
         return 1 if rest else times
 
     def refuse_steps(self, method: str) -> None:
@@ -250,10 +277,11 @@ class Call:
         own = self._own_rows(num_rows)
         if own is None:
             return model(**arguments)
-        out = model(**_rows(arguments, own, num_rows))[0]
+        out = model(**self._cut(arguments))[0]
         if self.divided == "batch":
-            num_rows, own = len(self.whole), self.rows
-        if own is None:
+            num_rows //= 2
+            own = [row - self.index * num_rows for row in own]
+        if len(own) == num_rows:
             return Prediction((out,))
         whole = out.new_full((num_rows, *out.shape[1:]), float("nan"))
         whole[own] = out
@@ -261,12 +289,27 @@ class Call:
 
     def _own_rows(self, num_rows: int) -> list[int] | None:
         """Returns the rows of the denoiser's input that this rank computes; None means all."""
-        if self.rows is None and self.divided != "batch":
+        if self.mine is None and self.divided != "batch":
             return None
-        size = len(self.whole)
-        copies = [self.index] if self.divided == "batch" else range(num_rows // size)
-        here = range(size) if self.rows is None else self.rows
-        return [c * size + i for c in copies for i in here]
+        first = self.steps[0][0]
+        expected = len(first[latents_name(first)])
+        if self.divided == "batch" and num_rows != expected:
+            raise ConfigurationError(
+                f"guidance=2 divides the two branches of guidance, {expected} rows, but in this step the denoiser "
+                f"takes {num_rows}: a callback has turned guidance off, perhaps; leave guidance at 1"
+            )
+        return self._kept(num_rows, self.apart.inputs)
+
+    def _kept(self, size: int, inner: int) -> list[int]:
+        """Returns which of so many rows are of this rank's samples and branch of guidance."""
+        rows, half = range(size), size // 2
+        if self.divided == "batch":
+            rows = rows[half * self.index : half * (self.index + 1)]
+        return [r for r in rows if self.mine is None or (r // inner) % self.apart.num in self.mine]
+
+    def _cut(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments of the denoiser with the rows that this rank computes."""
+        return self.apart.cut(arguments, len(arguments[latents_name(arguments)]), self._kept)
 
     def denoise(self, model: nn.Module) -> Denoise:
         """Returns all calls of the denoiser in one step: `(latents, timestep) ->` a prediction of their shape.
@@ -279,10 +322,8 @@ class Call:
             for number, arguments in enumerate(self._arguments_at(timestep)):
                 if self.divided == "calls" and number != self.index:
                     continue
-                num_rows = len(arguments[latents_name(arguments)])
-                own = self._own_rows(num_rows)
-                if own is not None:
-                    arguments = _rows(arguments, own, num_rows)
+                if self._own_rows(len(arguments[latents_name(arguments)])) is not None:
+                    arguments = self._cut(arguments)
                 out = model(**_with_latents(arguments, latents))[0]
                 for axis in _inserted(out, latents):
                     out = out.squeeze(axis)
@@ -327,11 +368,17 @@ class Call:
         """
         if len(calls := self.steps[0]) == 2:
             rows = [len(each[latents_name(each)]) for each in calls]
-            if rows != [len(self.whole)] * 2:
+            if rows[0] != rows[1]:
                 raise ConfigurationError(
-                    f"guidance=2 divides two calls of the denoiser on {len(self.whole)} rows each, and in step "
+                    f"guidance=2 divides two calls of the denoiser on equally many rows, and in step "
                     f"{self.phases[0].start} {self.pipeline.name} gives it {rows[0]} and {rows[1]}, as with "
                     "skipped layers; leave guidance at 1"
+                )
+            if self.apart.copies:
+                raise ConfigurationError(
+                    f"guidance=2 lets halves of the ranks compute one of two calls of the denoiser each, and "
+                    f"{self.pipeline.name} copies the first prediction before the second is known; leave guidance "
+                    "at 1"
                 )
             return replace(self, index=index, divided="calls")
         if self.by_place:
@@ -345,7 +392,14 @@ class Call:
                 f"that can be divided in step {self.phases[0].start}: raise guidance_scale above 1, or leave "
                 "guidance at 1 (always so with pipelines whose latents hold both, and with more than two branches)"
             )
-        self._refuse_lists()
+        reason = self.apart.unknown
+        if self.rows is not None and (len(self.whole) > self.apart.num or self.apart.inputs > 1):
+            reason = "it gives its denoiser, or its scheduler, several rows in a row of a sample; data=1 would do"
+        if reason:
+            raise ConfigurationError(
+                f"guidance=2 divides the rows that {self.pipeline.name} gives its denoiser, which cannot be here: "
+                f"{reason}; leave guidance at 1"
+            )
         return replace(self, index=index, divided="batch")
 
     def samples(self, start: int, stop: int) -> Call:
@@ -354,24 +408,25 @@ class Call:
         Noise drawn on the way is that of these samples in the whole request.
 
         Raises:
-            ConfigurationError: The scheduler cannot step samples apart, or it is not known which lists have one
-                entry for each.
+            ConfigurationError: The scheduler cannot step samples apart.
         """
-        self._refuse_lists()
+        mine = range(start, stop)
         here, steps = self.rows_of(start, stop), dict(self.step_arguments)
         scheduler = self.scheduler
-        if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own row
-            steps["generator"] = [steps["generator"][i] for i in here]
-        else:
+        if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own sample
+            steps["generator"] = [steps["generator"][i] for i in mine]
+        elif here and not takes_more(
+            scheduler
+        ):  # else it is stepped by the pipeline alone, on all rows
             # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
             timesteps = self.timesteps[: len(scheduler.timesteps)]
             scheduler = for_samples(scheduler, here, self.whole, timesteps)
-        return replace(self, rows=here, scheduler=scheduler, step_arguments=steps)
+        return replace(self, rows=here, mine=mine, scheduler=scheduler, step_arguments=steps)
 
-    def _refuse_lists(self) -> None:
-        """Refuses lists as `_rows` does, before anything is drawn."""
-        for arguments in (each for p in self.phases for calls in p.calls for each in calls):
-            _rows(arguments, [], len(arguments[latents_name(arguments)]))
+    @property
+    def num_shares(self) -> int:
+        """Samples that ranks can divide: one rank draws all of those that cannot be told apart."""
+        return 1 if self.apart.reason else self.apart.num
 
     def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns further arguments of a step, of those with a row for each of the latents this rank's rows."""
@@ -382,8 +437,11 @@ class Call:
         }
 
     def rows_of(self, start: int, stop: int) -> list[int]:
-        """Returns the rows of the latents that belong to samples `start` to `stop`."""
-        return [c * self.num_samples + i for c in range(self._copies) for i in range(start, stop)]
+        """Returns the rows of the latents that belong to samples `start` to `stop` of those that can be divided."""
+        size = len(self.whole)
+        if self.num_shares == 1:
+            return list(range(size)) if start < stop else []
+        return self.apart.rows(size, self.apart.latents, range(start, stop))
 
     @property
     def _copies(self) -> int:
@@ -429,69 +487,6 @@ class Call:
         """Lets default generators go on from where those of rank 0 were; they go back on others."""
         with drawing_from(self.random_states, self.latents.device, goes_back=rank > 0):
             yield
-
-
-def _rows(arguments: Mapping[str, Any], rows: Sequence[int], num_rows: int) -> dict[str, Any]:
-    """Takes rows of every argument that has one row per input of the denoiser.
-
-    Raises:
-        ConfigurationError: A list may have one entry for each row, or for each layer.
-    """
-    taken: dict[int, Tensor] = {}  # what was one tensor stays one
-    sample = arguments[arguments["listed"]].shape[1:] if "listed" in arguments else None
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows:
-            return leaf
-        if id(leaf) not in taken:
-            taken[id(leaf)] = leaf[list(rows)]
-        return taken[id(leaf)]
-
-    def of_all(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {n: of_all(n, each) for n, each in value.items()}
-        is_list = isinstance(value, list) and len(value) == num_rows > 1
-        if is_list and sample is not None and _is_of_rows(name, value, sample):
-            return [value[i] for i in rows]
-        return pytree.tree_map(take, value)
-
-    def of(given: Mapping[str, Any]) -> dict[str, Any]:
-        controls = {"controls": [(n, of(each)) for n, each in given.get("controls", ())]}
-        return {
-            name: value if name in _SHARED else of_all(name, value)
-            for name, value in given.items()
-            if name != "controls"
-        } | (controls if "controls" in given else {})
-
-    return of(arguments)
-
-
-def _is_of_rows(name: str, entries: Sequence[Any], sample: torch.Size) -> bool:
-    """Returns whether a list of as many entries as there are rows has one for each row, and not one for each layer.
-
-    What a layer is given has axes of rows, tokens and channels, or is what a control answers, which is asked for
-    some rows only; a text has tokens and channels.
-
-    Raises:
-        ConfigurationError: It may be either.
-    """
-    leaves = pytree.tree_leaves(entries)
-    if any(isinstance(x, Answer) for x in leaves) or all(x is None for x in leaves):
-        return False
-    num_rows, shapes = len(entries), [x.shape if isinstance(x, Tensor) else () for x in entries]
-    axes = {len(shape) for shape in shapes}
-    of_sample = (
-        axes == {2} or set(shapes) == {sample} or not {s[0] for s in shapes if s} <= {1, num_rows}
-    )
-    if min(axes) > 1 and of_sample:
-        return True
-    kinds = {str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in entries}
-    shown = " and ".join(sorted(kinds))
-    raise ConfigurationError(
-        f"{name}, which the denoiser is given, is a list of {num_rows} ({shown}) for {num_rows} rows, guidance "
-        "included: ranks cannot know whether that is one for each row, which they divide, or one for each layer; "
-        "draw more or fewer prompts at a time, or leave data and guidance at 1 (method=single with one rank)"
-    )
 
 
 def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, Any]:
@@ -549,14 +544,7 @@ def dry_run_of(call: PipelineCall) -> Call:
         ConfigurationError: It runs no loop of denoiser calls and scheduler steps, or not with this scheduler.
         Exception: What the pipeline's own checks raise.
     """
-    # Callbacks are for true latents; what they ask for is checked before there are some.
-    arguments = {
-        n: each
-        for n, each in call.arguments.items()
-        if not (n.startswith("callback") and callable(each))
-    }
-    quiet = replace(call, arguments=arguments)
-    found, timesteps = _one_run(quiet, None)
+    found, timesteps = _one_run(_quiet(call), None)
     if not found.phases:
         raise ConfigurationError(
             f"{call.name} ran {len(timesteps)} scheduler steps with no call of its "
@@ -587,6 +575,13 @@ def dry_run_of(call: PipelineCall) -> Call:
     )
 
 
+def _quiet(call: PipelineCall) -> PipelineCall:
+    """Returns a call for trials, without callbacks: what these ask for is checked before there are true latents."""
+    callbacks = {n for n, v in call.arguments.items() if n.startswith("callback") and callable(v)}
+    others = {n: v for n, v in call.arguments.items() if n not in callbacks}
+    return replace(call, arguments=restored(snapshot(others)))  # whose generators are used up
+
+
 def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]]:
     """Runs it once with a denoiser that predicts zeros; recorded unless it ends after a number of steps.
 
@@ -599,24 +594,27 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
     timesteps: list[Any] = []
     waiting: dict[str, list[dict[str, Any]]] = {}
     processors = attention_processors(call.parts)
-    begun = False
+    begun = has_more = False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal begun
+        nonlocal begun, has_more
         begun = True
         record.in_loop |= record.asked_last
         waiting.setdefault(name, []).append(copied(arguments))  # the pipeline may write into them
-        return predicted_zeros(call.parts[name], arguments, _NAN)
+        out = predicted_zeros(call.parts[name], arguments, _NAN)
+        has_more = bool(out[0].isnan().any())  # channels beyond those of the latents
+        return out
 
     def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        prediction, t, sample = list(arguments.values())[1:4]
+        roles = roles_of(arguments)
+        prediction, t, sample = (arguments[name] for name in roles)
         if not timesteps:
             _refuse_predicted_variance(scheduler, prediction, sample)
             found.whole, found.scheduler = sample, copy.deepcopy(scheduler)
             found.scheduler.__class__ = type(scheduler).__mro__[1]
             found.by_place = attention_processors(call.parts) != processors
             found.step_arguments = copied(snapshot(Step(plain, arguments).options))
-            if sample.ndim > 3 and not prediction.isnan().any():
+            if has_more and not prediction.isnan().any():
                 found.channels = sample.shape[1]
         called, calls = tuple(sorted(waiting)), [each for name in waiting for each in waiting[name]]
         if called and not (found.phases and found.phases[-1].goes_on(called, calls)):
@@ -633,7 +631,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
         waiting.clear()
         if len(timesteps) == num_steps:
             raise LoopEnds
-        values = dict(arguments, **{list(arguments)[1]: prediction.nan_to_num()})
+        values = dict(arguments, **{roles[0]: prediction.nan_to_num()})
         return plain(**values)
 
     _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: begun)
@@ -663,8 +661,7 @@ def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
             size = before.shape[axis] // 2
             found |= bool(given.narrow(axis, size, given.shape[axis] - size).isnan().any())
         out = predicted_zeros(call.parts[name], arguments)
-        draw = torch.Generator().manual_seed(len(out[0]))
-        drawn = [torch.randn(x.shape, generator=draw).to(x) for x in out]
+        drawn = [_random(x, len(x)) for x in out]
         return Prediction(map(_half_marked, drawn) if what == "predictions" else drawn)
 
     def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -682,11 +679,158 @@ def mixes_rows(call: PipelineCall, num_steps: int, what: str) -> bool:
     return found
 
 
-def _run(call: PipelineCall, *given: Any) -> None:
+def told_apart(call: Call) -> Call:
+    """Observes which rows are of which sample, on the rank that has all parts.
+
+    Ranks that divide samples or branches of guidance have to know. Text encoders run once more, on one more sample.
+    """
+    num = math.prod(count_samples(call.pipeline.arguments))
+    samples = Samples(num)
+    try:
+        with settings_restored(call.pipeline.parts):
+            samples = replace(samples, copies=len(call.steps[0]) == 2 and _copies(call))
+            places, name = _growing(call, num)
+            inner = inner_of(places, name, 1, call.steps[0][0])
+            samples = replace(samples, inner=inner)
+            if num > 1:
+                latents, inputs = _traced(call, num)
+                inner = inner_of(places, name, inputs, call.steps[0][0])
+                samples = replace(samples, inner=inner, latents=latents, inputs=inputs)
+    except NotApartError as error:
+        samples = replace(samples, reason=str(error))
+        _log.warning(
+            "%s cannot draw its samples apart, so that one rank draws all: %s",
+            call.pipeline.name,
+            error,
+        )
+    return replace(call, samples_in=samples)
+
+
+def _copies(call: Call) -> bool:
+    """Returns whether the second of two predictions comes too late to be put into the first in place."""
+    answers, found = list[Tensor](), False
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        out = predicted_zeros(call.pipeline.parts[name], arguments)
+        answers.append(out[0])
+        answers[0].fill_(_NAN if len(answers) == 1 else 0)
+        return out
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        nonlocal found
+        found = bool(Step(plain, arguments)[1].isnan().any())
+        raise LoopEnds
+
+    _run(_quiet(call.pipeline), on_denoise, on_step)
+    return found
+
+
+def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
+    """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
+    here = _quiet(call.pipeline)
+    assert here.record is not None
+    known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
+    reason: Exception | None = None
+    for num_more, arguments in with_more_samples(here.arguments, known):
+        record = replace(here.record, answers={})
+        try:
+            more, _ = _one_run(
+                replace(here, arguments=arguments, record=record), len(call.timesteps)
+            )
+            places = dict[str, int]()
+            for one, other in zip(call.phases, more.phases, strict=True):
+                calls = zip(itertools.chain(*one.calls), itertools.chain(*other.calls), strict=True)
+                for pair in calls:
+                    found = growing(*pair, num, num_more)
+                    places |= {n: max(each, places.get(n, 0)) for n, each in found.items()}
+            name = latents_name(call.steps[0][0])
+            if places[name] and len(more.whole) * num == len(call.whole) * num_more:
+                return places, name
+            reason = reason or NotApartError("latents have as many rows for more samples")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = reason or error
+    raise NotApartError(str(reason)) from reason
+
+
+def _traced(call: Call, num: int) -> tuple[int, int]:
+    """Returns the orders of rows of the latents and of the denoiser's input, by NaN in those of the last sample.
+
+    Raises:
+        NotApartError: Samples are brought together, or what is decoded is not known from the last step alone.
+    """
+    reason = NotApartError("its latents have rows of other things than samples")
+    for inner in range(1, len(call.whole) // num + 1):
+        try:
+            if len(call.whole) % (num * inner) == 0:
+                return inner, _lost(call, num, inner)
+        except NotApartError as error:
+            reason = error
+    raise reason
+
+
+def _lost(call: Call, num: int, inner: int) -> int:
+    """Returns the order of the denoiser's input if latents have this one."""
+    found, left = 1, len(call.timesteps)
+    mixed = NotApartError("its loop brings samples together")
+
+    def lost(x: Tensor) -> list[int]:
+        return Samples(num).rows(len(x), inner, {num - 1})
+
+    def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
+        nonlocal found
+        given = arguments[latents_name(arguments)]
+        out = _random(predicted_zeros(call.pipeline.parts[name], arguments)[0], left)
+        if left < len(call.timesteps):
+            rows = rows_with_nan(given)
+            found = inner_of_rows(rows, len(given), num)
+            out[sorted(rows)] = _NAN
+        elif left == 1 and len(given) > num:
+            raise NotApartError("one step does not show the order of rows of its guidance")
+        return Prediction((out,))
+
+    def on_step(scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        nonlocal left
+        step = Step(plain, arguments)
+        if not rows_with_nan(step[1]) | rows_with_nan(step[3]) <= set(lost(step[3])):
+            raise mixed
+        left -= 1
+        after = _random(step[3], left)
+        if left > 0:
+            after[lost(after)] = _NAN
+        return step.answer(after)
+
+    def ends(*args: Any, **options: Any) -> Any:
+        refuse(args, options)
+        raise LoopEnds
+
+    def refuse(*values: Any) -> None:
+        leaves = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+        if any(bool(x.isnan().any()) for x in leaves):
+            raise NotApartError("what it draws is not known from its last step alone")
+
+    parts = dict(call.pipeline.parts)
+    for name, part in parts.items():
+        if isinstance(part, nn.Module) and hasattr(part, "decode"):
+            parts[name] = copy.copy(part)
+            vars(parts[name])["decode"] = ends
+    _run(replace(_quiet(call.pipeline), parts=parts), on_denoise, on_step, after=refuse)
+    return found
+
+
+def _run(
+    call: PipelineCall, *given: Any, after: Callable[[Any], None] = lambda result: None
+) -> None:
     """Runs a call up to the end of its loop, with generators as they were after it; see `PipelineCall.run`."""
     devices = [call.device] if call.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), contextlib.suppress(LoopEnds):
-        call.run(*given)
+        after(call.run(*given))
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(like)
 
 
 def _half_marked(x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import ConfigurationError, SamplingError
+from lightning_diffpipe.graph.placement import shapes_without_values
 from lightning_diffpipe.sampling.record import (
     Controlled,
     Controls,
@@ -184,7 +186,10 @@ class PipelineCall:
         def replayed(*args: Any, **kwargs: Any) -> Any:
             assert self.record is not None
             turns[path] += 1
-            return copied(self.record.answers[path][turns[path] - 1])
+            answers = self.record.answers.get(path, [])
+            if turns[path] > len(answers):
+                return method(*args, **kwargs)
+            return copied(answers[turns[path] - 1])
 
         return recorded if record is not None else replayed
 
@@ -403,6 +408,13 @@ def same(one: Any, other: Any) -> bool:
     return not isinstance(one, float | int | str) or one == other
 
 
+def roles_of(arguments: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Returns the arguments of `scheduler.step` for prediction, timestep and sample; `arguments` begin with it."""
+    names = ("model_output", "timestep", "sample")
+    first, second, third = names if arguments.keys() >= set(names) else list(arguments)[1:4]
+    return first, second, third
+
+
 class Stepped(NamedTuple):
     """What a scheduler returns: a tuple, or an object with these names."""
 
@@ -426,16 +438,38 @@ def predicted_zeros(
 ) -> Prediction:
     """Returns a prediction of zeros, with something else in channels beyond those of the latents."""
     latents = arguments[latents_name(arguments)]
+    out = latents.new_zeros(_shape_of_prediction(denoiser, arguments, latents))
+    if latents.ndim > 3 and out.shape[1] == 2 * latents.shape[1]:
+        out[:, latents.shape[1] :] = beyond
+    return Prediction((out,))
+
+
+_SHAPES: WeakKeyDictionary[nn.Module, dict[torch.Size, torch.Size]] = WeakKeyDictionary()
+
+
+def _shape_of_prediction(
+    denoiser: nn.Module, arguments: Mapping[str, Any], latents: Tensor
+) -> torch.Size:
+    """Returns what the denoiser's config says, or, where that leaves open which axis has channels, a fake call."""
     given = getattr(denoiser.config, "in_channels", None)
     channels = getattr(denoiser.config, "out_channels", None)
     if channels is None and getattr(denoiser.config, "learn_sigma", False):
         channels = 2 * given
-    if latents.ndim < 4 or channels is None or latents.shape[1] != given:
-        return Prediction((torch.zeros_like(latents),))
-    out = latents.new_zeros(len(latents), channels, *latents.shape[2:])
-    if channels == 2 * latents.shape[1]:
-        out[:, latents.shape[1] :] = beyond
-    return Prediction((out,))
+    if channels in (None, given):
+        return latents.shape
+    axes = [axis for axis in range(1, latents.ndim) if latents.shape[axis] == given]
+    if latents.ndim > 3 and len(axes) == 1:
+        before, after = latents.shape[: axes[0]], latents.shape[axes[0] + 1 :]
+        return torch.Size((*before, channels, *after))
+    known = _SHAPES.setdefault(denoiser, {})
+    if latents.shape not in known:
+        try:
+            known[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
+        except (
+            Exception
+        ):  # its control flow asks for values, or it is not a denoiser that is called so
+            return latents.shape
+    return known[latents.shape]
 
 
 # ------------------------------------------------------------------------------------ step by step
@@ -452,23 +486,35 @@ class _Denoise:
 
 @dataclass(eq=False)
 class Step:
-    """The loop is paused in a step of its scheduler; `arguments` begin with it, prediction, timestep and sample."""
+    """The loop is paused in a step of its scheduler, which `arguments` begin with.
+
+    Its entries are scheduler, prediction, timestep and sample, in whatever order the step takes them.
+    """
 
     plain: Callable[..., Any]
     arguments: dict[str, Any]
 
     def __getitem__(self, index: int) -> Any:
-        return list(self.arguments.values())[index]
+        return (
+            next(iter(self.arguments.values()))
+            if index == 0
+            else self.arguments[self.roles[index - 1]]
+        )
+
+    @property
+    def roles(self) -> tuple[str, str, str]:
+        """Names of prediction, timestep and sample."""
+        return roles_of(self.arguments)
 
     @property
     def options(self) -> dict[str, Any]:
         """Its further arguments, such as `eta`."""
-        options = dict(list(self.arguments.items())[4:])
-        return {n: x for n, x in options.items() if n != "return_dict"}
+        options = dict(list(self.arguments.items())[1:])
+        return {n: x for n, x in options.items() if n not in (*self.roles, "return_dict")}
 
     def stepped(self, prediction: Tensor) -> Any:
         """Returns what the scheduler itself returns."""
-        return self.plain(**self.arguments | {list(self.arguments)[1]: prediction})
+        return self.plain(**self.arguments | {self.roles[0]: prediction})
 
     def answer(self, latents: Tensor) -> Any:
         """Returns what a scheduler returns that has stepped elsewhere."""
@@ -480,12 +526,13 @@ class Step:
         if "generator" in inspect.signature(self.plain).parameters:
             options["generator"] = torch.Generator()
         with torch.random.fork_rng(devices=[]):
-            self.plain(self[0], zeros, self[2], zeros, **options)
+            prediction, _, sample = self.roles
+            self.plain(**self.arguments | {prediction: zeros, sample: zeros} | options)
 
     def draw(self, from_default: bool) -> None:
         """Draws for all rows, so that generators go on as where the step is taken, the default ones if asked."""
         device = self[3].device
-        _, prediction, _, sample = list(self.arguments)[:4]
+        prediction, _, sample = self.roles
         zeros = {n: torch.zeros_like(self.arguments[n]) for n in (prediction, sample)}
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=not from_default):
@@ -565,8 +612,7 @@ class PipelineLoop(Loop):
             for number, event in enumerate(self._asked):
                 if event is not self._event and self._branch in (None, number):
                     anew = self._computed(event)
-                    for old, new in zip(event.answer, anew, strict=True):
-                        old.copy_(new)
+                    event.answer[0].copy_(anew[0])
         else:
             self._leave_step(latents)
         while isinstance(self._event, _Denoise):
@@ -611,7 +657,7 @@ class PipelineLoop(Loop):
             return self._computed(event)
         number = len(self._asked) - 1
         if number == self._branch:
-            event.answer = tuple(self._computed(event))
+            event.answer = Prediction((self._computed(event)[0],))
         else:
             event.answer = self._unknown(event)
         if number == 1:

@@ -318,8 +318,8 @@ class Worker:
         return self.options.num_patches or self.place.mesh.parallel
 
     def _share(self, call: Call) -> Call:
-        start, stop = self.place.share_of(call.num_samples)[self.place.data]
-        return call if stop - start == call.num_samples else call.samples(start, stop)
+        start, stop = self.place.share_of(call.num_shares)[self.place.data]
+        return call if stop - start == call.num_shares else call.samples(start, stop)
 
     def _request(self, call: Call) -> tuple[Any, Request]:
         """Returns who samples it, with layers and shapes of its denoiser, and this rank's branch of its share."""
@@ -370,7 +370,7 @@ class Worker:
         mesh, links = self.place.mesh, self.world.links
         if mesh.data == 1:
             return latents
-        shares = self.place.share_of(call.num_samples)
+        shares = self.place.share_of(call.num_shares)
         leads = self.place.guidance == self.place.parallel == self.place.sequence == 0
         if self.world.rank != 0:
             if leads and len(latents):

@@ -122,6 +122,11 @@ def is_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> b
     Raises:
         ConfigurationError: It cannot be stepped like that; names the scheduler.
     """
+    if takes_more(scheduler):
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} is stepped with more than prediction, timestep and sample, and rows are "
+            "stepped apart by these alone; sample with method=single, sequence or distrifusion"
+        )
     scheduler, timesteps = on_host(scheduler), timesteps.cpu()
     shape = [1, 2, *[4] * (ndim - 2)]
     shape[axis] = 4
@@ -157,6 +162,15 @@ def on_host(scheduler: Any) -> Any:
     twin = copy.copy(scheduler)
     vars(twin).update(pytree.tree_map_only(Tensor, lambda x: x.cpu(), dict(vars(scheduler))))
     return twin
+
+
+def takes_more(scheduler: Any) -> bool:
+    """Returns whether its step takes something else before prediction, timestep and sample."""
+    names, roles = (
+        list(inspect.signature(scheduler.step).parameters),
+        ("model_output", "timestep", "sample"),
+    )
+    return set(roles) <= set(names) and tuple(names[:3]) != roles
 
 
 def takes_generator(scheduler: Any) -> bool:

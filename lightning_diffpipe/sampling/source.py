@@ -7,6 +7,7 @@ others only the denoiser, without weights until it is known which ones they need
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import itertools
 import re
@@ -27,18 +28,9 @@ from lightning_diffpipe.errors import (
     CheckpointError,
     ConfigurationError,
     DiffPipeError,
-    clear_variables,
     require_number,
 )
-from lightning_diffpipe.graph.placement import (
-    TrackedFakeMode,
-    fake_batch,
-    fake_copy,
-    fakes_failing_quietly,
-    forget_fakes,
-    is_placeholder,
-    kept_young,
-)
+from lightning_diffpipe.graph.placement import is_placeholder, shapes_without_values
 from lightning_diffpipe.sampling.call import Call, dry_run_of
 from lightning_diffpipe.sampling.digests import Identity, as_texts
 from lightning_diffpipe.sampling.ip_adapters import (
@@ -83,7 +75,8 @@ _NEEDS_VALUES = (
 class Settings:
     """What to draw, and how; `Predictor.__call__` says what each is.
 
-    A `generator` among `options` takes the place of the seed, `prompt_embeds` that of the prompts, then None.
+    A `generator` among `options` takes the place of the seed. Prompts are None where the pipeline is given their
+    embeddings, or an image alone.
     """
 
     prompts: Sequence[Any] | None
@@ -95,8 +88,8 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        embedded = self.prompts is None and isinstance(self.options.get("prompt_embeds"), Tensor)
-        if not embedded and (not isinstance(self.prompts, list | tuple) or not self.prompts):
+        without = self.prompts is None and self.options
+        if not without and (not isinstance(self.prompts, list | tuple) or not self.prompts):
             raise ConfigurationError(
                 f"prompts must be a list with at least one prompt; got {self.prompts!r}"
             )
@@ -157,7 +150,7 @@ class Opening:
     parts: Mapping[str, Any] = field(default_factory=dict)
     vae: Collection[str] = ()
     loras: Mapping[str | Path, float] | None = None
-    pipeline_class: str | None = None
+    pipeline_class: str | type | None = None
     ip_adapters: Mapping[str | Path, Any] | None = None
     base: str | Path | None = None
 
@@ -219,7 +212,7 @@ class DiffusersFolder:
         cls = getattr(diffusers, class_name)
         weights: Weights = SafetensorsFolder(folder, variant)
         present = [name for name, entry in index.items() if _is_component(entry)]
-        pipeline_class = getattr(diffusers, index["_class_name"])
+        pipeline_class = index["_class"]
         added = read_loras(opening.loras or {}, pipeline_class, present)
         adapters = opening.ip_adapters or {}
         files = require_ip_adapters(pipeline_class, adapters)
@@ -260,7 +253,7 @@ class DiffusersFolder:
     @property
     def draws_videos(self) -> bool:
         """Whether the pipeline is asked for a number of frames."""
-        cls = getattr(diffusers, self._index["_class_name"])
+        cls = self._index["_class"]
         return "num_frames" in inspect.signature(cls.__call__).parameters
 
     def outline(self) -> Any:
@@ -273,7 +266,7 @@ class DiffusersFolder:
         """
         if self._pipeline is not None:
             return self._pipeline
-        cls = getattr(diffusers, self._index["_class_name"])
+        cls = self._index["_class"]
         entries = {n: e for n, e in self._index.items() if n in inspect.signature(cls).parameters}
         parts = {n: None if _is_component(e) or _is_absent(e) else e for n, e in entries.items()}
         for name, entry in entries.items():
@@ -345,28 +338,41 @@ class DiffusersFolder:
 
 
 def _model_index(
-    path: Path, parts: Mapping[str, Any], pipeline_class: str | None
+    path: Path, parts: Mapping[str, Any], pipeline_class: str | type | None
 ) -> dict[str, Any]:
-    """Reads the model index, of another pipeline if one is named, without parts that are given as None.
+    """Reads the model index, without parts that are given as None; `_class` is the class of the pipeline.
 
     Raises:
         ConfigurationError: There is no such pipeline, or it has no such part.
     """
     index = dict(_config(diffusers.DiffusionPipeline, path))
-    if pipeline_class is not None:
+    stored = index["_class_name"]
+    named: Any = stored if pipeline_class is None else pipeline_class
+    cls = named if isinstance(named, type) else getattr(diffusers, str(named), None)
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline)):
+        origin = (
+            f"{path} is a {named}, which" if pipeline_class is None else f"pipeline_class={named!r}"
+        )
+        if isinstance(named, list | tuple):
+            origin = f"{path} is a {named[-1]} of its own {named[0]}.py, whose code is not run unasked; it"
         known = [name for name in dir(diffusers) if name.endswith("Pipeline")]
-        if pipeline_class not in known:
-            near = difflib.get_close_matches(pipeline_class, known, 1)
-            raise ConfigurationError(
-                f"pipeline_class={pipeline_class!r} is no pipeline of diffusers {diffusers.__version__}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        index["_class_name"] = pipeline_class
-        if lacking := sorted(_required_parts(getattr(diffusers, pipeline_class)) - index.keys()):
-            raise ConfigurationError(
-                f"pipeline_class={pipeline_class!r} needs {', '.join(lacking)}, which {path} does not have; it has "
-                + ", ".join(n for n in index if not n.startswith("_"))
-            )
+        near = difflib.get_close_matches(str(named), known, 1)
+        raise ConfigurationError(
+            f"{origin} is no pipeline of diffusers {diffusers.__version__}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+            + "; give a class of your own, a DiffusionPipeline that you have imported, as pipeline_class=CLASS of "
+            "Predictor.from_pretrained"
+        )
+    index |= {
+        "_class": cls,
+        "_class_name": cls.__name__,
+        "_is_own": isinstance(stored, list | tuple),
+    }
+    if lacking := sorted(_required_parts(cls) - index.keys()) if pipeline_class else None:
+        raise ConfigurationError(
+            f"pipeline_class={cls.__name__} needs {', '.join(lacking)}, which {path} does not have; it has "
+            + ", ".join(n for n in index if not n.startswith("_"))
+        )
     for name, part in parts.items():
         if name not in index:
             value = "None" if part is None else "..."
@@ -376,10 +382,6 @@ def _model_index(
             )
         if part is None:
             index[name] = (None, None)
-    if not hasattr(diffusers, index["_class_name"]):
-        raise ConfigurationError(
-            f"{path} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not have"
-        )
     return index
 
 
@@ -406,12 +408,19 @@ def _load_others(
     device: torch.device,
     **options: Any,
 ) -> Any:
-    cls = getattr(diffusers, index["_class_name"])
+    cls = index["_class"]
     absent = {name: None for name, part in index.items() if _is_absent(part)}
     taken = {n: e for n, e in index.items() if n in inspect.signature(cls).parameters}
     parts = {**parts, **load_networks(str(path), taken, parts, _read_part, **options)}
     try:
-        pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
+        if index["_is_own"]:  # diffusers would run the folder's code
+            others = {n: e for n, e in taken.items() if n not in parts and not _is_absent(e)}
+            made = {
+                n: _read_part(str(path), n, e) if _is_component(e) else e for n, e in others.items()
+            }
+            pipeline = cls(**absent, **parts, **made)
+        else:
+            pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
     except Exception as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
     for part in pipeline.components.values():
@@ -576,6 +585,10 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
         if not takes_one:
             arguments = {k: _of_each_prompt(k, v, len(prompts)) for k, v in arguments.items()}
         arguments[option] = prompts[0] if takes_one else list(prompts)
+    elif option is not None and known[option].default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{type(pipeline).__name__} draws from prompts; give a list of them"
+        )
     elif prompts is not None and "batch_size" in known:
         arguments["batch_size"] = len(prompts)
     arguments.setdefault("generator", settings.generator())
@@ -598,6 +611,10 @@ def drawn_by(call: PipelineCall, sample: Sample) -> Any:
     except (TypeError, ValueError) as error:  # what the pipeline's own checks raise
         raise ConfigurationError(f"{call.name}: {error}") from error
     except Exception as error:
+        if lacking := _lacking_package(error):
+            raise ConfigurationError(
+                f"{call.name} needs the package {lacking}, which is not installed: pip install {lacking}"
+            ) from error
         raise ConfigurationError(
             f"{call.name} ends in {type(error).__name__} before anything is denoised, with a denoiser that "
             f"predicts zeros: {error}; "
@@ -616,6 +633,14 @@ def drawn_by(call: PipelineCall, sample: Sample) -> Any:
         if hasattr(drawn, attribute):
             return getattr(drawn, attribute)
     return drawn if isinstance(drawn, Tensor | list) else drawn[0]
+
+
+def _lacking_package(error: Exception) -> str | None:
+    """Returns the package that is not there, if an error says so; diffusers leaves names of some undefined."""
+    name = getattr(error, "name", None) if isinstance(error, NameError | ImportError) else None
+    name = str(name or "").partition(".")[0]
+    is_optional = isinstance(error, ImportError) or hasattr(diffusers.utils, f"is_{name}_available")
+    return name if name and is_optional and importlib.util.find_spec(name) is None else None
 
 
 def _no_step_left(call: PipelineCall) -> str:
@@ -642,30 +667,20 @@ def _refuse_shapes(request: Call) -> None:
     Raises:
         ConfigurationError: It fails; names them with their shapes.
     """
-    call, reason, mode = request.pipeline, None, TrackedFakeMode()
+    call = request.pipeline
     given = [f"{n}={tuple(v.shape)}" for n, v in call.arguments.items() if isinstance(v, Tensor)]
     if not given:
         return
-
-    def run() -> None:  # its copy dies with it
-        model = fake_copy(Controlled(call.parts[request.denoiser], call.controls), mode)
-        with mode, torch.no_grad():
-            model(**fake_batch(request.steps[0][0], mode))
-
-    with kept_young(), fakes_failing_quietly():
-        try:
-            run()
-        except _NEEDS_VALUES as error:
-            clear_variables(error)  # among them are fake tensors
-        except (RuntimeError, ValueError) as error:
-            reason = str(error)
-            clear_variables(error)
-        forget_fakes(mode)
-    if reason is not None:
+    model = Controlled(call.parts[request.denoiser], call.controls)
+    try:
+        shapes_without_values(model, request.steps[0][0])
+    except _NEEDS_VALUES:
+        pass
+    except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             f"{call.name} cannot be given {', '.join(given)}: its {request.denoiser} fails on "
-            f"what becomes of that ({reason})"
-        )
+            f"what becomes of that ({error})"
+        ) from None
 
 
 def refuse_prompts(

@@ -969,6 +969,7 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
 
 def prepared(pipeline: Any) -> Any:
     """A pipeline that draws small pictures, and says nothing."""
-    vars(pipeline).update(PIPELINES[type(pipeline).__name__].settings)
+    name = type(pipeline).__name__
+    vars(pipeline).update(PIPELINES[name].settings if name in PIPELINES else {})
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
