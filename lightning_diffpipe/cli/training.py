@@ -15,7 +15,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
+from lightning_diffpipe.cli.launch import (
+    module_of,
+    own_rank,
+    prepare,
+    refuse_processes_of_sweep,
+)
 from lightning_diffpipe.cli.values import (
     file_errors,
     named,
@@ -325,6 +330,7 @@ def _require_lora(config: DictConfig) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
+    refuse_processes_of_sweep(config.trainer.devices)
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_diffpipe.checkpoint_files import chosen
