@@ -133,7 +133,7 @@ def module_of(config: DictConfig) -> Any:
     Raises:
         ConfigurationError: It is one that can only be planned with.
     """
-    if config.model._target_.endswith("ModelOnPaper"):
+    if "_target_" not in config.model:
         raise ConfigurationError(
             f"model={config.model.path} is known on paper only, without weights: plan with it (diffpipe "
             f"plan model={config.model.path} cluster=8x_h100 global_batch_size=256), or take "

@@ -6,6 +6,7 @@ Each config of a verb begins with its one (`defaults: [settings_train, ...]`): H
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -83,6 +84,18 @@ class Plan:
 
 
 @dataclass
+class Paper:
+    """Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`."""
+
+    path: str | None
+    device: str
+    dtype: str
+    resolution: int | None
+    num_frames: int | None
+    call: Any
+
+
+@dataclass
 class Show:
     """Of `diffpipe show`."""
 
@@ -105,3 +118,4 @@ for _settings in (Train, Sample, Profile, Plan, Show, Diff):
     _node = OmegaConf.structured(_settings)
     OmegaConf.set_struct(_node, False)  # groups stand beside them
     ConfigStore.instance().store(name=f"settings_{_settings.__name__.lower()}", node=_node)
+ConfigStore.instance().store(group="model", name="settings_on_paper", node=Paper)

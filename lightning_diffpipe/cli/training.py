@@ -310,7 +310,7 @@ def _require_lora(config: DictConfig) -> None:
     """Refuses adapters that the module does not take, and a file of them that nothing is trained for."""
     from lightning_diffpipe.modules.adapters import renamed
 
-    if config.model.get("lora") is not None and not config.model._target_.endswith("ModelOnPaper"):
+    if config.model.get("lora") is not None and "_target_" in config.model:
         target = hydra.utils.get_object(config.model._target_)
         module_class = getattr(
             target, "__self__", target

@@ -63,22 +63,23 @@ def refuse_values(config: DictConfig) -> None:
     Raises:
         ConfigurationError: One of them; names it as the user did.
     """
-    given = {name: config[name] for name in config if not OmegaConf.is_missing(config, name)}
-    for name in given.keys() & _POSITIVE:
-        if given[name] is not None:
-            require_number(name, given[name], above=0)
+    for name in _POSITIVE:
+        if config.get(name) is not None:
+            require_number(name, config[name], above=0)
     for name, least, most in (("seed", 0, 2**32 - 1), ("num_threads", 1, 1024)):
-        if given.get(name) is not None:
-            require_number(name, given[name], least, most, whole=True)
-    if given.get("sample_counts") is not None and min(given["sample_counts"], default=0) < 1:
+        if config.get(name) is not None:
+            require_number(name, config[name], least, most, whole=True)
+    counts = config.get("sample_counts")
+    if counts is not None and min(counts, default=0) < 1:
         raise ConfigurationError(
-            f"sample_counts must be whole numbers >= 1, such as [1,4,16]; got {given['sample_counts']}"
+            f"sample_counts must be whole numbers >= 1, such as [1,4,16]; got {counts}"
         )
     for key, node in _built(config, ""):
         hints = _hints(node._target_)
         for name in hints.keys() & node.keys():
-            value = None if OmegaConf.is_missing(node, name) else _plain(node, name)
-            if not OmegaConf.is_missing(node, name) and not _fits(value, hints[name]):
+            if OmegaConf.is_missing(node, name):
+                continue
+            if not _fits(value := _plain(node, name), hints[name]):
                 kind = re.sub(r"\b[a-z_]+(\.[a-z_]+)*\.", "", inspect.formatannotation(hints[name]))
                 raise ConfigurationError(f"{key}.{name} must be {kind}; got {value!r}")
 
