@@ -351,7 +351,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (
             ["train", "data=image_folder", "strategy=single_device", "model=glyph_unet"],
-            "diffpipe train: Missing mandatory value: data.folder\n",
+            "diffpipe train: Missing mandatory value: data.folder; it holds pictures",
         ),
     ],
 )

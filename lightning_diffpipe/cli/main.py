@@ -293,7 +293,13 @@ def _explain(error: Exception) -> str:
     if isinstance(error.__cause__, ValidationError):
         said += f": {_said(error.__cause__)}"
     key = re.search(r"full_key: ([\w.]*\.\w+)", str(error))
-    return f"{said} ({key[1]})" if key and key[1] not in said else said
+    said = f"{said} ({key[1]})" if key and key[1] not in said else said
+    if isinstance(error, MissingMandatoryValue) and "data.folder" in said:
+        said += (
+            "; it holds pictures or videos and metadata.jsonl, with a line for each, such as "
+            '{"file_name": "cat.png", "text": "a cat"}'
+        )
+    return said
 
 
 def _said(error: Exception) -> str:
