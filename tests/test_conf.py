@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.cli import launch
 from lightning_diffpipe.cli.training import _build_trainer
+from lightning_diffpipe.modules.on_paper import ModelOnPaper
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.methods import MethodOptions
@@ -38,7 +39,6 @@ EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
 NEEDED = {
     ("data", "image_folder"): ["data.folder=pictures"],
     ("data", "webdataset"): ["data.train_shards=x.tar", "data.samples_per_epoch=8"],
-    ("model", "on_paper"): ["model.path=flux"],
     ("trainer", "gpu"): ["trainer.accelerator=cpu", "trainer.devices=1"],
 }
 
@@ -94,6 +94,9 @@ def test_every_option_can_be_built(group, option, output_dir):
     overrides = one_process * (group not in ("strategy",)) + NEEDED.get((group, option), [])
     config = composed("train", f"{group}={option}", *overrides, output_dir)
     node = config[group]
+    if group == "model" and "_target_" not in node:  # only to plan with
+        ModelOnPaper(**OmegaConf.to_container(node, resolve=True) | {"path": "flux"})
+        return
     nodes = [node] if "_target_" in node else list(node.values())
     for each in nodes:
         if group == "trainer":

@@ -132,7 +132,6 @@ MODELS = re.compile(
 )
 # file -> why its code names models
 OF_MODELS = {
-    "profiling/known_models.py": "tables of what well-known models cost",
     "modules/latent_diffusion.py": "the step of the built-in models; all others are trained by their own call",
 }
 

@@ -255,5 +255,5 @@ def test_a_recipe_opens_with_what_the_plan_predicts(name, tmp_path, capsys, monk
 def test_training_without_data_says_what_a_data_folder_looks_like(capsys, monkeypatch):
     code, _, err = call(capsys, monkeypatch, "train", "model=pretrained", "data=image_folder")
     assert code != 0
-    assert "data.folder is not given" in err
+    assert "Missing mandatory value: data.folder" in err
     assert '{"file_name": "cat.png", "text": "a cat"}' in err

@@ -1,7 +1,8 @@
 """`diffpipe`: every verb of this package on the command line, configured with Hydra.
 
-    launch     processes: what holds for one (offline, threads, seed, log), several for a verb, one for each job
-    values     verbs by name, and their settings: what cannot be is refused by the name the user gave it
+    launch     processes: what holds for one (offline, threads, seed, log), and several for a verb
+    settings   types of the verbs' own settings, for Hydra
+    values     verbs by name; values that cannot be are refused by the name the user gave them
     training   train
     sampling   sample
     plans      profile, plan, show, diff
@@ -16,7 +17,7 @@ import gc
 # What is imported stays: to look for what does not is a tenth of the time to the first line.
 gc.disable()
 
-from lightning_diffpipe.cli import plans, sampling, training  # noqa: E402, F401  registers the verbs
+from lightning_diffpipe.cli import plans, sampling, settings, training  # noqa: E402, F401  register
 from lightning_diffpipe.cli.main import main  # noqa: E402
 from lightning_diffpipe.cli.values import VERBS  # noqa: E402
 

@@ -1,11 +1,8 @@
-"""Processes: what holds for one, several for one verb, started by the first, and one for each job of a sweep.
+"""Processes: what holds for one, and several for one verb, started by the first.
 
 The first process starts the others with its own command line, and waits for them at the end. If any ends with an
 error, or is killed, the others find out by a broken connection or a timeout and end, too; what is left is
 killed. Under `torchrun` and `srun` the processes are there already.
-
-A job of a sweep (`-m`) is an ordinary call of the verb, without `-m`: further processes that it starts by its own
-command line do that job and no other, and what a job leaves in its environment, or on its GPU, ends with it.
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ from lightning_diffpipe.errors import (
 )
 
 _GRACE_S = 15.0
-_FLAGS = {("command-line", "file"): "dir", ("main", "file"): "path"}
-"""Hydra's options for places of configs, by who named a place and what it is; this package's own needs none."""
 
 
 def own_rank() -> int:
@@ -137,7 +132,7 @@ def module_of(config: DictConfig) -> Any:
     Raises:
         ConfigurationError: It is one that can only be planned with.
     """
-    if config.model._target_.endswith("ModelOnPaper"):
+    if "_target_" not in config.model:
         raise ConfigurationError(
             f"model={config.model.path} is known on paper only, without weights: plan with it (diffpipe "
             f"plan model={config.model.path} cluster=8x_h100 global_batch_size=256), or take "
@@ -159,35 +154,18 @@ def print_to_nobody() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def is_job_of_sweep(values: Any) -> bool:
-    """Returns whether this is a job of a sweep that may start processes; under a launcher, they are there already.
-
-    Args:
-        values: Its config; verbs without a trainer compute in this process.
-    """
-    launched = "WORLD_SIZE" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return "trainer" in values and HydraConfig.get().mode == RunMode.MULTIRUN and not launched
-
-
-def run_job(verb: str) -> None:
-    """Runs the present job of a sweep as a process of its own, and waits for it; both end together.
+def refuse_processes_of_sweep(num_ranks: Any) -> None:
+    """Refuses a sweep whose jobs would start further processes, which would begin the sweep again.
 
     Raises:
-        DiffPipeError: It failed; it has said why.
+        ConfigurationError: This is a job of a sweep, and no launcher has started its processes.
     """
-    job_config = HydraConfig.get()
-    job = subprocess.Popen(_command_of_job(verb, job_config), cwd=job_config.runtime.cwd)
-    with _ended_with([job]):
-        try:
-            job.wait()
-        finally:
-            _wait_for([job], _GRACE_S)  # it may write a checkpoint
-            _end([job])
-    if job.returncode:
-        called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
-        swept = ", ".join(o for o in job_config.overrides.task if o.lower() not in called)
-        raise DiffPipeError(
-            f"job {job_config.job.num} ({swept}) ended with exit code {job.returncode}"
+    launched = is_launched() or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    if HydraConfig.get().mode == RunMode.MULTIRUN and num_ranks != 1 and not launched:
+        raise ConfigurationError(
+            f"trainer.devices={num_ranks}: a sweep (-m) runs its jobs in this process, and can start no others; "
+            "start each job by a loop of the shell, all with torchrun, or by a launcher plugin of Hydra, or take "
+            "trainer.devices=1"
         )
 
 
@@ -207,25 +185,6 @@ def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     finally:
         if listens:
             signal.signal(signal.SIGTERM, before)
-
-
-def _command_of_job(verb: str, job_config: Any) -> list[str]:
-    """Returns the command line that does one job of a sweep alone, from Hydra's config of it."""
-    # Of Hydra's own settings those that change what a job sees, not those of the sweep.
-    own = [
-        override
-        for override in job_config.overrides.hydra
-        if override.startswith(("hydra.searchpath", "hydra.job.", "hydra/"))
-        and not override.startswith(("hydra/launcher", "hydra/sweeper"))
-    ]
-    places = {(s.provider, s.schema): s.path for s in job_config.runtime.config_sources}
-    flags = [f"--config-{_FLAGS[kind]}={path}" for kind, path in places.items() if kind in _FLAGS]
-    flags.append(f"--config-name={job_config.job.config_name}")
-    # The sweep has written what there is to say about the job into its folder.
-    place = [f"hydra.run.dir={quoted(job_config.runtime.output_dir)}", "hydra.output_subdir=null"]
-    number = [f"hydra.job.num={job_config.job.num}", f"hydra.job.id={job_config.job.id}"]
-    command = [sys.executable, "-m", "lightning_diffpipe.cli", verb, *flags]
-    return [*command, *job_config.overrides.task, *own, *number, *place]
 
 
 def refuse_shared_outputs(config: Any) -> None:
@@ -338,11 +297,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         return function()
     if num_ranks == 1:
         return function()
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ConfigurationError(
-            f"a sweep (-m) cannot start {num_ranks} processes for each job; leave out -m, or start the "
-            "jobs with torchrun"
-        )
+    refuse_processes_of_sweep(num_ranks)
     print(f"starting {num_ranks} processes", file=sys.stderr, flush=True)
     store = open_store()  # until the default process group takes it over
     children = _start_others(num_ranks, store.port)

@@ -7,9 +7,7 @@ put back before the function runs, because Lightning starts further processes wi
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
-import inspect
 import os
 import re
 import signal
@@ -33,18 +31,15 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, flag_override
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from lightning_diffpipe.cli.launch import (
     announce_loading,
-    is_job_of_sweep,
     own_rank,
     print_to_nobody,
     quoted,
     refuse_shared_outputs,
-    run_job,
 )
 from lightning_diffpipe.cli.values import (
     POSITIONS,
@@ -55,8 +50,6 @@ from lightning_diffpipe.cli.values import (
 )
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
-# Groups whose settings depend on what is chosen.
-_CHOICES = ("experiment", "model", "data", "sampler", "strategy")
 # Settings by their last names, whose values are paths.
 _PATHS = {
     *(
@@ -134,39 +127,17 @@ def _legible(argument: str, sweeps: bool) -> str:
 
 
 @raised_by_all()
-def _refuse_arguments(arguments: Sequence[str]) -> None:
-    """Says in a line what Hydra would answer with a traceback, or with all that it knows.
+def _refuse_flags(arguments: Sequence[str]) -> None:
+    """Refuses flags that Hydra does not have, or not for commands with verbs, which it would answer with pages.
 
     Raises:
-        ConfigurationError: The option of a group is null or a number, or an argument is neither setting nor flag.
+        ConfigurationError: There is one.
     """
     for before, argument in pairwise(["", *arguments]):
-        setting, equals, option = argument.partition("=")
-        if before in _VALUED and not equals:
-            continue
-        if argument.startswith("-"):
-            if setting in ("--shell-completion", "-sc"):
-                raise ConfigurationError(
-                    f"there is no completion for diffpipe ({setting}): Hydra's calls commands without a verb; "
-                    "diffpipe VERB --help lists groups, options and settings"
-                )
-            if setting not in _FLAGS:
-                near = difflib.get_close_matches(setting, _FLAGS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_FLAGS)}"
-                raise ConfigurationError(f"there is no flag {setting}; {hint}")
-            continue
-        if not setting.lstrip("+~") or not (equals or argument.startswith("~")):
-            raise ConfigurationError(
-                f"cannot read {argument}: write setting=value, or group=option"
-            )
-        folder = files("lightning_diffpipe.conf") / setting
-        is_no_name = re.fullmatch(r"[-+.\d]+|true|false|null", option, re.IGNORECASE)
-        if is_no_name and setting.isidentifier() and folder.is_dir():
-            names = (f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
-            options = ", ".join(sorted(name.removesuffix(".yaml") for name in names))
-            raise ConfigurationError(
-                f"{argument} chooses no option; leave it out, or take one of {options}"
-            )
+        flag, equals, _ = argument.partition("=")
+        is_value = before in _VALUED and not equals
+        if argument.startswith("-") and flag not in _FLAGS and not is_value:
+            raise ConfigurationError(f"there is no flag {flag}; known: {', '.join(_FLAGS)}")
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
@@ -181,8 +152,6 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.argv, begun = whole, True
         try:
             refuse_shared_outputs(config)
-            if is_job_of_sweep(config):
-                return run_job(name)
             if "trainer" in config:
                 announce_loading()
             _refuse_deleted(config, arguments)
@@ -195,7 +164,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             failures.append(error)
 
     sys.argv = [whole[0], *_named(name, arguments)]
-    _refuse_arguments(sys.argv[1:])
+    _refuse_flags(sys.argv[1:])
     try:
         _call(name, task)
     except OSError as error:
@@ -212,11 +181,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     except ValueError as error:
         if begun or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
             raise
-        raise ConfigurationError(str(error)) from error  # flags that do not go together
+        # Flags that do not go together, or the option of a group that is no name.
+        raise ConfigurationError(f"{error} ({' '.join(arguments)})") from error
     finally:
         sys.argv = whole
     if len(failures) > 1:  # jobs of a sweep
-        reasons = [_explain(failure, name, arguments) for failure in failures]
+        reasons = [_explain(failure) for failure in failures]
         if len(set(reasons)) == 1:
             raise failures[0]
         raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(reasons))
@@ -234,11 +204,7 @@ def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
         name = argument.removeprefix("~").partition("=")[0]
         is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
         if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger"):
-            raise ConfigurationError(_needed(name, argument))
-
-
-def _needed(name: str, deletions: str) -> str:
-    return f"there is no {name} in the config, and this needs one; leave out {deletions}"
+            raise ConfigurationError(f"{argument} deletes what this needs; leave it out")
 
 
 def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
@@ -279,8 +245,9 @@ def _composed(name: str, settings: Sequence[str]) -> DictConfig:
 
 
 def _print_help(config: DictConfig) -> None:
-    """Prints the help of a verb as its config says, like Hydra, which reads all groups anew for each of them."""
-    folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.is_dir()]
+    """Prints the help of a verb as its config says, with the groups that it has."""
+    own = HydraConfig.get().runtime.choices
+    folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.name in own]
     options = {
         folder.name: sorted(
             file.name.removesuffix(".yaml")
@@ -292,66 +259,6 @@ def _print_help(config: DictConfig) -> None:
     groups = [f"{group}: {', '.join(names)}\n" for group, names in options.items() if names]
     template = string.Template(HydraConfig.get().help.template)
     print(template.substitute(APP_CONFIG_GROUPS="".join(groups), CONFIG=OmegaConf.to_yaml(config)))
-
-
-def _flatten(config: Any, prefix: str = "") -> Iterator[str]:
-    if not OmegaConf.is_dict(config):
-        return
-    for key in config:
-        yield f"{prefix}{key}"
-        if not OmegaConf.is_missing(config, key) and not OmegaConf.is_interpolation(config, key):
-            yield from _flatten(config[key], f"{prefix}{key}.")
-
-
-def _options_with(setting: str, groups: Sequence[str]) -> list[str]:
-    """Returns options of groups that have a setting, which those that were chosen lack.
-
-    Example:
-        >>> _options_with("folder", ["data"])
-        ['data=image_folder']
-    """
-    found = []
-    for group in sorted(set(groups) - {"experiment"}):
-        folder = files("lightning_diffpipe.conf") / group
-        for file in sorted(folder.iterdir(), key=str) if folder.is_dir() else ():
-            name, _, ending = file.name.partition(".")
-            # A set, as a mapping of OmegaConf does not count settings whose value is missing.
-            if ending == "yaml" and setting in set(OmegaConf.create(file.read_text())):
-                found.append(f"{group}={name}")
-    return found
-
-
-def _suggestion(name: str, wrong: str, arguments: Sequence[str]) -> str:
-    """Looks for a setting that is spelled like a wrong one."""
-    choices = [a for a in arguments if a.partition("=")[0] in {*_CHOICES} - {wrong}]
-    with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
-        config = hydra.compose(name, overrides=choices, return_hydra_config=True)
-    groups = [key for key in config.hydra.runtime.choices if not key.startswith("hydra/")]
-    with flag_override(config, ["struct", "readonly"], False):
-        config.pop("hydra")
-    with contextlib.suppress(OmegaConfBaseException):
-        if OmegaConf.is_dict(present := OmegaConf.select(config, wrong, throw_on_missing=False)):
-            if any(a.startswith(f"{wrong}={{") for a in arguments):
-                return f" with these keys: it has {', '.join(present)}; add others by +{wrong}=..."
-            return f" to choose from; there are {', '.join(f'{wrong}.{key}' for key in present)}"
-    node, _, last = wrong.rpartition(".")
-    parent = OmegaConf.select(config, node, throw_on_missing=False) if node else None
-    builds = OmegaConf.is_dict(parent) and "_target_" in parent
-    if builds and last in inspect.signature(get_object(parent["_target_"])).parameters:
-        return f" in the config, but what it builds takes it: write +{wrong}=..."
-    known = [key for key in {*_flatten(config), *groups} if key != wrong]
-    elsewhere = sorted(key for key in known if key.rpartition(".")[2] == last)
-    options = _options_with(last, [node] if node else groups)
-    if options and (node or not elsewhere):
-        return f"; {', '.join(options)} {'have' if len(options) > 1 else 'has'} it"
-    near = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.0)
-    near = near or difflib.get_close_matches(wrong, sorted(known), n=1)
-    further = (
-        f"; further options of a method are given as +{wrong}=..."
-        if wrong.startswith("sampler.")
-        else ""
-    )
-    return (f"; did you mean {near[0]!r}?" if near else "") + further
 
 
 def _explain_call(error: InstantiationException, cause: Exception) -> str:
@@ -367,8 +274,8 @@ def _explain_call(error: InstantiationException, cause: Exception) -> str:
     return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
 
 
-def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
-    """Says in one or a few lines what is wrong and what to do."""
+def _explain(error: Exception) -> str:
+    """Says in one line what is wrong, in Hydra's words where it found that out, without those about its inside."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         if not isinstance(error.__cause__, DiffPipeError | HydraException | OmegaConfBaseException):
             return _explain_call(error, error.__cause__)
@@ -382,42 +289,22 @@ def _explain(error: Exception, name: str, arguments: Sequence[str]) -> str:
             f"cannot read {error.override}: put texts in quotes, and all in those of the shell: "
             f"'{setting}={text}'"
         )
-    if isinstance(error, MissingMandatoryValue):
-        summary, _ = VERBS[name]
-        key = re.search(r"^\s*full_key: (\S+)", str(error), re.MULTILINE)
-        setting = key[1] if key else str(error).splitlines()[0].rpartition(" ")[2]
-        if setting == "data.folder":
-            summary = (
-                "it holds pictures or videos and metadata.jsonl, with a line for each, such as "
-                '{"file_name": "cat.png", "text": "a cat"}'
-            )
-        return f"{setting} is not given ({summary})"
-    if isinstance(error, MissingConfigException) and error.options:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        near = difflib.get_close_matches(option, error.options, n=1, cutoff=0.5)
-        hint = f"did you mean {group}={near[0]}? Choose" if near else "choose"
-        return f"there is no {group}={option}; {hint} one of {', '.join(error.options)}"
-    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", str(error)):
-        setting, _, values = ambiguous[1].partition("=")
-        return (
-            f"{ambiguous[1]} is several values: {setting}=[{values}] is a list, '{setting}=\"{values}\"' a text, "
-            "and -m runs one job for each"
+    said = _said(error)
+    if isinstance(error.__cause__, ValidationError):
+        said += f": {_said(error.__cause__)}"
+    key = re.search(r"full_key: ([\w.]*\.\w+)", str(error))
+    said = f"{said} ({key[1]})" if key and key[1] not in said else said
+    if isinstance(error, MissingMandatoryValue) and "data.folder" in said:
+        said += (
+            "; it holds pictures or videos and metadata.jsonl, with a line for each, such as "
+            '{"file_name": "cat.png", "text": "a cat"}'
         )
-    if chosen := re.match(r"Multiple values for ([\w/]+)\. To override", str(error)):
-        return f"{chosen[1]} has an option already; write {chosen[1]}=... without +"
-    absent = re.match(r"(?:Interpolation k|K)ey '(\w+)' (?:not found|is not in struct)", str(error))
-    deleted = [argument for argument in arguments if argument.startswith("~")]
-    if absent and deleted:
-        return _needed(absent[1], " ".join(deleted))
-    unknown = re.match(r"Could not override '(.*?)'", str(error))
-    if unknown is None:
-        # What follows is about Hydra's inside, as is the type of what a resolver says.
-        said = re.split(r"\n(?=Config search path|    full_key)", str(error).strip())[0]
-        return re.sub(r"^\w+ raised while resolving interpolation: ", "", said)
-    suggestion = ""
-    with contextlib.suppress(HydraException, OmegaConfBaseException):
-        suggestion = _suggestion(name, unknown[1], arguments)
-    return f"there is no setting or group {unknown[1]!r}{suggestion}"
+    return said
+
+
+def _said(error: Exception) -> str:
+    text = re.split(r"\s*(?:Config search path|full_key|See https)", str(error))[0]
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", " ".join(text.split()))
 
 
 def _is_of_all_ranks(error: Exception) -> bool:
@@ -444,9 +331,7 @@ def main() -> None:
             print("diffpipe VERB --cfg job prints the composed config without running it.")
         return
     if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"verbs: {', '.join(VERBS)}"
-        print(f"diffpipe: there is no verb {name!r}; {hint}", file=sys.stderr)
+        print(f"diffpipe: there is no verb {name!r}; verbs: {', '.join(VERBS)}", file=sys.stderr)
         sys.exit(2)
     # Modules of the user's own are looked for where the command is called, as `python -m` does.
     if str(Path.cwd()) not in sys.path:
@@ -459,7 +344,7 @@ def main() -> None:
         rank = own_rank()
         if rank == 0 or not _is_of_all_ranks(error):  # else rank 0 says it for all
             who = f"rank {rank}: " if rank else ""
-            print(f"diffpipe {name}: {who}{_explain(error, name, arguments)}", file=sys.stderr)
+            print(f"diffpipe {name}: {who}{_explain(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # a terminal sends it to all processes
         if own_rank() == 0:

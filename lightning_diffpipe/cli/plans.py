@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.cli.launch import module_of, num_ranks_of, on_ranks, prepare
 from lightning_diffpipe.cli.values import file_errors, named, plain, require_writable, verb
@@ -155,7 +155,7 @@ def _unknown_splits(plan: Any, profile: Any) -> str:
 
 def _profile_to_plan(config: DictConfig) -> Any:
     """Reads the profile at `profile`, or models that of a well-known `model`."""
-    model = config.get("model") or {}
+    model = plain(config.get("model") or OmegaConf.create({"path": None}))
     if (config.profile is None) == (model.get("path", "") is None):
         raise ConfigurationError(
             "give profile=FILE, written by diffpipe profile, or model.path=FOLDER for one without weights, or one "
@@ -165,12 +165,14 @@ def _profile_to_plan(config: DictConfig) -> Any:
         from lightning_diffpipe.planning.profile import ModelProfile
 
         return ModelProfile.from_json(_read(config.profile), config.profile)
-    if not model.get("_target_", "").endswith("ModelOnPaper"):
+    if "_target_" in model:
         raise ConfigurationError(
             "this model can be measured: write a profile with diffpipe profile model=..., "
             "then plan with profile=FILE"
         )
-    profile = hydra.utils.instantiate(model).profile()
+    from lightning_diffpipe.modules.on_paper import ModelOnPaper
+
+    profile = ModelOnPaper(**model).profile()
     print(f"{profile.name}; sizes are exact, times are not measured\n")
     return profile
 

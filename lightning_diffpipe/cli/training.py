@@ -15,7 +15,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
+from lightning_diffpipe.cli.launch import (
+    module_of,
+    own_rank,
+    prepare,
+    refuse_processes_of_sweep,
+)
 from lightning_diffpipe.cli.values import (
     file_errors,
     named,
@@ -305,7 +310,7 @@ def _require_lora(config: DictConfig) -> None:
     """Refuses adapters that the module does not take, and a file of them that nothing is trained for."""
     from lightning_diffpipe.modules.adapters import renamed
 
-    if config.model.get("lora") is not None and not config.model._target_.endswith("ModelOnPaper"):
+    if config.model.get("lora") is not None and "_target_" in config.model:
         target = hydra.utils.get_object(config.model._target_)
         module_class = getattr(
             target, "__self__", target
@@ -325,6 +330,7 @@ def _require_lora(config: DictConfig) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
+    refuse_processes_of_sweep(config.trainer.devices)
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_diffpipe.checkpoint_files import chosen

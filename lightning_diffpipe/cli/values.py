@@ -1,17 +1,13 @@
-"""Values that cannot be, refused by the name that the user gave them.
+"""Verbs by name, and values that cannot be, refused by the name that the user gave them.
 
-What a `_target_` takes is in its signature: each value below it is compared with the annotation of its
-argument, before anything is built. What a verb takes itself is in `SETTINGS`. Further mistakes are found by
-what is built; those errors name an argument, and get the name of its setting.
-
-Verbs register themselves here (`verb`), and have the files written and read here that a setting names.
+Hydra knows the types of the verbs' own settings (`settings.py`). What a `_target_` takes is in its signature: each
+value below it is compared with the annotation of its argument, before anything is built. Further mistakes are found
+by what is built; those errors name an argument, and get the name of its setting.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import math
 import pkgutil
 import re
 import sysconfig
@@ -54,106 +50,38 @@ def verb(summary: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[Dict
     return register
 
 
-SETTINGS: dict[str, Any] = {
-    "seed": int | None,
-    "offline": bool,
-    "num_threads": int | None,
-    "progress": bool,
-    "output": str | None,
-    # train, demo
-    "name": str | None,
-    "output_dir": str,
-    "ckpt_path": str | None,
-    "save_to": str | None,
-    "save_lora": str | None,
-    "save_lora_names": dict | None,
-    "save_dtype": str,
-    # sample, demo
-    "path": str,
-    "prompts": list[str] | list[int],
-    "num_inference_steps": int,
-    "guidance_scale": float | None,
-    "height": int | None,
-    "width": int | None,
-    "images": dict | None,
-    "options": dict | None,
-    "output_type": str,
-    "video_format": str,
-    "fps": int,
-    "pipeline_class": str | None,
-    "vae_tiling": bool,
-    "vae_slicing": bool,
-    "report": bool,
-    "dtype": str,
-    "variant": str | None,
-    "loras": dict | None,
-    "ip_adapters": dict | None,
-    "base": str | None,
-    "timeout_s": float,
-    # profile
-    "cluster_output": str,
-    "sample_counts": list[int] | None,
-    "repeats": int | None,
-    "budget_s": float,
-    "max_share": float,
-    "precision": str,
-    "device": str,
-    # plan, show, diff
-    "profile": str | None,
-    "plan": str,
-    "before": str,
-    "after": str,
-    "explain": bool,
-    "explain_s": float,
-    "as": str,
-    "max_columns": int,
-    "samples": int,
-}
-"""Settings of the verbs themselves; one name means one thing in all of them."""
-
-_POSITIVE = {"num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share", "explain_s",
-             "max_columns", "samples", "num_threads", "fps"}  # fmt: skip
-_MOST = {"seed": 2**32 - 1, "num_threads": 1024}  # more threads than a process may start end it
-_SINGLE = (int, float, bool, str, Path, type(None), Literal)
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    Path: "a path",
-    dict: "a mapping",
-    type(None): "null",
-}
-_PLURAL = {"a whole number": "whole numbers", "a number": "numbers", "a text": "texts"}
+_POSITIVE = ("num_inference_steps", "height", "width", "timeout_s", "repeats", "budget_s", "max_share", "explain_s",
+             "max_columns", "samples", "fps")  # fmt: skip
+_SCALARS = (int, float, bool, str, type(None))
 _LISTS = (list, tuple, set, frozenset, Sequence, Iterable)
 
 
 @raised_by_all()
 def refuse_values(config: DictConfig) -> None:
-    """Refuses values of the wrong type, in all groups and settings, before anything is built.
+    """Refuses values of the wrong type, in all groups, and numbers out of range, before anything is built.
 
     Raises:
         ConfigurationError: One of them; names it as the user did.
     """
-    for name in SETTINGS.keys() & config.keys():
-        if OmegaConf.is_missing(config, name):
-            continue
-        value = _plain(config, name)
-        _refuse(name, value, SETTINGS[name])
-        if name in _POSITIVE and value is not None and not 0 < value < math.inf:
-            words = _words(SETTINGS[name])
-            raise ConfigurationError(f"{name} must be {words}, and > 0; got {_written(value)}")
-        if name == "sample_counts" and value is not None and (not value or min(value) < 1):
-            raise ConfigurationError(
-                f"{name} must be a list of whole numbers >= 1, such as [1,4,16], or null; got {value}"
-            )
-        if name in _MOST and value is not None:
-            require_number(name, value, int(name in _POSITIVE), _MOST[name], whole=True)
+    for name in _POSITIVE:
+        if config.get(name) is not None:
+            require_number(name, config[name], above=0)
+    for name, least, most in (("seed", 0, 2**32 - 1), ("num_threads", 1, 1024)):
+        if config.get(name) is not None:
+            require_number(name, config[name], least, most, whole=True)
+    counts = config.get("sample_counts")
+    if counts is not None and min(counts, default=0) < 1:
+        raise ConfigurationError(
+            f"sample_counts must be whole numbers >= 1, such as [1,4,16]; got {counts}"
+        )
     for key, node in _built(config, ""):
         hints = _hints(node._target_)
         for name in hints.keys() & node.keys():
-            if not OmegaConf.is_missing(node, name):
-                _refuse(f"{key}.{name}", _plain(node, name), hints[name])
+            if OmegaConf.is_missing(node, name):
+                continue
+            if not _fits(value := _plain(node, name), hints[name]):
+                kind = re.sub(r"\b[a-z_]+(\.[a-z_]+)*\.", "", inspect.formatannotation(hints[name]))
+                raise ConfigurationError(f"{key}.{name} must be {kind}; got {value!r}")
 
 
 @contextmanager
@@ -203,15 +131,10 @@ def in_settings(error: InstantiationException, config: DictConfig) -> Exception:
     if not all(is_of_library(f.filename) for f in traceback.extract_tb(cause.__traceback__)):
         return error
     message = " ".join(str(cause).split())
-    values = {name: _written(_plain(node, name)) for name in settings}
-    words = message.split()
-    ways = (
-        lambda name, value: re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", message),
-        lambda name, value: value.strip("'") in words,
-        lambda name, value: value.startswith("'") and value in message,
-    )
-    meant = (n for is_meant in ways for n, value in values.items() if is_meant(n, value))
-    name = next(meant, None)
+    values = {name: repr(_plain(node, name)) for name in settings}
+    by_name = (n for n in values if re.search(rf"(?<![\w.]){re.escape(n)}(?!\w)", message))
+    by_value = (n for n, value in values.items() if value.startswith("'") and value in message)
+    name = next(by_name, None) or next(by_value, None)
     about = f"{settings[name]}={values[name]}" if name else f"{key}: {type(cause).__name__}"
     refusal = ConfigurationError(f"{about}: {message}")
     refusal.__cause__ = cause
@@ -271,74 +194,25 @@ def _hints(target: str) -> dict[str, Any]:
     return {}
 
 
-def _refuse(setting: str, value: Any, hint: Any) -> None:
-    if not _fits(value, hint):
-        is_text = str in _parts(hint) and isinstance(value, int | float)
-        cure = f"""; as a text: '{setting}="{value}"'""" if is_text else ""
-        raise ConfigurationError(f"{setting} must be {_words(hint)}; got {_written(value)}{cure}")
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """Returns what an annotation offers to choose from."""
-    is_choice = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return (
-        tuple(x for part in typing.get_args(hint) for x in _parts(part)) if is_choice else (hint,)
-    )
-
-
-def _kind(hint: Any) -> Any:
-    return typing.get_origin(hint) or hint
-
-
 def _fits(value: Any, hint: Any) -> bool:
     """Returns whether a plain value may be what an annotation says; where that is not known, it may."""
-    parts = _parts(hint)
-    known = any(_kind(part) in (*_SINGLE, *_LISTS, dict) for part in parts)
-    if value is None or not (known or isinstance(value, list | dict)):
-        return type(None) in parts or not known
-    return any(_is(value, part) for part in parts)
-
-
-def _is(value: Any, hint: Any) -> bool:
-    """Returns whether a value may be what one annotation says; a mapping may say what to build."""
-    kind = _kind(hint)
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in inner)
     if kind is Literal:
-        return value in typing.get_args(hint)
-    if isinstance(value, dict):
-        return kind not in (*_SINGLE, *_LISTS)
+        return value in inner
+    if value is None:
+        return kind not in (*_SCALARS[:-1], *_LISTS, Path, dict)
+    if isinstance(value, dict):  # which may say what to build
+        return kind not in (*_SCALARS, *_LISTS, Path)
     if isinstance(value, list):
-        inner = [part for part in typing.get_args(hint) if part is not ...]
-        if kind not in _LISTS:
-            return kind not in (*_SINGLE, dict, Mapping)
-        return not inner or all(any(_fits(v, part) for part in inner) for v in value)
-    # Hydra reads digits as a number, and a path may be of digits.
-    taken = {bool: bool, int: int, float: int | float, str: str, Path: object}
-    return isinstance(value, taken.get(kind, ())) and (kind is bool or not isinstance(value, bool))
-
-
-def _words(hint: Any) -> str:
-    """Returns what an annotation asks for, in words; of several, those that can be written in a config."""
-    parts = [part for part in _parts(hint) if part is not int or float not in _parts(hint)]
-    words: list[str] = []
-    for part in parts:
-        kind = _kind(part)
-        if kind is Literal:
-            words += [repr(choice) for choice in typing.get_args(part)]
-        elif kind in _LISTS:
-            inner = {_words(each) for each in typing.get_args(part) if each is not ...}
-            plural = [f"a list of {_PLURAL[word]}" for word in inner if word in _PLURAL]
-            words += plural or ["a list"]
-        elif kind in _WORDS:
-            words += ["true", "false"] if kind is bool else [_WORDS[kind]]
-    *others, last = dict.fromkeys(words) or [str(hint)]
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _written(value: Any) -> str:
-    """Returns a value as one would write it in a config."""
-    if isinstance(value, float) and "e" in (short := f"{value:g}") and float(short) == value:
-        return short.replace("e+", "e")
-    return json.dumps(value) if isinstance(value, bool | None) else repr(value)
+        return kind not in (*_SCALARS, Path, dict, Mapping) and all(
+            any(_fits(each, part) for part in inner if part is not ...) or not inner
+            for each in value
+        )
+    if kind in _SCALARS:
+        return type(value) is kind or (kind is float and type(value) is int)
+    return kind not in (*_LISTS, dict, Mapping)
 
 
 @contextmanager

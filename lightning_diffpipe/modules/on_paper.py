@@ -246,6 +246,7 @@ class OnPaper:
             with Values():
                 self.size = self._looked_at(self.module)
         self.size |= configs.get("size", {})
+        self.module.to(dtype)  # tables that are made in another type
 
     def _looked_at(self, module: PipelineDiffusion) -> dict[str, int]:
         """Finds the tail of the pipeline's call, and its size in pixels."""

@@ -1,9 +1,9 @@
 """What it costs: every layer timed on this machine, or modelled for another one.
 
-The door is `profiler`: `profile(module, batch)`, and profiles on disk. Behind it, in this order: `step_run`
+The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run`
 (what the time of a layer is: stamps at the borders of layers), `bench` (many runs), `measure` (seconds and bytes of
 every layer), `layer_costs` (into a profile), `state` (leaving the module as it was).
-`known_models` and `modelled` answer without running anything.
+`modelled` answers without computing anything.
 """
 
 from lightning_diffpipe.profiling.measure import Subject, measure_profile

@@ -32,17 +32,17 @@ from tests.rows import row
     [
         (
             ["sampler=pipefusion", "sampler.num_patchs=3"],
-            "there is no setting or group 'sampler.num_patchs'; did you mean 'sampler.num_patches'?",
+            "Could not override 'sampler.num_patchs'. To append to your config use +sampler.num_patchs=3",
         ),
         (["trainer.devices=0"], "trainer.devices must be a number of processes; got 0"),
         (["trainer.accelerator=tpu"], "trainer.accelerator='tpu'; choose cpu or gpu"),
         (["dtype=float8"], "dtype='float8'; choose float32, bfloat16 or float16"),
         (["path=/nowhere.ckpt"], "there is no checkpoint /nowhere.ckpt"),
-        (["width=wide"], "width must be a whole number or null; got 'wide'"),
-        (["guidance_scale=much"], "guidance_scale must be a number or null; got 'much'"),
-        (["seed=any"], "seed must be a whole number or null; got 'any'"),
-        (["num_threads=0"], "num_threads must be a whole number or null, and > 0; got 0"),
-        (["timeout_s=0"], "timeout_s must be a number, and > 0; got 0"),
+        (["width=wide"], "override width=wide: Value 'wide' of type 'str' could not be conv"),
+        (["guidance_scale=much"], "override guidance_scale=much: Value 'much' of type 'str' could"),
+        (["seed=any"], "override seed=any: Value 'any' of type 'str' could not be converted"),
+        (["num_threads=0"], "num_threads must be a whole number >= 1 and <= 1024; got 0"),
+        (["timeout_s=0"], "timeout_s must be a number > 0; got 0"),
         (["options={negative_prompt: x}"], "LatentDiffusion takes no 'negative_prompt'"),
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
         # History: tracebacks; and pictures that could not be written when they had been drawn.
