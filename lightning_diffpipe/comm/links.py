@@ -31,7 +31,7 @@ import itertools
 import operator
 import pickle
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -435,7 +435,7 @@ class ProcessLinks(Links):
         ]
 
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
-        with watcher.explaining(), self._naming("plain data", None if self.rank == 0 else 0):
+        with self._naming("plain data", None if self.rank == 0 else 0):
             work = start()
             assert work is not None
             watcher.wait(work.is_completed, "the other ranks")
@@ -459,11 +459,11 @@ class ProcessLinks(Links):
             else:  # with a timeout NCCL would block the host; its groups have one of their own
                 work.wait()
 
-    def _naming(
-        self, what: str, peer: int | None = None
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _naming(self, what: str, peer: int | None = None) -> Iterator[None]:
         name = "a peer" if peer is None else f"rank {self.ranks[peer]}"
-        return naming(self.ranks[self.rank], what, name, self.timeout_s)
+        with watcher.explaining(), naming(self.ranks[self.rank], what, name, self.timeout_s):
+            yield
 
 
 @dataclass

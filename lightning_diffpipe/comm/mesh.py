@@ -34,6 +34,9 @@ from lightning_diffpipe.planning.schedule import Placement
 ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
 _PATIENCE_S = 1800.0
+_WATCHDOG_S = (
+    30.0  # NCCL's, which ends the process, comes after our own error, which says who did not come
+)
 _CLOCK_TAG, _CLOCK_ROUNDS = 3_888_888, 6
 
 
@@ -473,6 +476,8 @@ def connected_group(
         timeout: How long a wait in the group may last.
         members_only: Only these ranks call it; else every rank of the world must.
     """
+    if backend != "gloo":
+        timeout += datetime.timedelta(seconds=_WATCHDOG_S)
     group = dist.new_group(
         ranks, backend=backend, timeout=timeout, use_local_synchronization=members_only
     )

@@ -50,7 +50,7 @@ from lightning_diffpipe.errors import (
 )
 
 LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
-"""Environment variable of processes that rank 0 started: its process."""
+"""Environment variable of processes that a rank has started: that rank, and its process."""
 
 _log = logging.getLogger(__name__)
 _STARTING = "starting processes"
@@ -152,6 +152,7 @@ class Watcher:
         self._losses: dict[int, Status] = {}
         self._timeout_s, self._silence_s, self._period_s = math.inf, _LEAST_SILENCE_S, _PERIOD_S
         self._runs = self._num_connects = 0
+        self._has_given_up = False  # a wait, which may be under way still
         self._signal_phase, self._signal_limit_s = "", _GRACE_S
         self._end_s = self._signalled_s = math.inf
         self._server: socket.socket | None = None
@@ -169,7 +170,8 @@ class Watcher:
     def signals(self) -> dict[int, str]:
         """Ranks that got SIGTERM, with what they were doing."""
         everyone = (self.status, *self._statuses.copy().values())
-        return {each.rank: each.signal for each in everyone if each.signal}
+        run = self.status.run
+        return {each.rank: each.signal for each in everyone if each.signal and each.run == run}
 
     def publish(self, **changes: Any) -> None:
         """Changes this rank's status; the others hear of it at once."""
@@ -234,6 +236,7 @@ class Watcher:
             self._end_s = self._signalled_s = math.inf
             self._signal_phase, self._signal_limit_s = "", _GRACE_S
             self._losses.clear()
+            self._has_given_up = False
             place = {"process": _process(os.getpid()), "parent": _process(os.getppid())}
             run, turn = self.status.run + 1, self.status.turn
             self.status = Status(rank, phase, run=run, turn=turn, **place)
@@ -288,6 +291,7 @@ class Watcher:
             LostRankError: One is.
         """
         if (loss := self.loss()) is not None:
+            self._has_given_up = True
             raise LostRankError(f"{self._here} lost {loss}", bool(loss.signal))
 
     @property
@@ -297,11 +301,13 @@ class Watcher:
     def _explained(self, error: Exception) -> LostRankError:
         """Returns an error that says who was lost; or, if nobody was, what the others are doing."""
         until_s, may_still_hear = time.monotonic() + _VERDICT_S, True
+        self._has_given_up = True
         while may_still_hear:  # who was lost first
             time.sleep(0.02)
             with self._lock:
                 loss, now_s = self.loss(), time.monotonic()
-                heard_s = min((each.heard_s for each in self._connections), default=now_s)
+                known = [each for each in self._connections if each.rank is not None]
+                heard_s = min((each.heard_s for each in known), default=now_s)
                 is_silent = loss is None and now_s - heard_s > 3 * self._period_s
                 is_open = (loss is None or loss.follows) and not self.has_refusal()
                 may_still_hear = is_open and (is_silent or now_s < until_s)
@@ -355,6 +361,7 @@ class Watcher:
                 return
             self.refuse_loss()
             for each in stuck:
+                self._has_given_up = True
                 raise PipelineTimeoutError(
                     f"{self._here} waited for {what}: rank {each.rank} ({each.phase}) lives, but has made no step "
                     f"for {limit_s:g} s (timeout_s)"
@@ -455,12 +462,12 @@ class Watcher:
         connection.socket.close()
 
     def limit_exit(self) -> None:
-        """Ends this process some seconds after Python's last exit handler, where a rank was lost.
+        """Ends this process some seconds after Python's last exit handler, where a wait was given up.
 
         Gloo's groups wait in a destructor for what is left, up to half an hour, where a peer is silent; only a
         thread in C goes on then. The handler that was registered first is called last.
         """
-        if self._losses:
+        if self._has_given_up:
             nothing = open(os.devnull, "w")  # noqa: PTH123, SIM115
             faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=nothing)
 
@@ -566,7 +573,7 @@ class Watcher:
                 connection.send(**asdict(status))
 
     def _look_around(self, now_s: float) -> None:
-        """Looks who is silent, and which processes that rank 0 starts have ended before they could connect."""
+        """Looks who is silent, and which processes that a rank has started have ended before they connected."""
         for connection in self._connections:
             if connection.rank is None or now_s - connection.heard_s <= self._silence_s:
                 continue
@@ -576,9 +583,9 @@ class Watcher:
                 self._note(replace(status, state="silent", failure=failure))
         if self._runs:
             ended = [rank for rank, child in self.children.items() if child.poll() is not None]
-            parent = os.environ.get(LAUNCHER)
-            if parent and self.status.rank and os.getppid() != int(parent):
-                ended.append(0)
+            if LAUNCHER in os.environ:
+                launcher, pid = map(int, os.environ[LAUNCHER].split())
+                ended += [launcher] if os.getppid() != pid else []
             for rank in set(ended) - self._statuses.keys():
                 self._note_end(rank)
 

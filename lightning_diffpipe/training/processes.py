@@ -295,8 +295,8 @@ class _Launcher(_SubprocessScriptLauncher):
             _set_num_threads_if_needed(num_processes=self.num_processes)
         if max(self.num_processes * self.num_nodes, environment.world_size()) == 1:
             return function(*call.args, **call.kwargs)
-        watcher.children |= enumerate(self.procs, 1)
         rank = trainer.strategy.node_rank * self.num_processes + environment.local_rank()
+        watcher.children |= enumerate(self.procs, rank + 1)
         try:
             with stopping_at_signals(trainer), watcher.run(rank):
                 return function(*call.args, **call.kwargs)
@@ -309,7 +309,8 @@ class _Launcher(_SubprocessScriptLauncher):
         if not {"MASTER_PORT", "STANDALONE_PORT"} & os.environ.keys():
             self.store = open_store()
             os.environ["MASTER_PORT"] = str(self.store.port)
-        os.environ[LAUNCHER] = str(os.getpid())
+        first = self.cluster_environment.node_rank() * self.num_processes
+        os.environ[LAUNCHER] = f"{first} {os.getpid()}"
         try:
             super()._call_children_scripts()
         finally:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_diffpipe.comm import links as links_module
 from lightning_diffpipe.comm.links import ProcessLinks, exchange, start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.comm.mesh import connected_group
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
@@ -199,3 +202,13 @@ def test_over_nccl_receives_begin_when_they_are_waited_for_in_the_order_of_their
     other.begin()
     other.wait()
     assert begun == [*[("irecv", 1, "1>0")] * 2, ("irecv", 2, "2>0")]
+
+
+@pytest.mark.parametrize(("backend", "limit_s"), [("gloo", 120.0), ("nccl", 150.0)])
+def test_the_watchdog_of_nccl_comes_after_our_own_error(backend, limit_s, monkeypatch):
+    """History: both had `timeout_s`, so that the process could end before it had said which rank it waited for."""
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: made.append(timeout))
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    connected_group([0, 1], backend, datetime.timedelta(seconds=120.0))
+    assert made == [datetime.timedelta(seconds=limit_s)]

@@ -483,7 +483,7 @@ def test_requests_are_drawn_after_one_that_was_cancelled(name, options, kind, jo
     found = run_ranks(cancelled, 2, *each, who, kind)
     for rank, (errors, _) in enumerate(found):
         own = [rank in ranks or kind is GraphError for ranks in who]
-        ends = [kind.__name__ if is_own else "PipelineTimeoutError" for is_own in own]
+        ends = [kind.__name__ if is_own else "LostRankError" for is_own in own]
         assert [end for end, _ in errors] == ends
         assert not any("timeout_s" in said for _, said in errors), "nobody waits so long"
     expected, _ = draw(0, *each)
