@@ -264,7 +264,8 @@ class Mesh:
                 is_ours = tensor.device.type == self.device.type
                 group = self.pipeline_group if is_ours else self.transfers
                 if tensor.numel():
-                    works.append(dist.broadcast(flat_bytes(tensor), source, group, async_op=True))
+                    flat = flat_bytes(tensor)
+                    works.append(dist.broadcast(flat, source, group=group, async_op=True))
             for work in works:
                 work.wait()
         return value if is_first else apart.put_together(tensors, self.device)

@@ -116,8 +116,7 @@ class _Once(IterableDataset[Batch]):
 class WebDatasetDataModule(CaptionedDataModule):
     """Captioned pictures from tar shards.
 
-    Each data-parallel rank must read its own samples: shards are dealt out by the rank the strategy
-    names, so that all stages of one pipeline see the same batches.
+    Each pipeline reads its own samples, on one of its ranks: shards are dealt out by what the strategy names.
 
     Args:
         train_shards: Brace pattern of the training shards, such as `"data/{000..099}.tar"`.

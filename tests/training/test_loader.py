@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import queue
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from torch.utils.data import (
 )
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.comm.packing import flat_bytes, take_apart
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.training.loader import Feed, PipelineLoader, end_workers_with_rank
@@ -328,6 +331,67 @@ def test_the_state_of_a_loader_is_that_of_the_batch_that_was_given(looks_ahead):
     with pytest.raises(ConfigurationError, match=r"1 training loaders know .* of 2"):
         other._load_state_dicts(states[:2])
     assert fed([1])._state_dicts() == []
+
+
+class Hands:
+    """Stands for the mesh of one of two ranks, each in a thread."""
+
+    def __init__(self, local_rank, box):
+        self.local_rank, self.pipeline, self._box = local_rank, 0, box
+        self.layout = SimpleNamespace(ranks_per_pipeline=2)
+
+    def handed_on(self, value=None):
+        if self.local_rank == 0:
+            self._box.put(take_apart(value))
+            return value
+        apart, tensors = self._box.get(timeout=10)
+        received = apart.empty(CPU)
+        for own, other in zip(tensors, received, strict=True):
+            flat_bytes(other).copy_(flat_bytes(own))
+        return apart.put_together(received, CPU)
+
+
+class Tensors:
+    """Batches, of which nobody knows how many there are; on one rank."""
+
+    def __init__(self, rank, count):
+        self.rank, self.count = rank, count
+
+    def __iter__(self):
+        assert self.rank == 0, "a rank reads that shall not"
+        return ({"x": torch.full((2, 3), float(n)), "name": str(n)} for n in range(self.count))
+
+
+@pytest.mark.parametrize("looks_ahead", [0, 2])
+def test_other_ranks_get_what_the_first_one_loads(looks_ahead):
+    """With Lightning's fetcher, which fetches a batch ahead of a loader without length, through two passes."""
+    box, hooks = queue.SimpleQueue(), []
+
+    def run(rank):
+        strategy = stands_for_strategy()
+        strategy.mesh = Hands(rank, box)
+        module = strategy.lightning_module
+        module._on_before_batch_transfer = lambda batch, dataloader_idx: hooks.append(rank) or batch
+        loaders = {"long": Tensors(rank, 5), "short": Tensors(rank, 2)}
+        feed = Feed.of(loaders, "max_size_cycle", strategy)
+        feed.flattened = [
+            PipelineLoader(one, None, rank == 0, 7, 0, Clock()) for one in feed.flattened
+        ]
+        fetcher, seen = _PrefetchDataFetcher(), []
+        fetcher.setup(feed)
+        for _ in range(2):
+            for fetched, *place in fetcher:
+                batch = fetched.feed.give(fetched, CPU)
+                seen.append((batch, place, fetcher.done, feed.ahead(looks_ahead, CPU)))
+        return seen
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(run, range(2))
+    assert box.empty()
+    assert len(first) == len(second) == 10
+    assert repr(first) == repr(second)
+    assert [done for *_, done, _ in first] == ([False] * 4 + [True]) * 2
+    assert hooks == [0] * 10
 
 
 def test_a_rank_that_does_not_read_touches_no_sample():
