@@ -312,7 +312,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         with patched(self, _wants_example=True):
             batch, arguments = example_batch(trainer, self)
         self._arguments = arguments
-        silence_watching(trainer, several=False)
+        silence_watching(trainer)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages)
         number = planned_pipelines(self._options, self.world_size) if self.is_global_zero else 0
@@ -327,7 +327,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             )
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         plan = self.pipeline.plan
-        silence_watching(trainer, len(plan.stages) > 1)
         with raised_by_all():
             if plan.runs_free:
                 refuse_without_flush(trainer, plan.options.schedule)
@@ -649,7 +648,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Lets the other ranks know what this one does; weights are those after the last batch."""
         self.drain()
         if self.pipeline is not None:
-            silence_watching(self._trainer, len(self.pipeline.plan.stages) > 1)
+            silence_watching(self._trainer)  # hooks that were put since
         liveness.enter(phase)
 
     on_train_start = on_validation_end = partialmethod(_enter, "training")  # type: ignore[assignment]
