@@ -94,11 +94,9 @@ class Coroutine:
         self._go.release()
         try:
             self._back.acquire()
-        except (
-            BaseException
-        ):  # interrupted: it must not run on beside us, unless it never comes back
+        except BaseException:  # interrupted: it must not run on beside us
             self.is_cancelled = True
-            self._back.acquire(timeout=_GRACE_S)
+            self._back.acquire(timeout=_GRACE_S)  # it may never come back
             raise
         if self._error is not None:
             error, self._error = self._error, None

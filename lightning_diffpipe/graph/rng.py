@@ -61,10 +61,10 @@ def capture(host: bool) -> RandomState:
 
 def restore(state: RandomState) -> None:
     """Writes the global generators."""
-    torch.default_generator.set_state(state.cpu.cpu())  # it may have come by way of a device
+    torch.default_generator.set_state(state.cpu.to("cpu", copy=True))  # of a message it is a part
     cuda = _cuda_generator()
     if cuda is not None and state.cuda is not None:
-        cuda.set_state(state.cuda.cpu())
+        cuda.set_state(state.cuda.to("cpu", copy=True))
     if state.host is not None:
         random.setstate(state.host[0])
         if state.host[1] is not None:

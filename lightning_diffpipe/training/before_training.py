@@ -148,28 +148,27 @@ def without_loggers(trainer: Any) -> Iterator[None]:
 _NOT_OF_LOGGERS = {"torch", "lightning", *sys.stdlib_module_names}
 
 
-def silence_watching(trainer: Any, several: bool) -> None:
-    """Lets hooks on modules that a package of a logger has put (`WandbLogger.watch`) do nothing in trial runs.
+def silence_watching(trainer: Any) -> None:
+    """Lets hooks that a package of a logger has put on modules (`WandbLogger.watch`) do nothing in trial runs.
 
-    Args:
-        trainer: Whose loggers, and whose module.
-        several: There are several stages, and they do nothing at all: rank 0 alone has them, where they would see a
-            part of the module.
+    Nor with several stages: rank 0 alone has them, and a part of the module.
     """
+    strategy = trainer.strategy
     held = [type(value) for logger in trainer.loggers for value in vars(logger).values()]
     packages = {kind.__module__.partition(".")[0] for kind in held} - _NOT_OF_LOGGERS
 
     def silenced(hook: Any) -> Any:
         @functools.wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
+            several = strategy.plan is not None and len(strategy.plan.stages) > 1
             return None if several or in_trial.get() else hook(*args, **kwargs)
 
+        vars(call)["silenced_by"] = strategy
         return call
 
     for module in trainer.lightning_module.modules() if packages else ():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for number, hook in hooks.items():
                 package = str(getattr(hook, "__module__", "")).partition(".")[0]
-                if package in packages and getattr(hook, "silenced", None) is not several:
+                if package in packages and getattr(hook, "silenced_by", None) is not strategy:
                     hooks[number] = silenced(hook)
-                    hooks[number].silenced = several

@@ -337,7 +337,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
         batch, self._arguments = first_batch(trainer, self)
-        silence_watching(trainer, several=False)
+        silence_watching(trainer)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
         with (
@@ -351,7 +351,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._disconnect_data()
         self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
         plan = self.pipeline.plan
-        silence_watching(trainer, len(plan.stages) > 1)
         with raised_by_all():
             if plan.runs_free:
                 refuse_without_flush(trainer, plan.options.schedule)
@@ -669,7 +668,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Lets the other ranks know what this one does; weights are those after the last batch."""
         self.drain()
         if self.pipeline is not None:
-            silence_watching(self._trainer, len(self.pipeline.plan.stages) > 1)
+            silence_watching(self._trainer)  # hooks that were put since
         watcher.enter(phase)
 
     on_train_start = on_validation_end = partialmethod(_enter, "training")  # type: ignore[assignment]

@@ -113,7 +113,7 @@ def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_impor
         assert clip_grad_norm_(theirs, 1.0) == 2
         assert clip_grad_norm_(foreign, 1.0) == 0
         clip_grad_value_(ours, 0.5)
-    assert grad_norm(nn.ParameterList(theirs), 2)["grad_2.0_norm_total"] == 1
+    assert grad_norm(nn.ParameterList(theirs), 2)["grad_2.0_norm_total"] == pytest.approx(1, 1e-5)
     assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])
 
 
