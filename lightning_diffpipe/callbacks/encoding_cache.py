@@ -123,7 +123,7 @@ class EncodingCache(L.Callback):
         if not all(reasons.values()):
             call = partial(trainer.strategy._run_training_step, pipeline.module, microbatch)
             view = partitioned.frozen_view
-            if view is None:  # a rank alone runs frozen layers where they are called
+            if not view.cut.layers:  # a rank alone runs frozen layers where they are called
                 interception = next(iter(partitioned.stage_views.values())).interception
                 view = FrozenView(pipeline.module, graph, cut(graph, ()).frozen, interception)
             steady = repeatable(view, call, pipeline.seed)

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.comm.waiting import SideStreams, in_thread, naming
 from lightning_diffpipe.errors import ScheduleError
-from lightning_diffpipe.planning.instruction import Instruction
+from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 
 MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
 _KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "feedback", "frozen", "end")
@@ -44,6 +44,12 @@ class MessageKey(NamedTuple):
     def tag(self, num_stages: int) -> int:
         """Returns a number no other message of the step has."""
         return _KINDS.index(self.kind) * _TAGS_PER_KIND + self.microbatch * num_stages + self.stage
+
+
+def message_key(message: Send | Receive | Wait, ring: int | None = None) -> MessageKey:
+    """Returns the key of a message; microbatches without an end are numbered in a ring."""
+    microbatch = message.microbatch % ring if ring else message.microbatch
+    return MessageKey(message.kind, message.stage, microbatch)
 
 
 class Parcel(NamedTuple):

@@ -2,6 +2,9 @@
 
     random() < 0.5      a b c   or   a b c a b c        (self-conditioning: estimate first, or do not)
 
+Some call the same layers and read other things between them, such as a term of the loss that a coin adds; those
+that trials find are forms, too.
+
 Which form a microbatch takes is known before any of its layers runs: the step's own code is run from the
 microbatch's seed with a stub for every layer, to its end, as a layer may be called after all those of a known form.
 Every rank does so from the same seed, and finds the same.
@@ -15,14 +18,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.calltree import storage_key, tensors_in
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception, Site
 from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph
@@ -36,16 +41,30 @@ from lightning_diffpipe.graph.side_effects import (
 from lightning_diffpipe.graph.step import StepCall, untouched
 from lightning_diffpipe.graph.view import DummyMemory, Stop, StubbedRun, View
 
-StepForm = tuple[tuple[str, bool], ...]
-"""The layers that a step calls, in order, each with whether gradients were on."""
+_Read = tuple[int, Any]
+
+
+class StepForm(NamedTuple):
+    """What tells two ways through a step apart.
+
+    Attributes:
+        calls: The layers that it calls, in order, each with whether gradients were on.
+        reads: What the code between layers reads, outputs of layers and parameters, each with the number of calls
+            before it. Empty unless steps with the same calls read different things.
+    """
+
+    calls: tuple[tuple[str, bool], ...]
+    reads: frozenset[_Read] = frozenset()
+
+
 _Pattern = Sequence[tuple[str, bool | None]]
 _Line = tuple[str, int]
-_Read = tuple[_Line, Any]
+_Number = tuple[_Line, Any]
 
 
 def names_of(form: StepForm) -> tuple[str, ...]:
     """Returns the modules of the layers of a form, in call order."""
-    return tuple(name for name, _ in form)
+    return tuple(name for name, _ in form.calls)
 
 
 @dataclass(frozen=True)
@@ -55,22 +74,19 @@ class Exemplar:
     Attributes:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
-        reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), in
-            order, each with the line that did.
+        reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), and
+            later out of what was drawn, in order, each with the line that did.
         host: It drew from `random` or `numpy.random`, too.
         counted: Attributes that count, as they were.
+        tossed: It drew from these, or took a number out of what was drawn and of no layer.
     """
 
     seed: int
     arguments: tuple[Any, ...] = ()
-    reads: tuple[_Read, ...] = ()
+    reads: tuple[_Number, ...] = ()
     host: bool = False
     counted: tuple[tuple[Attribute, Any], ...] = ()
-
-    @property
-    def has_coins(self) -> bool:
-        """Whether it read something that may have been a coin."""
-        return self.host or bool(self.reads)
+    tossed: bool = False
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the same step, whose coins always fall as they did; what else it draws is drawn."""
@@ -94,6 +110,7 @@ class FormView(View):
         lenient: Layers that were not called when the step was probed are run, instead of refused.
         bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a form
             that begins with all calls of a known one is taken for that.
+        by_reads: Tells forms apart by what the code between layers reads, too.
 
     Attributes:
         counted: What counters of the step (`LayerGraph.counters`) show after the batch whose form was found last.
@@ -107,12 +124,16 @@ class FormView(View):
         memory: DummyMemory | None = None,
         lenient: bool = False,
         bears_nan: bool = False,
+        by_reads: bool = False,
     ) -> None:
         super().__init__(
             root, graph, replace(tail(graph), needed=frozenset()), interception, memory
         )
         self._lenient = lenient
         self._goes_on = bears_nan and not graph.needs_values
+        self.by_reads = by_reads and (lenient or self._goes_on)
+        parameters = root.named_parameters() if self.by_reads else ()
+        self.labels = {id(parameter): name for name, parameter in parameters}
         self._counters = Attributes(root, graph.counters)
         self.counted: list[Any] = []
         owners = {name.rpartition(".")[0] for name in graph.glue_writes}
@@ -138,10 +159,12 @@ class FormView(View):
             GraphError: The step calls a layer that it did not call when it was probed.
         """
         if self.graph.needs_values and len(known) < 2:
-            return next(iter(known), tuple((name, True) for name in self.graph.layer_names))
+            names = self.graph.layer_names
+            return next(iter(known), StepForm(tuple((name, True) for name in names)))
         patterns: Collection[_Pattern] | None = None
         if not self._goes_on:
-            patterns = known or [tuple((n, None) for n in self.graph.layer_names)]
+            patterns = [form.calls for form in known]
+            patterns = patterns or [tuple((n, None) for n in self.graph.layer_names)]
         generators: Callable[[], Any] = contextlib.nullcontext
         if self.graph.generators:  # on one rank
             generators = partial(generators_preserved, self.root)
@@ -163,7 +186,7 @@ class FormView(View):
         return _FormRun(self, known, self._lenient, self._counters)
 
     def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int) -> StepForm | None:
-        with self.interception.running(run):
+        with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
             rng.seed_all(seed, host=True)
             form = run.form_of(call)
         later = self.graph.counters.values()
@@ -178,14 +201,14 @@ class FormView(View):
         with rng.preserved(host=True), self.restored.preserved():
             rng.seed_all(seed, host=True)
             before = rng.host_state()
-            reads: list[tuple[int, _Read]] = []
+            reads: list[tuple[int, bool, _Number]] = []
 
             def note(take: Callable[[], Any]) -> Any:
                 value = take()
-                reads.append((run.num_calls, (_line(), value)))
+                reads.append((run.num_calls, run.takes_coin, (_line(), value)))
                 return value
 
-            with _Numbers(note):
+            with _Operators(None, note):
                 form = self._walked(run, call, seed)
             assert form is not None
             host = rng.host_state() != before
@@ -202,9 +225,11 @@ class FormView(View):
                             "number as when it was probed. Set it before the first layer, or in "
                             "on_train_batch_end, on all ranks"
                         )
-        before_last = tuple(read for position, read in reads if position < len(form))
+        coins = any(is_coin for _, is_coin, _ in reads)
+        # Of the loss there are coins, too; what else is read after the last layer is made of dummies.
+        known_reads = tuple(n for at, is_coin, n in reads if is_coin or at < len(form.calls))
         known = tuple(zip(self.graph.counters, counted, strict=True))
-        return form, Exemplar(seed, arguments, before_last, host, known)
+        return form, Exemplar(seed, arguments, known_reads, host, known, host or coins)
 
 
 @dataclass(frozen=True)
@@ -217,6 +242,8 @@ class Forms:
         names: The layers that each calls.
         is_shared: All microbatches of a batch took the same.
         throws_coins: The step read something that may have been a coin, for each microbatch by itself.
+        by_reads: Some call the same layers, and read other things between them.
+        read: Parameters that the code between layers read in some of them, and not in others.
     """
 
     exemplars: tuple[Exemplar, ...] = ()
@@ -224,6 +251,8 @@ class Forms:
     names: tuple[tuple[str, ...], ...] = ()
     is_shared: bool = True
     throws_coins: bool = True
+    by_reads: bool = False
+    read: frozenset[str] = frozenset()
 
     @property
     def widest(self) -> Exemplar | None:
@@ -231,7 +260,9 @@ class Forms:
         return self.exemplars[0] if len(self.exemplars) > 1 else None
 
 
-_FEW, _MANY = 4, 32
+_FEW, _MANY = 4, 32  # runs of a step that throws no coins and counts nothing, and of others
+MOST_FORMS = 8
+_NOTHING = contextlib.nullcontext()
 
 
 def survey(
@@ -244,8 +275,8 @@ def survey(
 ) -> tuple[StepForm, Forms]:
     """Finds forms of a step by trials, with the seeds of its first batches (`seed_of` a batch's microbatch).
 
-    Takes milliseconds, and leaves the module, which is on the host, as it is. Of the arguments of the first batch
-    the first is its number.
+    Runs the step four times; 32 times if it throws coins, counts or does not do the same each time. Leaves the
+    module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
 
     Returns:
         The form with most calls, and all.
@@ -255,7 +286,7 @@ def survey(
     """
     found: list[tuple[StepForm, Exemplar]] = []
     with Interception(root).installed() as interception, untouched(root):
-        view = FormView(root, graph, interception, lenient=True)
+        view = FormView(root, graph, interception, lenient=True, by_reads=True)
         for trial in range(_MANY):
             number, microbatch = divmod(trial, 2)
             own = (arguments[0] + number, *arguments[1:]) if arguments else ()
@@ -263,7 +294,7 @@ def survey(
             found.append(view.exemplar(call, seed_of(number, microbatch), own))
             if microbatch:
                 view.count()
-            tossed = any(exemplar.has_coins for _, exemplar in found)
+            tossed = any(exemplar.tossed for _, exemplar in found)
             tossed |= bool(graph.counters or graph.generators)
             if trial + 1 >= _FEW and not tossed and len({form for form, _ in found}) == 1:
                 break
@@ -271,15 +302,21 @@ def survey(
 
 
 def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Forms]:
+    each = [{what for _, what in form.reads} for form, _ in found]
+    read = set.union(*each) - set.intersection(*each)
     counts = Counter(form for form, _ in found)
+    by_reads = len(counts) > (num_sequences := len({form.calls for form in counts}))
+    if len(counts) > MOST_FORMS >= num_sequences or not by_reads:  # too many to be probed
+        by_reads, found = False, [(StepForm(form.calls), exemplar) for form, exemplar in found]
+        counts = Counter(form for form, _ in found)
     exemplars = dict(reversed(found))
-    forms = sorted(counts, key=lambda form: (-len(form), -counts[form], form))
-    known = {name for name, _ in forms[0]}
+    forms = sorted(counts, key=lambda f: (-len(f.calls), -len(f.reads), -counts[f]))
+    known = set(names_of(forms[0]))
     for form in forms[1:]:
-        if more := sorted({name for name, _ in form} - known):
+        if more := sorted(set(names_of(form)) - known):
             raise GraphError(
                 f"the step takes {len(forms)} forms, none of which calls all layers: the one with most calls "
-                f"({len(forms[0])}) does not call {more[0]}, which another does. Let one of them call all "
+                f"({len(forms[0].calls)}) does not call {more[0]}, which another does. Let one of them call all "
                 "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
     batches = zip(found[::2], found[1::2], strict=False)
@@ -289,7 +326,9 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
         tuple(counts[form] / len(found) for form in forms),
         tuple(map(names_of, forms)),
         is_shared,
-        any(exemplar.has_coins for _, exemplar in found) or not is_shared,
+        any(exemplar.tossed for _, exemplar in found) or not is_shared,
+        by_reads,
+        frozenset(what for what in read if isinstance(what, str)),
     )
 
 
@@ -298,16 +337,21 @@ class _FormRun(StubbedRun):
 
     Attributes:
         counted: What its counters showed at the latest call of a layer.
+        takes_coin: The operator that runs takes a number out of what was drawn, and of no layer.
     """
 
     def __init__(
         self,
-        view: View,
+        view: FormView,
         known: Collection[_Pattern] | None,
         lenient: bool,
         counters: Attributes,
     ) -> None:
         super().__init__(view)
+        self.takes_coin, self._reads = False, set[_Read]()
+        self._labels: dict[int, Any] = dict(view.labels)  # by object
+        self._origins: dict[int, int] = {}  # by storage
+        self._alive: list[Any] = []  # so that each is known by its address
         self._counters, self.counted = counters, counters.capture()
         self._lenient, self._stops = lenient, known is not None
         self._calls: list[tuple[str, bool]] = []
@@ -326,9 +370,42 @@ class _FormRun(StubbedRun):
         """Returns the form; None if it is none of those that are known."""
         hooks = NoHooksWithoutGradients() if self._view.graph.hooks else contextlib.nullcontext()
         with contextlib.suppress(Stop), torch.enable_grad(), hooks:
-            call()
+            self.see(call())
         self._view.dummy_memory.require_unwritten()
-        return None if self._stops and not self._possible else tuple(self._calls)
+        if self._stops and not self._possible:
+            return None
+        return StepForm(tuple(self._calls), frozenset(self._reads))
+
+    def see(self, tree: Any) -> None:
+        """Notes which outputs of layers, and which parameters, are among what the code between layers uses."""
+        if self._view.by_reads and not self._inside:
+            seen = (self._labels.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
+            self._reads.update((len(self._calls), label) for label in seen if label is not None)
+
+    def log(self, method: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Mutes what is logged, and notes what it reads."""
+        self.see((args, kwargs))
+
+    def _stub(self, layer: Layer) -> Any:
+        out = super()._stub(layer)
+        if self._view.by_reads:
+            self._alive.append(out)
+            leaves = enumerate(pytree.tree_leaves(out))
+            self._labels |= {id(it): (len(self._calls), leaf) for leaf, it in leaves}
+            self._origins |= dict.fromkeys(map(storage_key, tensors_in(out)), _LAYER)
+        return out
+
+    def ran(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Runs an operator, and follows what is made of random numbers alone: coins are taken out of that."""
+        self.see((args, kwargs))
+        found = [self._origins.get(storage_key(tensor), 0) for tensor in tensors_in((args, kwargs))]
+        origin = max([*found, _DRAWN if rng.draws(func, args, kwargs) else 0])
+        self.takes_coin = func is _TAKES_NUMBER and origin == _DRAWN
+        out = run()
+        if origin:
+            self._alive.append(out)
+            self._origins |= dict.fromkeys(map(storage_key, tensors_in(out)), origin)
+        return out
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes the call of a layer, and hands out dummies."""
@@ -336,9 +413,14 @@ class _FormRun(StubbedRun):
         if name not in self._view.sites:
             return site.diffpipe_original(*args, **kwargs)
         self.counted = self._counters.capture()
+        self.see((args, kwargs))
         if name not in self._layers and self._lenient:
             self._calls.append((name, torch.is_grad_enabled()))
-            return site.diffpipe_original(*args, **kwargs)
+            self._inside = True
+            try:
+                return site.diffpipe_original(*args, **kwargs)
+            finally:
+                self._inside = False
         if name not in self._layers:
             raise GraphError(
                 f"the step calls {name}, which it did not call when it was probed, so that no rank was planned to "
@@ -361,6 +443,7 @@ class _FormRun(StubbedRun):
         return self._stub(layer)
 
 
+_DRAWN, _LAYER = 1, 2  # what a value is made of: the larger one counts
 _TAKES_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
@@ -371,21 +454,27 @@ def _line() -> _Line:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-class _Numbers(TorchDispatchMode):
-    """Answers where a number is taken out of a tensor, of which steps make coins, given what takes it."""
+class _Operators(TorchDispatchMode):
+    """Shows a run what operators read; answers where a number is taken out of a tensor, given what takes it."""
 
-    def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self, run: _FormRun | None, answer: Callable[[Callable[[], Any]], Any] | None = None
+    ) -> None:
         super().__init__()
-        self._answer = answer
+        self._run, self._answer = run, answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         take = partial(func, *args, **(kwargs or {}))
-        return self._answer(take) if func is _TAKES_NUMBER else take()
+        if self._run is not None:
+            return self._run.ran(func, args, kwargs or {}, take)
+        return self._answer(take) if self._answer and func is _TAKES_NUMBER else take()
 
 
-def _repeated(reads: Sequence[_Read]) -> _Numbers:
+def _repeated(reads: Sequence[_Number]) -> _Operators:
     """Gives lines that take numbers out of tensors those that were noted, also where tensors have none."""
     values: dict[_Line, deque[Any]] = defaultdict(deque)
     for line, value in reads:
         values[line].append(value)
-    return _Numbers(lambda take: of_line.popleft() if (of_line := values[_line()]) else take())
+    return _Operators(
+        None, lambda take: of_line.popleft() if (of_line := values[_line()]) else take()
+    )

@@ -102,19 +102,29 @@ def reprobe(
     Raises:
         GraphError: The step calls other layers for this batch, or trains other parameters.
     """
-    containers = {call.name for call in graph.calls}
-    try:
-        with generators_preserved(root):
-            new = _traced(root, step, batch, graph, graph.layer_names, containers)
-    except LayerLeakError as error:
-        raise GraphError(f"this batch takes another way through the step: {error}") from error
+    containers, layers = {call.name for call in graph.calls}, set(graph.layer_names)
+    frozen = {graph.layers[i].name for i in graph.frozen}
+    while True:
+        try:
+            with generators_preserved(root):
+                new = _traced(root, step, batch, graph, layers, containers)
+            break
+        except LayerLeakError as error:
+            whole = error.layer_name
+            inside = dict(root.get_submodule(whole).named_modules(prefix=whole))
+            finest = {name for name, module in inside.items() if not any(module.children())}
+            if not any_form or whole not in frozen - finest:
+                way = f"this batch takes another way through the step: {error}"
+                raise GraphError(way) from error
+            # Every rank holds its weights. An autoencoder of videos keeps what it has seen of a clip so far.
+            containers |= inside.keys() - finest
+            layers = layers - {whole} | finest
     same_calls = (new.layer_names, new.fine_names) == (graph.layer_names, graph.fine_names)
     if not same_calls and not any_form:
         raise _other_sequence(graph.layer_names, new.layer_names)
-    same = new.trained == graph.trained and new.frozen == graph.frozen
-    if not (same if same_calls else new.trained <= graph.trained):
-        odd = sorted(new.trained - graph.trained) or sorted(graph.trained - new.trained)
-        odd = odd or ["the frozen layers"]
+    same_frozen = not same_calls or new.frozen == graph.frozen
+    if not (same_frozen and new.trained <= graph.trained):
+        odd = sorted(new.trained - graph.trained) or ["the frozen layers"]
         raise GraphError(
             f"a batch {new.signature} trains other parameters than {graph.signature}, e.g. {odd[0]}; "
             "every batch must train the same ones"

@@ -39,6 +39,7 @@ from lightning_diffpipe.graph.backward import (
 from lightning_diffpipe.graph.cut import StageCut
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, TensorKey, TensorSpec
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, caller
 from lightning_diffpipe.graph.step import loss_of, weight_of
 
@@ -406,9 +407,8 @@ class StageView(View):
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that get gradients here."""
-        names = self.cut.parameters & self.graph.trained
-        return [p for name, p in self.root.named_parameters() if name in names]
+        """The parameters that may get gradients here."""
+        return [p for p in self.root.parameters() if p.requires_grad and not is_placeholder(p)]
 
     def forward(
         self,

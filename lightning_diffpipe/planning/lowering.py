@@ -212,9 +212,7 @@ def lower_for_devices(schedule: Schedule) -> tuple[Schedule, Due]:
         ScheduleError: Hosts that wait for their devices would wait for each other for ever.
     """
     fewest = 2 if schedule.num_stages > schedule.num_ranks else 1
-    for num_ahead in range(
-        fewest, max(fewest, schedule.num_microbatches * schedule.num_stages) + 1
-    ):
+    for num_ahead in range(fewest, fewest + schedule.num_microbatches * schedule.num_stages):
         lowered = lower(schedule, num_ahead=num_ahead)
         due = receives_due(lowered)
         num_posted = sum(isinstance(i, Receive) for program in lowered.programs for i in program)

@@ -28,7 +28,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh
-from lightning_diffpipe.comm.transport import MessageKey
+from lightning_diffpipe.comm.transport import MessageKey, message_key
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import (
@@ -46,20 +46,8 @@ from lightning_diffpipe.planning.filling import (
     num_groups_of,
     split_evenly,
 )
-from lightning_diffpipe.planning.instruction import (
-    Instruction,
-    Program,
-    Receive,
-    Send,
-    ShareResults,
-    Wait,
-)
-from lightning_diffpipe.planning.lowering import (
-    delivered,
-    lower,
-    lower_for_devices,
-    prefix_frozen,
-)
+from lightning_diffpipe.planning.instruction import Instruction, Program, ShareResults
+from lightning_diffpipe.planning.lowering import delivered, lower, lower_for_devices, prefix_frozen
 from lightning_diffpipe.planning.passes import widened
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.bubbles import FrozenWork
@@ -245,8 +233,8 @@ class BatchLayout:
         works = self._works(batch, sizes, batch_index, arguments)
         views = [work.partitioned.frozen_view for work in works]
         splits: bool | None = None  # there is no frozen work
-        if any(view is not None for view in views):
-            splits = all(view is not None and view.is_splittable for view in views)
+        if any(view.cut.layers for view in views):
+            splits = all(view.is_splittable for view in views)
         mesh, num_ranks = self.mesh, self.schedule.num_ranks
         group_size = (self.group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
@@ -348,9 +336,3 @@ class BatchLayout:
         programs = tuple((*program, ShareResults()) for program in lowered.programs)
         confirmed = {message_key(w): list(keys(s)) for w, s in delivered(lowered)[rank].items()}
         return replace(lowered, programs=programs), (confirmed, due), parts
-
-
-def message_key(message: Send | Receive | Wait, ring: int | None = None) -> MessageKey:
-    """Returns the key of a message; microbatches without an end are numbered in a ring."""
-    microbatch = message.microbatch % ring if ring else message.microbatch
-    return MessageKey(message.kind, message.stage, microbatch)

@@ -26,13 +26,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_diffpipe.comm.transport import PendingWork, Transport
+from lightning_diffpipe.comm.transport import PendingWork, Transport, message_key
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import Program
 from lightning_diffpipe.planning.lowering import delivered, lower, lower_loop
 from lightning_diffpipe.planning.schedules.one_f_one_b import warmup_forwards
 from lightning_diffpipe.planning.schedules.pipedream import frozen_front, loop_program, unrolled
-from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork, message_key
+from lightning_diffpipe.runtime.batch_layout import BatchLayout, StepWork
 from lightning_diffpipe.runtime.bubbles import FrozenWork
 from lightning_diffpipe.runtime.engine import Engine, StepResult
 from lightning_diffpipe.runtime.executor import run_alone

@@ -15,7 +15,8 @@ are those of rank 0.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.comm.packing import as_bytes
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import Layer, LayerGraph
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.schedule import Placement
 
@@ -44,6 +45,40 @@ def residents_of(module: nn.Module, pieces: Cut, placement: Placement) -> list[f
     read = frozen.union(*(stage.parameters for stage in pieces.stages))
     held[0] |= {name for name, _ in module.named_parameters() if name not in read}
     return held
+
+
+def held_for_all_batches(
+    module: nn.Module, graph: LayerGraph, pieces: Cut, between: frozenset[str]
+) -> tuple[LayerGraph, Cut]:
+    """Returns a step and its stages that hold, and train, what only some batches read.
+
+    A stage holds all parameters of the modules that it calls, whatever they read of them for the batch that was
+    probed; all stages those that are in no layer, so that only the code between layers can read them.
+
+    Args:
+        module: The module, whole.
+        graph: Its layers.
+        pieces: The layers cut.
+        between: Further parameters that the code between layers may read.
+    """
+    named = dict(module.named_parameters())
+
+    def inside(layers: Iterable[Layer]) -> frozenset[str]:
+        prefixes = tuple(f"{layer.name}." for layer in layers)
+        return frozenset(name for name in named if name.startswith(prefixes))
+
+    own = lambda stage: inside(graph.layers[i] for i in stage.layers)
+    frozen = replace(pieces.frozen, parameters=pieces.frozen.parameters | own(pieces.frozen))
+    stages = tuple(replace(s, parameters=s.parameters | own(s) | between) for s in pieces.stages)
+    more = between | inside(layer for layer in graph.layers if layer.carries_gradient)
+    trained = graph.trained | {name for name in more if named[name].requires_grad}
+    return replace(graph, trained=trained), replace(pieces, frozen=frozen, stages=stages)
+
+
+def in_no_layer(module: nn.Module, graph: LayerGraph) -> frozenset[str]:
+    """Returns names of the parameters that lie in no layer, and in no module that is called."""
+    layers = tuple(f"{name}." for name in (*graph.layer_names, *graph.watched))
+    return frozenset(n for n, _ in module.named_parameters() if not n.startswith(layers))
 
 
 def owners_of(

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.chains import without_gradient
 from lightning_diffpipe.graph.cut import Cut, cut, tail, uncut
-from lightning_diffpipe.graph.forms import Forms, FormView, StepForm, names_of
+from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, FormView, StepForm, names_of
 from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
@@ -37,8 +37,6 @@ from lightning_diffpipe.graph.step import (
 from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.stage import PartitionedStep
-
-MOST_FORMS = 8
 
 
 def too_many_forms(number: int) -> str:
@@ -92,12 +90,12 @@ class PartitionedStepCache:
         bounds = [0, *self.positions, len(self.graph.path)]
         stage_of = [s for s, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
         self._planned = PlacedCalls(self.graph.path_names, tuple(stage_of), self.placement)
-        self._forms = list(self.forms)
+        self._forms: dict[str, list[StepForm]] = {}  # a shape may decide what is called, too
         self._first: tuple[str, StepForm] | None = None
-        self._graphs: dict[str, dict[tuple[str, ...], LayerGraph]] = {}
+        self._graphs: dict[str, dict[StepForm | tuple[str, ...], LayerGraph]] = {}
         self._views: dict[str, FormView] = {}
         self._made: dict[tuple[str, StepForm], PartitionedStep] = {}
-        self._cut_steps: dict[tuple[str, tuple[str, ...], PlacedCalls], PartitionedStep] = {}
+        self._cut_steps: dict[tuple[str, PlacedCalls], PartitionedStep] = {}
         self._memo: Memo | None = None
         self._dummies = DummyMemory()
         # The probe saw host tensors, whose types autocast leaves alone.
@@ -106,8 +104,10 @@ class PartitionedStepCache:
         for other in self.known:
             self._add(other)
 
-    def _add(self, graph: LayerGraph) -> LayerGraph:
-        return self._graphs.setdefault(graph.signature, {}).setdefault(graph.layer_names, graph)
+    def _add(self, graph: LayerGraph, form: StepForm | None = None) -> LayerGraph:
+        graphs = self._graphs.setdefault(graph.signature, {})
+        same = (known for known in graphs.values() if known.digest == graph.digest)
+        return graphs.setdefault(form or graph.layer_names, next(same, graph))
 
     @property
     def needs_values(self) -> bool:
@@ -139,13 +139,15 @@ class PartitionedStepCache:
             self._add(self._probed(key, microbatch, self._planned_step))
         graph = next(iter(self._graphs[key].values()))
         if key not in self._views:
-            bears_nan = bool(self.trials.exemplars)
+            alike = graph.layer_names == self.graph.layer_names
+            self._forms[key] = list(self.forms) if alike else []
             self._views[key] = FormView(
-                self.root, graph, self.interception, self._dummies, bears_nan=bears_nan
-            )
+                self.root, graph, self.interception, self._dummies,
+                bears_nan=bool(self.trials.exemplars), by_reads=self.trials.by_reads,
+            )  # fmt: skip
         call = StepCall(self.step, self.root, microbatch, arguments, graph.batch_writes)
         if is_first or self.trials.throws_coins or self._first is None or self._first[0] != key:
-            self._first = key, self._views[key].form_of(call, seed, self._forms)
+            self._first = key, self._views[key].form_of(call, seed, self._forms[key])
         form = self._first[1]
         if (key, form) not in self._made:
             graph = self._graph_of(form, key, call, seed)
@@ -173,21 +175,23 @@ class PartitionedStepCache:
 
     def _graph_of(self, form: StepForm, key: str, call: StepCall, seed: int) -> LayerGraph:
         """Returns the graph of a form that one of the microbatches takes now."""
-        if form not in self._forms:
-            if len(self._forms) == MOST_FORMS:
+        if form not in self._forms[key]:
+            if len(self._forms[key]) == MOST_FORMS:
                 raise GraphError(too_many_forms(MOST_FORMS + 1))
-            self._forms.append(form)
+            self._forms[key].append(form)
         names = names_of(form)
-        if names not in self._graphs[key]:
+        known = form if form.reads else names
+        if known not in self._graphs[key]:
             with untouched(self.root), generators_preserved(self.root):
                 _, exemplar = self._views[key].exemplar(call, seed, call.arguments)
-            graph = self._add(self._probed(key, call.batch, exemplar.of_step(self.step)))
+            graph = self._probed(key, call.batch, exemplar.of_step(self.step))
             if graph.layer_names != names:
                 raise GraphError(
                     f"the step takes a form of {len(names)} layer calls that cannot be probed: run again with what "
                     f"it drew, {other_calls(names, graph.layer_names)}"
                 )
-        return self._graphs[key][names]
+            self._add(graph, form if form.reads else None)
+        return self._graphs[key][known]
 
     def _probed(self, key: str, microbatch: Any, step: Step) -> LayerGraph:
         try:
@@ -219,7 +223,7 @@ class PartitionedStepCache:
             return self._planned_step(module, batch, *arguments)
 
         graphs = self._graphs.get(batch_signature(microbatch))
-        graph = graphs.get(self.graph.layer_names, self.graph) if graphs else self.graph
+        graph = next(iter(graphs.values())) if graphs else self.graph
         require_unchanged(self.root, step, microbatch, graph)
 
     def remember(self, memo: Memo | None) -> None:
@@ -230,7 +234,7 @@ class PartitionedStepCache:
 
     def _within(self, graph: LayerGraph, calls: PlacedCalls) -> PartitionedStep:
         """Returns a graph, cut for the stages of placed calls."""
-        key = graph.signature, graph.layer_names, calls
+        key = graph.digest, calls
         if key in self._cut_steps:
             return self._cut_steps[key]
         pieces = self._cut(graph, calls)
@@ -241,9 +245,7 @@ class PartitionedStepCache:
             stage: StageView(root, graph, pieces.stages[stage], interception, memory)
             for stage in calls.placement.stages_of(self.local_rank)
         }
-        frozen = end = None
-        if pieces.frozen.layers:
-            frozen = FrozenView(root, graph, pieces.frozen, interception, memory)
+        frozen, end = FrozenView(root, graph, pieces.frozen, interception, memory), None
         if len(calls.placement.first_stages) > 1 and pieces.num_stages - 1 in views:
             end = StageView(root, graph, tail(graph), interception, memory)
         partitioned = PartitionedStep(graph, pieces, views, frozen, calls.placement, end)

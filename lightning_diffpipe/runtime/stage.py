@@ -70,7 +70,7 @@ class PartitionedStep:
         graph: Its layers.
         cut: Which layers each stage runs, and what crosses its boundaries.
         stage_views: The stages this rank holds.
-        frozen_view: The frozen part; `None` if nothing is frozen.
+        frozen_view: The frozen part; without layers if this form of the step calls no frozen one.
         placement: Ranks of the stages: those planned, or with more before them for a form with more calls.
         tail_view: The code after the last layer alone, where the losses of several chains are put together.
     """
@@ -78,7 +78,7 @@ class PartitionedStep:
     graph: LayerGraph
     cut: Cut
     stage_views: dict[int, StageView]
-    frozen_view: FrozenView | None
+    frozen_view: FrozenView
     placement: Placement
     tail_view: StageView | None = None
 
@@ -91,8 +91,7 @@ class PartitionedStep:
     def remember(self, memo: Memo | None) -> None:
         """Calls frozen layers through a memo from now on, or through none."""
         for view in (*self.stage_views.values(), self.frozen_view):
-            if view is not None:
-                view.remember(memo)
+            view.remember(memo)
 
     @cached_property
     def messages(self) -> dict[str, tuple[TensorMessage, ...]]:

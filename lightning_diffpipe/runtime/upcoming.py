@@ -156,7 +156,8 @@ class PreparedBatches:
             return None
         prepared = self._prepared.popleft()
         if not self._layout.still_takes_its_forms(prepared.step):
-            self.filler.drop_first()
+            if prepared.step.frozen is not None:
+                self.filler.drop_first()
             return None
         self._compared = batch_index, prepared.fingerprint.compare(Fingerprint.of(batch))
         if self._compared[1].is_known:
@@ -190,10 +191,9 @@ class PreparedBatches:
         for number, (batch, arguments) in enumerate(upcoming, first):
             counts = partial(self._shares.counts, batch_index=number)
             step = self._layout.lay_out(batch, number, arguments, counts)
-            if step.frozen is None:
-                return
             self._prepared.append(_Prepared(number, Fingerprint.of(batch), step))
-            self.filler.add(step.frozen)
+            if step.frozen is not None:  # else a coin leaves its frozen layers out
+                self.filler.add(step.frozen)
 
     def drop(self) -> None:
         """Forgets the batches that were to come: they will not, or others will."""

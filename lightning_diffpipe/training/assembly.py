@@ -38,6 +38,8 @@ from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.ownership import (
+    held_for_all_batches,
+    in_no_layer,
     owners_of,
     require_one_home,
     residents_of,
@@ -165,6 +167,9 @@ def _cut_as_planned(
     )
     schedule = replace(plan.schedule, programs=programs)
     pieces = cut_for(graph, positions, schedule.placement)
+    # Without flushes no two ranks may train the same.
+    between = probed.forms.read | (frozenset() if plan.runs_free else in_no_layer(module, graph))
+    graph, pieces = held_for_all_batches(module, graph, pieces, between)
     refuse_unrunnable(schedule, pieces)
     refuse_shared_weights(plan, graph, pieces)
     require_one_home(graph, pieces)
@@ -222,7 +227,8 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
     module, graph, forms = probed.module, probed.graph, probed.forms
     if forms.widest is None:
         return []
-    view, found = FormView(module, graph, interception), list[StepForm]()
+    view = FormView(module, graph, interception, bears_nan=True, by_reads=forms.by_reads)
+    found: list[StepForm] = []
     with untouched(module):
         for exemplar in forms.exemplars:
             call = StepCall(

@@ -186,8 +186,10 @@ def _with_forms(profile: ModelProfile, forms: Forms) -> ModelProfile:
     (backbone,) = profile.backbones
     path = {layer.name for layer in backbone.layers}
     calls = [sum(name in path for name in names) for names in forms.names]
-    firsts = (max(calls[0] - count, 0) for count in calls)
-    seen = FormsSeen(tuple(zip(forms.shares, firsts, strict=True)), forms.is_shared)
+    shares: dict[int, float] = {}  # of all forms that begin there
+    for first, share in zip((max(calls[0] - n, 0) for n in calls), forms.shares, strict=True):
+        shares[first] = shares.get(first, 0.0) + share
+    seen = FormsSeen(tuple((share, first) for first, share in shares.items()), forms.is_shared)
     return replace(profile, backbones=(replace(backbone, seen=seen),))
 
 

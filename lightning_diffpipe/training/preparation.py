@@ -36,7 +36,7 @@ from lightning_diffpipe.comm.meeting import (
 )
 from lightning_diffpipe.errors import DiffPipeError, GraphError, raised_by_all
 from lightning_diffpipe.graph.chains import find_chains
-from lightning_diffpipe.graph.forms import Forms, names_of, survey
+from lightning_diffpipe.graph.forms import MOST_FORMS, Forms, names_of, survey
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
 from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
@@ -47,7 +47,7 @@ from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import bar
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.runtime.batch_layout import num_samples
-from lightning_diffpipe.runtime.partitioned import MOST_FORMS, Step, too_many_forms
+from lightning_diffpipe.runtime.partitioned import Step, too_many_forms
 from lightning_diffpipe.training.assembly import assemble
 from lightning_diffpipe.training.pipeline import Pipeline, ProbedStep, Process
 from lightning_diffpipe.training.plan_source import PipelineOptions, plan_of_rank_0, planned_layers
@@ -200,6 +200,8 @@ def _surveyed(
                 "the form of the step with most calls cannot be probed: run again with what it drew, "
                 f"{other_calls(names_of(widest), graph.layer_names)}"
             )
+    elif forms.by_reads:
+        graph = probed(forms.widest.of_step(step))
     if len(forms.exemplars) > MOST_FORMS:
         raise GraphError(too_many_forms(len(forms.exemplars)))
     shares = ", ".join(f"{share:.0%}" for share in forms.shares)

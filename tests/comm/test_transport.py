@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_diffpipe.comm import transport, waiting
-from lightning_diffpipe.comm.transport import MessageKey, Transport
+from lightning_diffpipe.comm.transport import MessageKey, Transport, message_key
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Backward, BackwardInput, Forward
 from lightning_diffpipe.planning.lowering import delivered, lower
-from lightning_diffpipe.runtime.batch_layout import message_key
 from tests.graph.steps import Skips, StableDiffusion, image_batch, rows, small_unet, step
 from tests.runtime.loopback import Loopback
 

@@ -1,0 +1,241 @@
+"""Steps that do not do the same for every batch: the product of what differs, how, and what decides it.
+
+Each row trains like one process. Many rows run in the same processes.
+
+History: a coin over the only frozen layer was an AssertionError, a parameter that stood in for a layer made all
+weights NaN, and a term of the loss that came and went did so to the loss.
+"""
+
+import itertools
+import random
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe.errors import GraphError
+from lightning_diffpipe.graph.forms import survey
+from lightning_diffpipe.graph.probe import probe
+from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.nccl_like import pretend_nccl
+from tests.ranks import run_ranks
+from tests.rows import row
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, BATCH = 4, 4
+WHAT = ("frozen", "trained", "parameter", "term", "replaced")
+HOW = ("left out", "added", "repeated")
+BY = ("random", "torch", "batch_idx", "shape", "first")
+
+
+class Varying(L.LightningModule):
+    """Does something so many times as its coin says.
+
+    Args:
+        what: What that is: a call of the only `frozen` layer, or of a `trained` one, a `parameter` that is read
+            between layers, a `term` of the loss on a layer that nothing else reads, or a parameter in place of the
+            frozen layer (`replaced`).
+        how: Where the coin falls so that it is `left out`, `added` or `repeated`.
+        by: What the coin is.
+    """
+
+    def __init__(self, what, how, by):
+        super().__init__()
+        self.what, self.how, self.by = what, how, by
+        block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.text = block().requires_grad_(False).eval()
+        self.blocks = nn.ModuleList(block() for _ in range(6))
+        self.aux, self.null = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+    def times(self, x, batch_idx):
+        coin = {
+            "random": lambda: random.random() < 0.5,
+            "torch": lambda: bool(torch.rand(()) < 0.5),
+            "batch_idx": lambda: batch_idx % 2 == 1,
+            "shape": lambda: x.shape[1] > 2,
+            "first": lambda: batch_idx > 0,
+        }[self.by]()
+        return {"left out": 1 - coin, "added": coin, "repeated": 1 + coin}[self.how]
+
+    def training_step(self, batch, batch_idx):
+        x, c, loss = batch["x"], batch["c"], 0.0
+        times = self.times(x, batch_idx)
+        uses = lambda what: range(times if self.what == what else 1)
+        s = c
+        if self.what == "replaced":
+            s = self.null.expand_as(c) * times if times else self.text(c)
+        else:
+            for _ in uses("frozen"):
+                s = self.text(s)
+            for _ in uses("parameter"):
+                s = s + self.null
+        for index, block in enumerate(self.blocks):
+            for _ in uses("trained") if index == 2 else range(1):
+                x = x + block(x + s)
+            if index == 1:
+                early = self.aux(x)
+        for _ in uses("term"):
+            loss = loss + 0.3 * early.square().mean()
+        return loss + F.mse_loss(x, c)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Batches(L.LightningDataModule):
+    """Whole batches, of lengths that take turns."""
+
+    def __init__(self, lengths, batch_size):
+        super().__init__()
+        one = lambda length: {
+            key: torch.randn(batch_size, length, WIDTH, dtype=torch.float64) for key in "xc"
+        }
+        torch.manual_seed(5)
+        self.batches = [one(lengths[i % len(lengths)]) for i in range(4)]
+
+    def train_dataloader(self):
+        return DataLoader(self.batches, batch_size=None)
+
+
+def settings_of(what, how, by, num_microbatches, strategy):
+    lengths = (2,)
+    if by == "shape":  # the first batch calls all layers
+        is_longer_first = how == ("left out" if what == "replaced" else "added")
+        lengths = (3, 2) if is_longer_first else (2, 3)
+    return Settings(
+        {"what": what, "how": how, "by": by},
+        {"lengths": lengths, "batch_size": BATCH},
+        {"max_steps": 4, "max_epochs": -1},
+        {"num_microbatches": num_microbatches, **strategy},
+        Varying,
+        Batches,
+    )
+
+
+def fit_all(rank, cases, world_size, nccl):
+    """Returns what came out of each, or what ended it."""
+    if nccl:
+        pretend_nccl()
+    outcomes = []
+    for settings in cases:
+        try:
+            outcomes.append(fit(rank, settings, world_size))
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def train_like_one_process(rows, num_ranks, nccl=False):
+    """Trains with all rows; they are `what, how, by, num_microbatches, fills`."""
+    cases = []
+    for what, how, by, num_microbatches, fills in rows:
+        strategy = {"num_stages": num_ranks, "filling": "auto" if fills else "none"}
+        if nccl:
+            strategy["process_group_backend"] = "nccl"
+        cases.append(settings_of(what, how, by, num_microbatches, strategy))
+    found = zip(*run_ranks(fit_all, num_ranks, cases, num_ranks, nccl, timeout_s=290), strict=True)
+    wrong = {}
+    for values, settings, outcomes in zip(rows, cases, found, strict=True):
+        try:
+            assert not isinstance(outcomes[0], str), outcomes
+            expected = reference(settings, settings.strategy["num_microbatches"])
+            assert_equal_runs(outcomes, expected, 1e-9)
+        except AssertionError as error:
+            wrong[values] = str(error)
+    assert not wrong, wrong
+
+
+def rows_of(turn):
+    """Every pair of what and how, each with other coins, microbatches and filling in each of five turns."""
+    return [
+        (what, how, BY[(i + 2 * turn) % 5], (1, 2, 4)[(i + turn) % 3], (i // 2 + turn) % 2 == 0)
+        for i, (what, how) in enumerate(itertools.product(WHAT, HOW))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "nccl", "rows"),
+    [
+        (2, False, rows_of(0)[::2]),
+        *(
+            row(num_ranks, nccl, rows_of(turn))
+            for num_ranks, nccl in [(2, False), (2, True), (3, True), (3, False), (1, False)]
+            for turn in range(5)
+        ),
+    ],
+)
+def test_steps_that_vary_train_like_one_process(num_ranks, nccl, rows):
+    train_like_one_process(rows, num_ranks, nccl)
+
+
+class Clips(Varying):
+    """Its frozen encoder, which is one layer for short clips, hands a cache from call to call for longer ones."""
+
+    def __init__(self):
+        super().__init__("none", "added", "first")
+        self.text = Streaming().requires_grad_(False).eval()
+
+
+class Streaming(nn.Module):
+    """Encodes a clip step by step, and keeps what it has seen in a list, as autoencoders of videos do."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = StepEncoder()
+
+    def forward(self, clip):
+        seen = []
+        return torch.cat([self.encoder(step, seen) for step in clip.split(1, 1)], 1)
+
+
+class StepEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.merge = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, step, seen):
+        hidden = self.first(step).tanh()
+        if seen:
+            hidden = hidden + self.merge(seen.pop())
+        seen.append(hidden)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), row((3, 1)), row((1, 2, 4))])
+def test_clips_of_several_lengths_in_any_order(lengths):
+    """History: a batch of longer clips than the first one's ended the run."""
+    settings = settings_of("none", "added", "first", 2, {"num_stages": 2})
+    settings.module_class, settings.module = Clips, {}
+    settings.data = {"lengths": lengths, "batch_size": BATCH}
+    expected = reference(settings, 2)
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-9)
+
+
+def test_a_layer_that_comes_first_with_a_later_shape_is_named():
+    settings = settings_of("frozen", "added", "shape", 2, {"num_stages": 1})
+    settings.data = {"lengths": (2, 3), "batch_size": BATCH}
+    with pytest.raises(GraphError, match="the step calls text, which it did not call when"):
+        fit(0, settings, 1)
+
+
+@pytest.mark.parametrize(("reads", "number"), [("fixed", 4), ("drawn", 32), ("nothing", 4)])
+def test_a_number_that_is_not_drawn_is_no_coin(reads, number):
+    """History: a step that read any number was run 32 times before training to look for coins."""
+    module, sigmas, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(3), []
+
+    def step(module, batch):
+        runs.append(1)
+        factor = {"fixed": sigmas[1], "drawn": torch.rand(()), "nothing": 1.0}[reads]
+        return module(batch * float(factor)).square().mean()
+
+    batch = torch.randn(2, 2)
+    graph = probe(module, step, batch)
+    runs.clear()
+    _, forms = survey(module, step, batch, graph, lambda *numbers: sum(numbers))
+    assert (len(runs), forms.widest) == (number, None)
+    assert forms.throws_coins == (reads == "drawn")
