@@ -2,6 +2,9 @@
 
     random() < 0.5      a b c   or   a b c a b c        (self-conditioning: estimate first, or do not)
 
+Some call the same layers and read other things between them, such as a term of the loss that a coin adds; those
+that trials find are forms, too.
+
 Which form a microbatch takes is known before any of its layers runs: the step's own code is run from the
 microbatch's seed with a stub for every layer, to its end, as a layer may be called after all those of a known form.
 Every rank does so from the same seed, and finds the same.
@@ -273,8 +276,8 @@ def survey(
 ) -> tuple[StepForm, Forms]:
     """Finds forms of a step by trials, with the seeds of its first batches (`seed_of` a batch's microbatch).
 
-    Takes milliseconds, and leaves the module, which is on the host, as it is. Of the arguments of the first batch
-    the first is its number.
+    Runs the step four times; 32 times if it throws coins, counts or does not do the same each time. Leaves the
+    module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
 
     Returns:
         The form with most calls, and all.

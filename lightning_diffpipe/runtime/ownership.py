@@ -15,7 +15,7 @@ are those of rank 0.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.comm.packing import as_bytes
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.cut import Cut
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import Layer, LayerGraph
 from lightning_diffpipe.planning.schedule import Placement
 
 _log = logging.getLogger(__name__)
@@ -61,13 +61,15 @@ def held_for_all_batches(
         between: Further parameters that the code between layers may read.
     """
     named = dict(module.named_parameters())
-    inside = lambda names: frozenset(
-        n for n in named if n.startswith(tuple(f"{m}." for m in names))
-    )
-    own = lambda stage: inside(graph.layers[i].name for i in stage.layers)
+
+    def inside(layers: Iterable[Layer]) -> frozenset[str]:
+        prefixes = tuple(f"{layer.name}." for layer in layers)
+        return frozenset(name for name in named if name.startswith(prefixes))
+
+    own = lambda stage: inside(graph.layers[i] for i in stage.layers)
     frozen = replace(pieces.frozen, parameters=pieces.frozen.parameters | own(pieces.frozen))
     stages = tuple(replace(s, parameters=s.parameters | own(s) | between) for s in pieces.stages)
-    more = between | inside(layer.name for layer in graph.layers if layer.carries_gradient)
+    more = between | inside(layer for layer in graph.layers if layer.carries_gradient)
     trained = graph.trained | {name for name in more if named[name].requires_grad}
     return replace(graph, trained=trained), replace(pieces, frozen=frozen, stages=stages)
 

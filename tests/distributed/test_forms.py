@@ -149,32 +149,27 @@ def train_like_one_process(rows, num_ranks, nccl=False):
     assert not wrong, wrong
 
 
-def some(number, turn):
-    """Every pair of what and how, each with other coins, microbatches and filling in each turn."""
-    pairs = list(itertools.product(WHAT, HOW))
+def rows_of(turn):
+    """Every pair of what and how, each with other coins, microbatches and filling in each of five turns."""
     return [
         (what, how, BY[(i + 2 * turn) % 5], (1, 2, 4)[(i + turn) % 3], (i // 2 + turn) % 2 == 0)
-        for i, (what, how) in enumerate(pairs)
-    ][:number]
+        for i, (what, how) in enumerate(itertools.product(WHAT, HOW))
+    ]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "nccl", "turn"),
+    ("num_ranks", "nccl", "rows"),
     [
-        (2, False, 0),
-        *(row(2, False, turn) for turn in range(1, 5)),
-        *(row(2, True, turn) for turn in range(5)),
-        *(row(num_ranks, False, turn) for num_ranks in (1, 3) for turn in range(5)),
-        *(row(3, True, turn) for turn in range(5)),
+        (2, False, rows_of(0)[::2]),
+        *(
+            row(num_ranks, nccl, rows_of(turn))
+            for num_ranks, nccl in [(2, False), (2, True), (3, True), (3, False), (1, False)]
+            for turn in range(5)
+        ),
     ],
 )
-def test_steps_that_vary_train_like_one_process(num_ranks, nccl, turn):
-    train_like_one_process(some(15, turn), num_ranks, nccl)
-
-
-def test_two_microbatches_of_unlike_forms_over_nccl():
-    rows = [("frozen", "left out", "random", 4, True), ("term", "added", "torch", 4, False)]
-    train_like_one_process(rows, 2, nccl=True)
+def test_steps_that_vary_train_like_one_process(num_ranks, nccl, rows):
+    train_like_one_process(rows, num_ranks, nccl)
 
 
 class Clips(Varying):

@@ -46,7 +46,7 @@ def test_training_needs_no_tags_and_no_order_of_first_messages(world_size, strat
 def test_coins_mix_microbatches_of_several_forms(world_size, num_microbatches, strategy):
     """History: receives began as where all microbatches take the longest form."""
     settings = Settings(
-        module_class=Coin, trainer={"max_steps": 4, "max_epochs": -1}, data={"batch_size": 8}
+        module_class=Coin, trainer={"max_steps": 3, "max_epochs": -1}, data={"batch_size": 8}
     )
     trains_like_one_process(settings, world_size, num_microbatches, strategy)
 
