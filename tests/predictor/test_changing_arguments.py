@@ -271,5 +271,5 @@ def test_a_callback_that_ends_guidance_is_refused_by_name(options, ends, changin
 def test_a_report_is_asked_for_only_where_another_method_may_do_better(options, changing):
     """History: method=single on one rank was told that the fault was that of method=single: please report it."""
     with pytest.raises(SamplingError, match=r"not finite .* in float32\): lower guidance") as error:
-        Predictor.from_pretrained(changing, **options)(None, **arguments(scales=[float("inf")]))
+        Predictor.from_pretrained(changing, **options)(None, **arguments(scales=[1e38]))
     assert ("please report it" in str(error.value)) == (options["method"] != "single")
