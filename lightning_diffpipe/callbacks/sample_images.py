@@ -400,7 +400,7 @@ class StageDrawer:
         )
         try:
             if len(call.phases) > 1:
-                raise ConfigurationError("its denoisers take turns")
+                raise ConfigurationError("its steps call denoisers in more than one way")
             if getattr(call.pipeline.pipeline, "self_conditioning", None) is not None:
                 raise ConfigurationError(
                     "its first layers read its own estimate, which is made on the last rank"

@@ -107,7 +107,7 @@ class Call:
 
     Attributes:
         pipeline: Its call.
-        phases: Steps by the denoiser that they call: one phase, unless denoisers take turns.
+        phases: Steps by how they call denoisers: one phase, unless these take turns or guidance ends.
         timesteps: One for each step.
         whole: Latents of all ranks, as the first step is given them.
         scheduler: As it is before that.
@@ -213,8 +213,8 @@ class Call:
                     guided, remedy = ", guidance=2", "guidance=1"
                 raise ConfigurationError(
                     f"the steps of {name} call its {phase.denoisers[0]} {counts} times, and with method={method}"
-                    f"{guided} every step must look alike; leave out options that change single steps, such as "
-                    f"skipped layers, or sample with {remedy}"
+                    f"{guided} every step must look alike; leave out options that change single steps, or sample "
+                    f"with {remedy}"
                 )
 
     def refuse_rows(self, warmup_steps: int | str) -> None:

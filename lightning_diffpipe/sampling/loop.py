@@ -25,7 +25,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,9 +45,6 @@ from lightning_diffpipe.sampling.record import (
     moved,
 )
 from lightning_diffpipe.sampling.request import Complete, Loop, LoopInterruptedError, Rows
-
-if TYPE_CHECKING:
-    from lightning_diffpipe.sampling.call import Call
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -539,6 +536,32 @@ class Step:
             self.plain(**self.arguments | zeros)
 
 
+class SharedCall(Protocol):
+    """What a loop reads of the request that it is a run of, this rank's share; see `Call`."""
+
+    pipeline: PipelineCall
+    channels: int | None
+    mixes: frozenset[str]
+    rows: list[int] | None
+    divided: str | None
+    index: int
+
+    @property
+    def steps(self) -> list[list[dict[str, Any]]]:
+        """Arguments of each call of the denoiser in the first and the last step."""
+
+    @property
+    def denoiser(self) -> str:
+        """The one that ranks share."""
+
+    @property
+    def latents(self) -> Tensor:
+        """Of this rank, before the first step."""
+
+    def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns this rank's rows of further arguments of a step."""
+
+
 Compute = Callable[[dict[str, Any]], Any]
 ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -557,7 +580,7 @@ class PipelineLoop(Loop):
 
     def __init__(
         self,
-        call: Call,
+        call: SharedCall,
         compute: Compute,
         exchange: ExchangeBranches | None,
         head: contextlib.AbstractContextManager[None],
@@ -625,7 +648,7 @@ class PipelineLoop(Loop):
             self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step()[1])
 
-    def change(self, call: Call, compute: Compute) -> None:
+    def change(self, call: SharedCall, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute

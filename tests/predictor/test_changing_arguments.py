@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, SamplingError
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.methods import MethodOptions
 from tests.predictor.tiny_pipelines import options_of, unet, vae
@@ -265,3 +265,11 @@ def test_a_callback_that_ends_guidance_is_refused_by_name(options, ends, changin
         Predictor.from_pretrained(folder_of(name), **options)(
             ["a"], callback_on_step_end_tensor_inputs=names, **given
         )
+
+
+@pytest.mark.parametrize("options", METHODS[::2])
+def test_a_report_is_asked_for_only_where_another_method_may_do_better(options, changing):
+    """History: method=single on one rank was told that the fault was that of method=single: please report it."""
+    with pytest.raises(SamplingError, match=r"not finite .* in float32\): lower guidance") as error:
+        Predictor.from_pretrained(changing, **options)(None, **arguments(scales=[1e38]))
+    assert ("please report it" in str(error.value)) == (options["method"] != "single")

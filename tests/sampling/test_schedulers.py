@@ -185,7 +185,7 @@ def test_patches_of_unequal_length_share_their_noise():
     for t in scheduler.timesteps:
         whole.step(x, torch.zeros_like(x), t, 0, {})
         for m in range(3):
-            parts.step(y, torch.zeros_like(y), t, m)
+            parts.step(y, torch.zeros_like(y), t, m, {})
     assert torch.equal(x, y)
     assert x.any()
 
@@ -201,7 +201,7 @@ def test_some_samples_get_their_noise_of_all_samples(name):
     for t in scheduler.timesteps:
         whole.step(x, torch.zeros_like(x), t, 0, {})
         for m in range(2):
-            parts.step(y, torch.zeros_like(y), t, m)
+            parts.step(y, torch.zeros_like(y), t, m, {})
     assert torch.equal(x[rows], y)
     assert x.any()
     assert getattr(scheduler, "_step_index", None) is None  # the given one is untouched
