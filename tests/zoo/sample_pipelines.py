@@ -1,9 +1,9 @@
 """What becomes of one tiny pipeline when the Predictor draws with it: the facts of a row of the table.
 
 Of two prompts, where diffusers itself draws two at a time, one process draws what diffusers alone draws, to the
-last bit. Two ranks, each a thread of this process with a Predictor of its own, draw the same to rounding: by `single`
-a prompt or a branch of guidance each, by other methods while all steps are synchronous, and then once more with a
-step that is not.
+last bit. Two ranks, each a thread of this process with a Predictor of its own, draw the same to rounding: a prompt
+or a branch of guidance each by `single`, by other methods while all steps are synchronous, and then once more with
+a step that is not.
 """
 
 from __future__ import annotations

@@ -88,9 +88,9 @@ The last columns say how the [Predictor](sampling.md) samples it, found by drawi
 diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the last bit, and to rounding where two
 ranks draw a prompt each; under the other methods it is the same to rounding on two ranks, while all steps are
 synchronous, and under `guidance` where each computes one branch (`guidance=2`). `single` draws {single} of them,
-`sequence` {sequence}, `pipefusion` {pipefusion}, `distrifusion` {distrifusion}; at least one of these three {either},
-and {guidance} by halves. Pictures are as tiny as denoisers, and some have too few rows. *Diffusers alone fails* where
-its own call does, with {version}.
+`sequence` {sequence}, `pipefusion` {pipefusion}, `distrifusion` {distrifusion}, one of these three {either}, and
+halves of guidance {guidance}. Pictures are as tiny as denoisers, and some have too few rows. *Diffusers alone
+fails* where its own call does, with {version}.
 """
 EDITING_INTRODUCTION = """\
 These {number} need a picture besides, which a batch may have (`condition`), but are not built in tiny here. They
