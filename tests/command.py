@@ -1,6 +1,7 @@
 """`diffpipe` as a user calls it, in this process or as others; scripts (`*.py`), too."""
 
 import contextlib
+import logging
 import os
 import random
 import runpy
@@ -37,6 +38,10 @@ def call(capsys, monkeypatch, *arguments):
         code = 0
     except SystemExit as stop:
         code = stop.code
+    finally:  # a handler writes to what this test has captured, and later tests log, too
+        logger = logging.getLogger("lightning_diffpipe")
+        logger.handlers.clear()
+        logger.propagate = True
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

@@ -30,7 +30,7 @@ def test_shares_of_frozen_work_have_their_parts():
         trained_s = row["forward_s"] + row["backward_s"]
         assert row["frozen_share"] == pytest.approx(sum(row["encoders_s"].values()) / trained_s)
     of_controlnet = next(row for row in by_layer if row["model"] == "controlnet")
-    assert "frozen denoiser" in of_controlnet["encoders_s"]  # the locked half
+    assert "frozen unet" in of_controlnet["encoders_s"]  # the locked half
     assert any("by_hand_frozen_share" in row for row in rows)
 
 

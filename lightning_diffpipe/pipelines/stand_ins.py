@@ -181,7 +181,12 @@ class PaddingTokenizer(StandIn):
 
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
-    if getattr(vae.config, "force_upcast", False) and torch.is_autocast_enabled(device.type):
+    known = torch.amp.is_autocast_available(device.type)  # not so of models on paper
+    if (
+        known
+        and getattr(vae.config, "force_upcast", False)
+        and torch.is_autocast_enabled(device.type)
+    ):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

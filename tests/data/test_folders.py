@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
 from lightning_diffpipe.data.image_folder import to_square
 from lightning_diffpipe.errors import ConfigurationError, DataError
-from lightning_diffpipe.training.loader import aligned
+from lightning_diffpipe.training.loader import PipelineLoader
 from tests.data.folders import write_folder
 from tests.data.like_webdataset import red_pictures, write_shard
 
@@ -328,7 +328,7 @@ def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers
         stream = DataLoader(data.with_epoch(4), batch_size=None, num_workers=num_workers)
         epochs = iter(range(9))
         place = lambda length: (next(epochs), 0, 0)
-        return aligned(stream, 7, rank, place, compare=lambda *_: None)
+        return PipelineLoader(stream, None, True, 7, rank, place)
 
     first, same, other = loader(0), loader(0), loader(1)
     epochs = [torch.cat(list(first)).tolist() for _ in range(2)]

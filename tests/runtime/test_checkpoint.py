@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.errors import CheckpointError, ForeignLayerError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.runtime.ownership import collect, owners_of_state, take_over
 
@@ -70,20 +70,13 @@ def test_entries_that_are_no_tensors_are_kept():
     assert saved["_extra_state"] == {"seen": 3}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
-def test_renamed_copies_of_what_other_ranks_hold_are_refused(dtype):
-    """History: such a copy belonged to rank 0, which wrote its NaN without a word."""
+def test_renamed_entries_of_what_other_ranks_hold_are_theirs():
+    """History: a renamed copy belonged to rank 0, which wrote its NaN; a copy cannot be made any more."""
     module, resident, owners = module_of_two_ranks()
     renamed = lambda: {name.replace("1.", "last."): v for name, v in module.state_dict().items()}
-    copies = lambda: {name: value.to(dtype) for name, value in renamed().items()}
     extra = {"of_a_metric": torch.ones(2)}
-    assert owners_of_state(copies() | extra, module, owners) == {"0.weight": 0}, (
-        "nothing is divided yet"
-    )
-    place_parameters(module, resident, "cpu")
+    place_parameters(module, resident, "cpu", {"1.weight": "1.weight lives on rank 1"})
     assert owners_of_state(renamed() | extra, module, owners) == {"0.weight": 0, "last.weight": 1}
-    with pytest.raises(
-        CheckpointError,
-        match=r"Sequential.state_dict\(\) gives 'last.weight', .* on_save_checkpoint",
-    ):
-        owners_of_state(copies(), module, owners)
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        with pytest.raises(ForeignLayerError, match=r"1\.weight lives on rank 1, so that here"):
+            [value.to(dtype) for value in renamed().values()]
