@@ -32,7 +32,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -204,9 +203,10 @@ class PipelineLoader:
         return derived_seed(self._seed or 0, "order", name or self._name_of_pass(), number)
 
 
-@dataclass(eq=False)
 class Fetched:
     """A batch that a loop of Lightning's has fetched; it gets the batch when it asks for it on a device.
+
+    No dataclass: Lightning copies these where it converts tensors to another type.
 
     Attributes:
         feed: Where it was fetched.
@@ -216,11 +216,9 @@ class Fetched:
         states: Of stateful loaders, as if nothing had been read after it.
     """
 
-    feed: Feed
-    place: tuple[int, int]
-    batch: Any = None
-    device: torch.device | None = None
-    states: list[Any] | None = None
+    def __init__(self, feed: Feed, place: tuple[int, int], batch: Any, states: list[Any]) -> None:
+        self.feed, self.place, self.batch, self.states = feed, place, batch, states
+        self.device: torch.device | None = None
 
 
 class Feed(CombinedLoader):
@@ -242,6 +240,9 @@ class Feed(CombinedLoader):
         feed.strategy, feed._is_begun = strategy, False
         feed._forget()
         return feed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Feed:
+        return self  # of a trainer that is copied while it goes through its data
 
     def _forget(self) -> None:
         self._batches = deque[Fetched]()  # read, and not given yet
@@ -312,7 +313,7 @@ class Feed(CombinedLoader):
             sampler = self.flattened[place[1]].batch_sampler
             sampler.seen_batch_indices = [*sampler.seen_batch_indices[: place[0]], indices]
         states = self._present_states()
-        self._batches.append(Fetched(self, tuple(place), batch, states=states))
+        self._batches.append(Fetched(self, tuple(place), batch, states))
         self._num_read += 1
         return True
 

@@ -562,7 +562,7 @@ class ClipsByItself(TinyDiffusion):
 
 def test_clipping_of_ones_own_is_refused_on_several_stages():
     """History: each stage was scaled by another factor, another direction than one process takes."""
-    with pytest.raises(RankError, match=r"ConfigurationError: torch\.nn\.utils took a norm"):
+    with pytest.raises(RankError, match=r"ConfigurationError: torch\.nn\.utils .* took a norm"):
         run(2, module_class=ClipsByItself)
 
 
