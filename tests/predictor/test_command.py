@@ -97,7 +97,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("stable_diffusion", ["pipeline_class=StableDiffusionImg2imgPipeline"], "did you mean 'StableDiff"),
         # History: the whole text encoder was printed, and lists of all parts, of the class and of the folder.
         ("stable_diffusion", ["pipeline_class=StableDiffusion3Pipeline"],
-         "pipeline_class=StableDiffusion3Pipeline needs text_encoder_2, text_encoder_3, tokenizer_2, tokenizer_3, transformer,"),
+         "StableDiffusion3Pipeline needs text_encoder_2, text_encoder_3, tokenizer_2, tokenizer_3, transformer,"),
         ("stable_diffusion", ["output_type=png"], "output_type='png'; choose pil, np, pt, latent"),
         ("stable_diffusion", ["output_type=np", "report=true"], "report=true compares pictures, and"),
         ("wan", ["video_format=avi"], "video_format='avi'; choose mp4, gif, png"),
