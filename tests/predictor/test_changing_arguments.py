@@ -31,12 +31,13 @@ class Changing(diffusers.DiffusionPipeline):
         self, prompt_embeds, coords, changes=(), steps=(), how="replaced", branches=2, ends_at=9,
         scales=(), generator=None, callback_on_step_end=None,
     ):  # fmt: skip
-        latents = torch.randn(2, NUM_TOKENS, 8, generator=generator)
+        num = len(prompt_embeds)
+        latents = torch.randn(num, NUM_TOKENS, 8, generator=generator)
         given = {
-            "text": prompt_embeds, "coords": coords, "mask": torch.ones(2, 9),
-            "time of samples": torch.ones(2, 1), "time of tokens": torch.ones(2, NUM_TOKENS),
+            "text": prompt_embeds, "coords": coords, "mask": torch.ones(num, 9),
+            "time of samples": torch.ones(num, 1), "time of tokens": torch.ones(num, NUM_TOKENS),
         }  # fmt: skip
-        given["stepped"] = torch.linspace(0.5, 1.0, 2 * NUM_TOKENS).reshape(2, NUM_TOKENS)
+        given["stepped"] = torch.linspace(0.5, 1.0, num * NUM_TOKENS).reshape(num, NUM_TOKENS)
         if scales:  # as pipelines do with what they are given
             scales[:] = [2 * scale for scale in scales]
             self.notes.append(scales[0])

@@ -74,6 +74,25 @@ class ThreadLinks(LoopbackLinks):
         return [self._network.take(source, "plain data") for source in sources]
 
 
+class ThreadWorld(World):
+    """Ranks that are threads of one process, which the watcher of its process has no business with.
+
+    Where one raises an error, the network ends the others.
+    """
+
+    def enter(self, phase: str) -> None:
+        """Says nothing."""
+
+    def agree(
+        self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
+    ) -> Any:
+        """What `make` returns on this rank."""
+        return make()
+
+    def leave(self, error: BaseException) -> None:
+        """Says nothing."""
+
+
 def measure(name: str, folder: Path) -> dict[str, str]:
     """By method, `yes`, or why not in a few words."""
     path = folder / "saved"
@@ -170,7 +189,7 @@ def drawn_by_two(path: Path, options: MethodOptions, requests: list[dict[str, An
 
     def rank(links: LoopbackLinks) -> list[Any]:
         here.rank = links.rank
-        own = World(ThreadLinks(world, links.rank), "gloo")
+        own = ThreadWorld(ThreadLinks(world, links.rank), "gloo")
         predictor = Predictor(sources[links.rank], fitted(options, 2), own, CPU)
         return [predictor(**request) for request in requests]
 
