@@ -310,7 +310,8 @@ class Feed(CombinedLoader):
             return False
         if indices is not None and not self._is_read:
             sampler = self.flattened[place[1]].batch_sampler
-            sampler.seen_batch_indices = [*sampler.seen_batch_indices[: place[0]], indices]
+            seen = getattr(sampler, "seen_batch_indices", [])  # Lightning begins it with a pass
+            sampler.seen_batch_indices = [*seen[: place[0]], indices]
         states = self._present_states()
         self._batches.append(Fetched(self, tuple(place), batch, states=states))
         self._num_read += 1
