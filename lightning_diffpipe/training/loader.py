@@ -633,10 +633,8 @@ def telling_place(trainer: Any, epoch: int) -> Iterator[None]:
     if loops := _loops_to_resume(trainer):
         steps = type(steps)()
         steps.load_state_dict(loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"])
-    with (
-        patched(loop.epoch_progress.current, processed=epoch),
-        patched(automatic, optim_progress=steps),
-    ):
+    epochs = patched(loop.epoch_progress.current, processed=epoch, completed=epoch)
+    with epochs, patched(automatic, optim_progress=steps):
         yield
 
 
