@@ -33,7 +33,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
 from lightning_diffpipe.graph.trial import in_trial
-from lightning_diffpipe.training.loader import place_of
+from lightning_diffpipe.training.loader import place_of, telling_place
 from lightning_diffpipe.training.patching import made_on_demand, patched
 
 
@@ -54,13 +54,14 @@ def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         (epoch, *place)
     ):  # else what was asked for before the checkpoint was read would begin anew
         loop._combined_loader = None
-    loop.setup_data()
-    loop._last_train_dl_reload_epoch = epoch
-    feed = loop._combined_loader
-    batches = feed.ahead(1, torch.device("cpu"))
-    if not batches and any((epoch, *place)):  # a loader was put to the end of its last pass
-        iter(feed)
+    with telling_place(trainer, epoch):
+        loop.setup_data()
+        loop._last_train_dl_reload_epoch = epoch
+        feed = loop._combined_loader
         batches = feed.ahead(1, torch.device("cpu"))
+        if not batches and any((epoch, *place)):  # a loader was put to the end of its last pass
+            iter(feed)
+            batches = feed.ahead(1, torch.device("cpu"))
     if not batches:
         with raised_by_all():
             raise ConfigurationError(why_empty(feed))

@@ -311,7 +311,8 @@ class Feed(CombinedLoader):
             return False
         if indices is not None and not self._is_read:
             sampler = self.flattened[place[1]].batch_sampler
-            sampler.seen_batch_indices = [*sampler.seen_batch_indices[: place[0]], indices]
+            seen = getattr(sampler, "seen_batch_indices", [])  # Lightning begins it with a pass
+            sampler.seen_batch_indices = [*seen[: place[0]], indices]
         states = self._present_states()
         self._batches.append(Fetched(self, tuple(place), batch, states))
         self._num_read += 1
@@ -527,10 +528,14 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
     if not wanted or not isinstance(loader, DataLoader):
         return loader
     batches = loader.batch_sampler
-    own = getattr(batches, "sampler", None) if type(batches) is BatchSampler else None
-    known = isinstance(own, DistributedSampler) or isinstance(loader.sampler, DistributedSampler)
+    samplers = (
+        getattr(batches, "sampler", None),
+        loader.sampler,
+    )  # of Lightning, too, in predictions
+    known = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
     if known or isinstance(loader.dataset, IterableDataset):
         return loader
+    own = samplers[0] if type(batches) is BatchSampler else None
     share = partial(DistributedSamplerWrapper, num_replicas=num_replicas, rank=rank, shuffle=False)
     if batches is None:
         changes = {"sampler": share(loader.sampler)}
@@ -615,6 +620,23 @@ def place_of(trainer: Any, length: int | None) -> tuple[int, int, int]:
     if done and length and getattr(loop._combined_loader, "_mode", "") == "max_size_cycle":
         return epoch, *divmod(done, length)
     return epoch, 0, done
+
+
+@contextlib.contextmanager
+def telling_place(trainer: Any, epoch: int) -> Iterator[None]:
+    """Lets a trainer tell the epoch and the step that a run goes on at: Lightning restores its loops later.
+
+    A data set may ask for them when a pass begins, to order or leave out its samples.
+    """
+    loop = trainer.fit_loop
+    automatic = loop.epoch_loop.automatic_optimization
+    steps = automatic.optim_progress
+    if loops := _loops_to_resume(trainer):
+        steps = type(steps)()
+        steps.load_state_dict(loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"])
+    epochs = patched(loop.epoch_progress.current, processed=epoch, completed=epoch)
+    with epochs, patched(automatic, optim_progress=steps):
+        yield
 
 
 def _is_stateful(loader: Any) -> bool:

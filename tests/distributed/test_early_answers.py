@@ -89,7 +89,7 @@ def test_a_step_may_ask_for_optimizers_and_the_number_of_steps():
         passes.append(Batches.passes)
     (answers, made, rates, losses), expected = runs[1], runs[0]
     assert answers == expected[0] == {12}
-    assert (made, expected[1]) == (2, 1)
+    assert made == expected[1] == 1, "what is made for trial runs leaves no trace"
     assert rates == pytest.approx(expected[2], rel=1e-6), "Lightning keeps single precision"
     assert len(set(rates)) == len(losses) == 12
     assert passes[1] == passes[0], "the first batch is planned with, and counting begins no pass"
@@ -108,7 +108,7 @@ def test_all_ranks_read_their_own_optimizers_and_the_steps_of_their_pipeline(opt
     alone = train(0, 1, {"num_microbatches": 2}, {"max_steps": num_steps})
     for answers, made, rates, losses in run_ranks(train, 2, 2, options):
         assert answers == {num_steps}
-        assert made == 2
+        assert made == 1
         assert rates == pytest.approx(alone[2])
         assert len(losses) == num_steps
         if num_steps == 12:  # else each rank has half of the samples

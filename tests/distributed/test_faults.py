@@ -138,30 +138,6 @@ def test_a_value_that_is_not_finite_is_named_by_its_layer():
         run(2, module_class=Sick, strategy={"check_finite": True, "num_microbatches": 2})
 
 
-class Shuffling(Data):
-    """Ranks load other samples: a sampler that depends on the rank."""
-
-    def loader(self, size):
-        loader = super().loader(size)
-        if os.environ["LOCAL_RANK"] == "1":
-            loader.dataset.images = loader.dataset.images.flip(0)
-        return loader
-
-
-def fit_shuffling(rank):
-    strategy = quick_strategy(num_stages=2, num_microbatches=2)
-    trainer = quiet_trainer(devices=2, strategy=strategy)
-    trainer.fit(build(Settings()), datamodule=Shuffling())
-
-
-def test_ranks_that_load_other_samples_are_caught():
-    with pytest.raises(
-        RankError,
-        match=r"batch 0 of this pass differs between the ranks.*seed_everything.*, not split_by_node",
-    ):
-        run_ranks(fit_shuffling, 2)
-
-
 # -------------------------------------------------------------------------------------- refusals
 
 
