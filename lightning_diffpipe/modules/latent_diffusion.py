@@ -408,13 +408,13 @@ class LatentDiffusion(PartsModule):
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
         """Draws the captions of a batch: `trainer.predict(module, prompts)`.
 
-        Each rank draws its share of the prompts alone; `Predictor.from_module(module, "pipefusion")` draws every
-        prompt with all ranks.
+        Each rank draws all prompts of its pipeline alone, and pipelines side by side (`data_parallel`) draw a share
+        each; `Predictor.from_module(module, "pipefusion")` draws every prompt with all ranks.
 
         Args:
             batch: Captions, or a batch of training data with `caption`.
-            batch_idx: Of the batches of this rank. With its place among those of all ranks, it makes the seed of
-                the start noise, so that with one caption in a batch pictures do not depend on the number of ranks.
+            batch_idx: Of the batches of this share. With its place among those of all shares, it makes the seed of
+                the start noise, so that with one caption in a batch pictures do not depend on their number.
 
         Returns:
             One picture per caption.
@@ -423,10 +423,10 @@ class LatentDiffusion(PartsModule):
         settings = dict(self.sampling)
         if isinstance(batch, dict):
             settings |= self._conditions(batch)
-        num_ranks, rank = 1, 0
-        if self._trainer is not None:  # not `trainer`, which raises without one
-            num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
-        seed = settings.pop("seed", 0) + batch_idx * num_ranks + rank
+        # Not `trainer`, which raises without one.
+        share = getattr(self._trainer, "distributed_sampler_kwargs", None)
+        number, place = (share["num_replicas"], share["rank"]) if share else (1, 0)
+        seed = settings.pop("seed", 0) + batch_idx * number + place
         generator = torch.Generator().manual_seed(seed)
         return pictures(self.sample(list(prompts), generator=generator, **settings))
 
