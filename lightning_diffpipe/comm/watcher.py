@@ -308,8 +308,9 @@ class Watcher:
                 loss, now_s = self.loss(), time.monotonic()
                 known = [each for each in self._connections if each.rank is not None]
                 heard_s = min((each.heard_s for each in known), default=now_s)
-                is_silent = loss is None and now_s - heard_s > 3 * self._period_s
-                is_open = (loss is None or loss.follows) and not self.has_refusal()
+                is_first = loss is not None and not loss.follows
+                is_silent = not is_first and now_s - heard_s > 3 * self._period_s
+                is_open = not is_first and not self.has_refusal()
                 may_still_hear = is_open and (is_silent or now_s < until_s)
         first = f"{error}\n" if isinstance(error, PipelineTimeoutError) else ""
         if loss is not None:
