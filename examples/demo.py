@@ -140,7 +140,8 @@ class DemoStory(L.Callback):
         """Draws the prompts with the trained checkpoint on all ranks, and says where everything is."""
         from matplotlib.figure import Figure
 
-        checkpoint = self.folder / "checkpoints" / "final.ckpt"
+        # That of rank 0: processes of a launcher compose their folders, and the second may have changed.
+        checkpoint = trainer.strategy.broadcast(self.folder / "checkpoints" / "final.ckpt")
         rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
         settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
         with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
