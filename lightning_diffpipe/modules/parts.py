@@ -109,6 +109,16 @@ def read_index(path: str) -> dict[str, Any]:
         ) from error
 
 
+def fetched(path: str) -> str:
+    """Returns the folder of a hub id, all of it there; a folder, and what diffusers cannot fetch, as it is."""
+    if Path(path).is_dir():
+        return path
+    try:
+        return str(diffusers.DiffusionPipeline.download(path))
+    except (OSError, ValueError, AttributeError):  # whoever reads a part says why it cannot
+        return path
+
+
 def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
     """Returns the folder or hub id with a part: this one, or the one to which its index leaves it."""
     other = index.get(_OTHER_PARTS)
@@ -421,8 +431,9 @@ class PartsModule(L.LightningModule):
                 there is no such type.
         """
         index = read_index(str(path))
+        folder = fetched(str(path))
         stored = {
-            name: (folder_of_part(str(path), index, name), name, index[name])
+            name: (folder_of_part(folder, index, name), name, index[name])
             for name in cls.part_names
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }

@@ -25,7 +25,13 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule, load_for_training, read_index, warn_of_cut
+from lightning_diffpipe.modules.parts import (
+    PartsModule,
+    fetched,
+    load_for_training,
+    read_index,
+    warn_of_cut,
+)
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
 from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.pipelines.trial import find_tail
@@ -148,8 +154,9 @@ class PipelineDiffusion(PartsModule):
         condition_of(_pipeline_class(index, str(path)))
         dtype = dtype_named("frozen_dtype", frozen_dtype)
         try:
-            networks = load_networks(str(path), index, load=load_for_training, dtype=dtype)
-            pipeline = DiffusionPipeline.from_pretrained(str(path), **networks)
+            folder = fetched(str(path))
+            networks = load_networks(folder, index, load=load_for_training, dtype=dtype)
+            pipeline = DiffusionPipeline.from_pretrained(folder, **networks)
         except DiffPipeError:
             raise
         except _UNOPENED as error:
