@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -213,7 +214,9 @@ def place_parameters(
                 parameter.data = parameter.data.to(device)
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
-            parameter = replace_parameter(root, parameter, placeholder_of(parameter, torch.device(device)))
+            parameter = replace_parameter(
+                root, parameter, placeholder_of(parameter, torch.device(device))
+            )
         _free(parameter, torch.device(device))
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
@@ -393,7 +396,17 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     duplicate = copy.deepcopy(root, memo)
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
+    for name, module in root.named_modules():
+        if getattr(module._parameters.get("weight"), "quant_state", None) is not None:
+            packed: Any = duplicate.get_submodule(name)
+            packed.forward = functools.partial(_of_shape, packed)
     return duplicate
+
+
+def _of_shape(packed: Any, x: Tensor) -> Tensor:
+    """Computes as a linear layer whose weight is packed with others into bytes (bitsandbytes), on fake tensors."""
+    weight = x.new_empty(packed.out_features, packed.in_features)
+    return F.linear(x, weight, None if packed.bias is None else packed.bias.to(x.dtype))
 
 
 def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:
