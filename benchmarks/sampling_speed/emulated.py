@@ -28,10 +28,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.harness import environment, table
-from lightning_diffpipe.comm.links import Links
-from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_choice import (
     DenoiserProfile,
     SamplingChoice,
@@ -39,6 +35,11 @@ from lightning_diffpipe.planning.sampling_choice import (
     choose_sampling,
 )
 from lightning_diffpipe.sampling.auto import profile_request
+
+from benchmarks.harness import environment, table
+from lightning_diffpipe.comm.links import Links
+from lightning_diffpipe.comm.loopback import LoopbackNetwork
+from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request

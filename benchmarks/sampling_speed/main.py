@@ -27,11 +27,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from lightning_diffpipe.planning.sampling_choice import choose_sampling
+from lightning_diffpipe.sampling.auto import profile_request
+
 from benchmarks.harness import environment, interleaved, medians, on_ranks, table
 from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
