@@ -7,9 +7,9 @@
                     fast links                         sequence, with heads spread over ranks (Ulysses)
                     slow links                         pipefusion, with two patches for each stage
 
-With fewer than 8 steps only exact methods count, since stale activations need steps that differ little. Where a rank
-has no room for all weights, the stages of PipeFusion divide them. What a model or a request turns out not to work with
-is left out, and the next in this order is taken.
+With fewer than 8 steps only exact methods count, since stale activations need steps that differ little.
+Where a rank has no room for all weights, the stages of PipeFusion divide them. What a model or a request
+turns out not to work with is left out, and the next in this order is taken.
 """
 
 from __future__ import annotations
