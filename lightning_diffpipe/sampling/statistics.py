@@ -13,7 +13,6 @@ import torch
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.comm.links import Links, Traffic
-from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 
 
 @dataclass
@@ -26,17 +25,15 @@ class SamplingStatistics:
             found out about the model on the way.
         total_s: Seconds of the whole request.
         num_synchronous: Synchronous steps at the start, where the method has such.
-        plan: What was planned, for PipeFusion.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     step_s: list[float] = field(default_factory=list)
     total_s: float = 0.0
     num_synchronous: int | None = None
-    plan: PipeFusionPlan | None = None
 
     def followed_by(self, other: SamplingStatistics) -> SamplingStatistics:
-        """Joins the statistics of two parts of a request; what was planned for one says nothing of both."""
+        """Joins the statistics of two parts of a request."""
         synchronous = None
         if self.num_synchronous is not None and other.num_synchronous is not None:
             synchronous = self.num_synchronous + other.num_synchronous

@@ -51,7 +51,7 @@ def test_sharing_tokens_adds_what_the_ranks_of_a_stage_trade():
 
 
 def test_turns_are_synchronous_steps_in_microbatches_then_patches():
-    plan = PipeFusionPlan(3, 1, 3, 2, num_visits=2, warmup_microbatches=2)
+    plan = PipeFusionPlan(3, 1, 3, 2, warmup_microbatches=2)
     found = [(t.step, t.patch, t.microbatch, t.is_first, t.is_last) for t in plan.turns]
     assert found[:2] == [(0, None, (0, 2), True, False), (0, None, (1, 2), False, True)]
     assert found[2:] == [

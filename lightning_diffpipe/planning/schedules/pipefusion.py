@@ -1,13 +1,12 @@
 """The turns of one request under PipeFusion, as pure arithmetic.
 
 A *turn* is one run of the model on one part of its tokens: all of them in a synchronous step, one patch in
-every other. Synchronous steps may be cut into microbatches of samples, so that ranks overlap in them, too. With
-guidance by two calls of the model per step, each turn passes through the ranks twice (two *visits*).
+every other. Synchronous steps may be cut into microbatches of samples, so that ranks overlap in them, too.
 
     rank 0 | P0  . P1 P2 P3 P4 P5 P6  .       W = 1 synchronous step, S - W = 3 steps of M = 2 patches,
     rank 1 |  . P0  . P1 P2 P3 P4 P5 P6       N = 2 ranks; a patch takes half of what all tokens take
 
-Symbols: S steps, W of them synchronous, M patches, N ranks, G visits, n microbatches of a synchronous step.
+Symbols: S steps, W of them synchronous, M patches, N ranks, n microbatches of a synchronous step.
 
 Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
@@ -50,7 +49,6 @@ class PipeFusionPlan:
         warmup_steps: W, synchronous; all steps are if there is one patch only.
         num_patches: M.
         num_ranks: N.
-        num_visits: G, calls of the model in one step.
         warmup_microbatches: n.
         automatic: W is found while sampling, at least 1: after every synchronous step the last rank tells the
             others whether patches may flow from now on. Before that is known, W is S.
@@ -66,18 +64,15 @@ class PipeFusionPlan:
     warmup_steps: int
     num_patches: int
     num_ranks: int
-    num_visits: int = 1
     warmup_microbatches: int = 1
     automatic: bool = False
     ranks_per_stage: int = 1
 
     def __post_init__(self) -> None:
-        small = min(
-            self.num_steps, self.num_patches, self.num_ranks, self.num_visits, self.ranks_per_stage
-        )
+        small = min(self.num_steps, self.num_patches, self.num_ranks, self.ranks_per_stage)
         if small < 1 or self.warmup_steps < 0 or self.warmup_microbatches < 1:
             raise ConfigurationError(
-                "PipeFusion needs at least one step, patch, rank and visit, and no negative number of "
+                "PipeFusion needs at least one step, patch and rank, and no negative number of "
                 f"warm-up steps; got {self}"
             )
 

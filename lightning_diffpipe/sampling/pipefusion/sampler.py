@@ -170,7 +170,6 @@ class PipeFusion:
             request.num_steps if automatic else self.warmup_steps,
             self.num_patches,
             self.links.num_ranks,
-            stages.num_visits,
             microbatches,
             automatic,
             n,
@@ -197,7 +196,6 @@ class PipeFusion:
                     return run.run(on_step)
                 finally:
                     self.statistics.num_synchronous = run.plan.num_synchronous
-                    self.statistics.plan = run.plan
 
     def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
         """Rehearses the first request of a layout that is cut into patches."""

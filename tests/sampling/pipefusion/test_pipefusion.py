@@ -116,7 +116,6 @@ def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tin
             m, links, num_patches=2, warmup_steps=warmup_steps, verify=True, **options
         ),
     )  # fmt: skip
-    assert {s.statistics.plan.warmup_microbatches for s in samplers} == {microbatches}
     assert all(torch.equal(result, expected) for result in results)
     assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
     # One sample after the other multiplies matrices of other heights: the last bits may differ.
