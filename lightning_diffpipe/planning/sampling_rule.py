@@ -33,7 +33,7 @@ class SamplingCase:
 
     Attributes:
         num_samples: Samples that ranks can divide.
-        num_branches: Branches of guidance that can be divided.
+        num_branches: Branches of guidance that two halves of the ranks can compute, or 1.
         convolves: Whether the denoiser's convolutions read rows of neighbours, as those of U-Nets do.
         bandwidth_bytes_per_s: Of the slowest links.
         device: Type of the devices, "cuda" or "cpu".

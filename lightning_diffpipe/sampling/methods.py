@@ -256,7 +256,7 @@ class Chooser:
         self._refused: list[tuple[MethodOptions, DiffPipeError]] = []
 
     def choose(self, call: Call) -> MethodOptions:
-        """Returns the options with the first choice of the rule that is as wished and was not refused.
+        """Returns the options with the first choice of the rule that is as wished and is not refused.
 
         Raises:
             ConfigurationError: Nothing is as wished.
@@ -266,28 +266,39 @@ class Chooser:
         ranked = ranked_choices(case, options.num_patches)
         wished = [each for each in ranked if self._is_wished(each)]
         if not wished:
+            sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
+            asked = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
             there: dict[str, str] = {}
             for each in ranked:
                 there.setdefault(each.method, f"{each.method} on {SamplingMesh(**each.axes)}")
             raise ConfigurationError(
-                f"method=auto cannot use {self._num_ranks} ranks as asked; these fit this request, among others: "
+                f"method=auto cannot use {self._num_ranks} ranks as {asked}; these fit this request, among others: "
                 + "; ".join(there.values())
             )
-        chosen = next((each for each in wished if not self._is_refused(each)), None)
-        if chosen is None:
-            _, last = self._refused[-1]
-            self._refused.clear()
-            raise last from None
-        warmup_steps = None if options.warmup_steps == 1 else options.warmup_steps
-        decided = replace(
-            options,
-            method=chosen.method,
-            mesh=SamplingMesh(**chosen.axes),
-            num_patches=chosen.num_patches,
-            warmup_steps=warmup_steps,
-            reason="; ".join((reason_for(chosen, case), *map(_said, self._refused))),
+        for choice in wished:
+            decided = self._decided(choice)
+            if self._is_refused(decided):
+                continue
+            try:
+                refuse_request(call, decided)
+            except ConfigurationError as error:  # no need to try
+                self.refuse(decided, error)
+                continue
+            reasons = reason_for(choice, case), *dict.fromkeys(map(_said, self._refused))
+            return replace(decided, reason="; ".join(reasons))
+        _, last = self._refused[-1]
+        self._refused.clear()
+        raise last from None
+
+    def _decided(self, choice: SamplingChoice) -> MethodOptions:
+        options = replace(
+            self._options,
+            method=choice.method,
+            mesh=SamplingMesh(**choice.axes),
+            num_patches=choice.num_patches,
+            warmup_steps=None if self._options.warmup_steps == 1 else self._options.warmup_steps,
         )
-        return replace(decided, warmup_steps=decided.synchronous_steps)
+        return replace(options, warmup_steps=options.synchronous_steps)
 
     def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
         """Leaves out a method that the model cannot be sampled with, or else that choice."""
@@ -300,7 +311,7 @@ class Chooser:
         return SamplingCase(
             self._num_ranks,
             call.num_shares,
-            call.branches,
+            2 if self._options.guidance == 2 else call.branches,
             len(call.timesteps),
             any(m.kernel_size[-2] > m.stride[-2] for m in convolutions),
             self._link.bandwidth_bytes_per_s,
@@ -314,11 +325,11 @@ class Chooser:
         has_axes = all(wish in (None, size) for wish, size in sizes)
         return has_axes and set(self._options.further) <= options_taken(choice.method)
 
-    def _is_refused(self, choice: SamplingChoice) -> bool:
-        way = SamplingMesh(**choice.axes), choice.num_patches
+    def _is_refused(self, decided: MethodOptions) -> bool:
         return any(
-            options.method == choice.method
-            and (isinstance(error, GraphError) or (options.mesh, options.num_patches) == way)
+            decided.method == options.method
+            if isinstance(error, GraphError)
+            else replace(decided, reason=options.reason) == options
             for options, error in self._refused
         )
 
@@ -340,6 +351,29 @@ def free_memory(device: torch.device) -> int | None:
 
 
 # ------------------------------------------------------------------------------------ one rank
+
+
+def refuse_request(call: Call, options: MethodOptions) -> None:
+    """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
+    mesh, patches = options.mesh, 1
+    assert mesh is not None
+    if options.method == "pipefusion":
+        patches = options.num_patches or mesh.parallel
+    # Ranks, or patches, share calls of the denoiser.
+    if max(mesh.parallel, mesh.sequence, mesh.guidance, patches) > 1:
+        call.refuse_steps(options.method)
+        for phase in call.phases if mesh.guidance == 2 else ():
+            replace(call, phases=[phase]).branch(0)
+        if options.method == "pipefusion":
+            call.refuse_rows(options.synchronous_steps)
+    if patches > 1 and any(
+        name.startswith("callback") and callable(value)
+        for name, value in call.pipeline.arguments.items()
+    ):
+        raise ConfigurationError(
+            "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
+            "other; leave it out, or take on_step=, num_patches=1 or another method"
+        )
 
 
 class Worker:
@@ -375,22 +409,7 @@ class Worker:
         Raises:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
-        mesh = self.place.mesh
-        # Ranks, or patches, share calls of the denoiser.
-        if max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1:
-            call.refuse_steps(self.options.method)
-            for phase in call.phases if mesh.guidance == 2 else ():
-                replace(call, phases=[phase]).branch(self.place.guidance)
-            if self.options.method == "pipefusion":
-                call.refuse_rows(self.options.synchronous_steps)
-        if self._num_patches > 1 and any(
-            name.startswith("callback") and callable(value)
-            for name, value in call.pipeline.arguments.items()
-        ):
-            raise ConfigurationError(
-                "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
-                "other; leave it out, or take on_step=, num_patches=1 or another method"
-            )
+        refuse_request(call, self.options)
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -438,12 +457,6 @@ class Worker:
     def _begin(self, num_steps: int) -> None:
         self._num_steps, self._is_finite = num_steps, True
         self._statistics, self._before = SamplingStatistics(), self._sent_around()
-
-    @property
-    def _num_patches(self) -> int:
-        if self.options.method != "pipefusion":
-            return 1
-        return self.options.num_patches or self.place.mesh.parallel
 
     def _share(self, call: Call) -> Call:
         start, stop = self.place.share_of(call.num_shares)[self.place.data]

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +82,6 @@ HEAVY = {"weight_bytes": 24 * 10**9} | NVLINK
         ({"num_branches": 2}, "pipefusion", "guidance=2 x parallel=4", "halves of guidance, and links"),
         ({"num_branches": 2, "num_ranks": 2}, "single", "guidance=2", "halves of guidance"),
         ({"num_branches": 2, "num_ranks": 3}, "pipefusion", "parallel=3", "links of"),
-        ({"num_branches": 3}, "pipefusion", "guidance=2 x parallel=4", "halves of guidance"),
         (UNET, "distrifusion", "guidance=2 x parallel=4", "halves of guidance, and it convolves over rows"),
         (UNET | NVLINK, "distrifusion", "guidance=2 x parallel=4", "halves of guidance, and it convolves"),
         (UNET | {"num_steps": 4}, "synchronous", "guidance=2 x parallel=4", "halves of guidance, and 4 steps"),
@@ -125,7 +125,7 @@ def test_few_steps_and_little_memory_are_divided_exactly():
 @given(
     st.builds(
         SamplingCase,
-        st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.integers(1, 5), st.integers(1, 3), st.integers(1, 30),
+        st.sampled_from([1, 2, 3, 4, 6, 8, 12]), st.integers(1, 5), st.integers(1, 2), st.integers(1, 30),
         st.booleans(), st.sampled_from([1e9, 400e9]), weight_bytes=st.just(8),
         memory_bytes=st.sampled_from([None, 5, 50]),
     )
@@ -148,7 +148,35 @@ def test_the_rule_knows_every_way_once_and_ends_with_what_always_works(case):
 class FakeCall:
     """What a choice asks of a request: one sample, without guidance."""
 
-    num_shares, branches, timesteps = 1, 1, range(28)
+    num_shares, branches, timesteps, phases = 1, 1, range(28), ()
+    pipeline = SimpleNamespace(arguments={})
+
+    def refuse_steps(method):
+        pass
+
+    def refuse_rows(warmup_steps):
+        pass
+
+
+def test_what_a_request_cannot_be_divided_by_is_not_tried():
+    """No groups are made, nor weights read, to find out."""
+
+    class Unlike(FakeCall):
+        def refuse_steps(method):
+            raise ConfigurationError("the steps of P call its unet 1, 2 times; leave that out")
+
+    chosen = chooser(num_ranks=2).choose(Unlike)
+    assert (chosen.method, str(chosen.mesh)) == ("single", "one rank")
+    assert chosen.reason == (
+        "single: on one rank; "
+        + "; ".join(
+            f"no {method} on {mesh}: the steps of P call its unet 1, 2 times"
+            for method, mesh in [
+                ("pipefusion", "parallel=2"), ("sequence", "sequence=2"),
+                ("distrifusion", "parallel=2"), ("synchronous", "parallel=2"),
+            ]
+        )
+    )  # fmt: skip
 
 
 def chooser(link=SLOW, num_ranks=8, memory=None, **options):
@@ -180,8 +208,9 @@ def test_a_wish_that_nothing_fits_is_refused_with_what_there_is():
     with pytest.raises(ConfigurationError) as refused:
         chooser(num_ranks=2, data=2, parallel=2).choose(FakeCall)
     assert str(refused.value) == (
-        "method=auto cannot use 2 ranks as asked; these fit this request, among others: pipefusion on parallel=2; "
-        "sequence on sequence=2; distrifusion on parallel=2; synchronous on parallel=2; single on one rank"
+        "method=auto cannot use 2 ranks as data=2, parallel=2; these fit this request, among others: "
+        "pipefusion on parallel=2; sequence on sequence=2; distrifusion on parallel=2; "
+        "synchronous on parallel=2; single on one rank"
     )
 
 
