@@ -51,10 +51,9 @@ from lightning_diffpipe.model_sources import (
     refuse_module,
     source_of_module,
 )
-from lightning_diffpipe.sampling.auto import Chooser, free_memory
 from lightning_diffpipe.sampling.call import Call, told_apart
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
-from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
+from lightning_diffpipe.sampling.methods import Chooser, MethodOptions, Worker, fitted, free_memory
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
@@ -372,7 +371,7 @@ class Predictor:
 
         while True:
             worker = self._worker_for(packed)
-            # With generators as they were, whatever was measured or tried before.
+            # With generators as they were, whatever was tried before.
             call = packed.unpacked(self.device)
             try:
                 # What NCCL has posted cannot be taken back, so that peers wait for as long as they may.
@@ -444,13 +443,13 @@ class Predictor:
                 link = self._world.measured_link()
                 left = self._world.gather(free_memory(self.device))
                 least = min((each for each in left if each is not None), default=None)
-                num_ranks = self._world.num_ranks
-                self._chooser = Chooser(self.source.denoiser, link, num_ranks, least, self.options)
+                model, num_ranks = self.source.denoiser, self._world.num_ranks
+                self._chooser = Chooser(model, link, self.device, num_ranks, least, self.options)
             self._world.enter("choosing a method")
 
             def decide() -> MethodOptions:
                 if self._chooser is not None:
-                    return self._chooser.choose(packed.unpacked(self.device))
+                    return self._chooser.choose(packed)
                 return fitted(self.options, self._world.num_ranks)
 
             chosen = self._world.links.broadcast_object(decide)

@@ -2,8 +2,7 @@
 
 Every rank is a thread that runs the sampler as it is; only a block's arithmetic is replaced by sleeping as long as
 its share of the tokens would take, and links are as slow as they are set to be. What is measured is therefore the
-schedule: how well computing and sending overlap. It is shown next to what the planner expects, which gets a profile
-of the sleeping model as the Predictor would. What the planner chooses is among the rows.
+schedule: how well computing and sending overlap. What `method="auto"` takes is marked.
 
 What is neither slept nor sent is the work of the threads in one interpreter. It is measured by the same request
 without sleep and on free links: nothing that several computers would have to wait for.
@@ -32,13 +31,7 @@ from benchmarks.harness import environment, table
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.sampling_choice import (
-    DenoiserProfile,
-    SamplingChoice,
-    SamplingWish,
-    choose_sampling,
-)
-from lightning_diffpipe.sampling.auto import profile_request
+from lightning_diffpipe.planning.sampling_rule import SamplingCase, SamplingChoice, ranked_choices
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
@@ -89,31 +82,25 @@ def request_for(model: nn.Module) -> Request:
     return Request(model, lambda x, t: model(x), scheduler, scheduler.timesteps, latents)
 
 
-def measured_profile(block_s: float) -> DenoiserProfile:
-    """What `method="auto"` would measure: with what a call of a block costs beside sleeping."""
-    SleepingBlock.sleep_s = block_s
-    return profile_request(request_for(Denoiser()), 1, 1)
-
-
 def sampler_of(choice: SamplingChoice, model: nn.Module, links: Links) -> Any:
     """One rank's part in a method."""
     if choice.method == "sequence":
         return SequenceParallel(model, links)
-    assert choice.warmup_steps is not None
     if choice.method == "distrifusion":
-        return DistriFusion(model, links, warmup_steps=choice.warmup_steps)
+        return DistriFusion(model, links, warmup_steps=4)
     assert choice.num_patches is not None
     return PipeFusion(
-        model, links, num_patches=choice.num_patches, warmup_steps=choice.warmup_steps,
-        split=[BLOCKS * r // choice.ranks for r in range(1, choice.ranks)],
+        model, links, num_patches=choice.num_patches,
+        split=[BLOCKS * r // links.num_ranks for r in range(1, links.num_ranks)],
     )  # fmt: skip
 
 
 def measure(choice: SamplingChoice, link: Link, block_s: float) -> tuple[float, float]:
     """Seconds of one request, of the slowest rank; then without sleep and on free links."""
     torch.manual_seed(0)
-    models = [copy.deepcopy(model) for model in [Denoiser()] * choice.ranks]
-    network = LoopbackNetwork(choice.ranks, timeout_s=300)
+    num_ranks = choice.parallel * choice.sequence
+    models = [copy.deepcopy(model) for model in [Denoiser()] * num_ranks]
+    network = LoopbackNetwork(num_ranks, timeout_s=300)
     samplers = [
         sampler_of(choice, m, links) for m, links in zip(models, network.links, strict=True)
     ]
@@ -129,54 +116,30 @@ def measure(choice: SamplingChoice, link: Link, block_s: float) -> tuple[float, 
     return float(max(network.run(rank))), float(awake_s)
 
 
-def choices(
-    profile: DenoiserProfile, link: Link, num_ranks: int
-) -> tuple[SamplingChoice, list[SamplingChoice]]:
-    """What the planner takes; that, PipeFusion with M = N and M = 2N, Ulysses and DistriFusion."""
-    wishes = [
-        SamplingWish(methods=("pipefusion",), num_patches=num_ranks, sequence=1),
-        SamplingWish(methods=("pipefusion",), num_patches=2 * num_ranks, sequence=1),
-        SamplingWish(methods=("sequence",)),
-        SamplingWish(methods=("distrifusion",)),
-    ]
-    chosen = choose_sampling(profile, link, num_ranks, STEPS)
-    found = [choose_sampling(profile, link, num_ranks, STEPS, wish=wish) for wish in wishes]
-    known = {name_of(choice) for choice in found}
-    can_run = chosen.method in NAMES and chosen.sequence == 1
-    return chosen, [chosen] * (can_run and name_of(chosen) not in known) + found
-
-
-def name_of(choice: SamplingChoice) -> str:
-    """Of a row."""
-    name = NAMES.get(choice.method, choice.method)
-    name += f", M={choice.num_patches}" if choice.num_patches else ""
-    return name + (f", {choice.mesh}" if choice.sequence > 1 else "")
-
-
-def rows_of(
-    profile: DenoiserProfile, num_ranks: int, name: str, block_s: float
-) -> list[dict[str, Any]]:
-    """The rows of one number of ranks and one link."""
+def rows_of(num_ranks: int, name: str, block_s: float) -> list[dict[str, Any]]:
+    """The rows of one number of ranks and one link: PipeFusion with M = N and M = 2N, Ulysses and DistriFusion."""
     link, one_s, rows = LINKS[name], STEPS * BLOCKS * block_s, []
-    chosen, found = choices(profile, link, num_ranks)
-    for choice in found:
+    case = SamplingCase(num_ranks, 1, 1, STEPS, False, link.bandwidth_bytes_per_s, "cpu")
+    chosen = ranked_choices(case)[0]
+    patches = (num_ranks, 2 * num_ranks)
+    for choice in (
+        *(SamplingChoice("pipefusion", parallel=num_ranks, num_patches=m) for m in patches),
+        SamplingChoice("sequence", sequence=num_ranks),
+        SamplingChoice("distrifusion", parallel=num_ranks),
+    ):
         seconds, awake_s = measure(choice, link, block_s)
+        of_patches = f", M={choice.num_patches}" if choice.num_patches else ""
         rows.append(
             {
                 "ranks": num_ranks,
                 "link": name,
-                "method": name_of(choice),
-                "planned": one_s / choice.seconds,
+                "method": NAMES[choice.method] + of_patches,
                 "speed-up": one_s / seconds,
-                "measured / planned": choice.seconds / seconds,
                 "s": seconds,
-                "planned s": choice.seconds,
                 "s awake": awake_s,
-                "planner's choice": "yes" if name_of(choice) == name_of(chosen) else "",
+                "auto": "yes" if choice == chosen else "",
             }
         )
-    if name_of(chosen) not in {row["method"] for row in rows}:
-        print(f"{num_ranks} ranks, {name}: the planner takes {name_of(chosen)}, which is not run")
     fastest = min(rows, key=lambda row: row["s"])
     for row in rows:
         row["fastest"] = "yes" if row is fastest else ""
@@ -191,16 +154,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    profile = measured_profile(arguments.block_s)
-    print(profile, flush=True)
     rows = []
     for num_ranks in arguments.ranks:
         for name in LINKS:
-            rows += rows_of(profile, num_ranks, name, arguments.block_s)
+            rows += rows_of(num_ranks, name, arguments.block_s)
             print(f"{num_ranks} ranks, {name}: done", flush=True)
     print(table(rows))
     if arguments.json:
-        out = {"environment": environment(), "profile": vars(profile), "rows": rows}
+        out = {"environment": environment(), "rows": rows}
         arguments.json.write_text(json.dumps(out, indent=1) + "\n")
 
 

@@ -27,11 +27,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from benchmarks.harness import environment, interleaved, medians, on_ranks, table
-from lightning_diffpipe.comm.bandwidth import measure_cluster
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.planning.sampling_choice import choose_sampling
-from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
 from lightning_diffpipe.sampling.request import Request
@@ -133,13 +131,8 @@ def compare(
     seconds = medians(times)
     if rank == 0:
         print(tokens, times, flush=True)
-    formula = pipefusion.prepare(request).plan.speed_up()
-    row = {"tokens": tokens, "M": num_patches} | row_of(seconds, formula, others)
+    row = {"tokens": tokens, "M": num_patches} | row_of(seconds, num_patches, others)
     row["of what patches allow"] = row["PipeFusion"] / allowed(num_patches, seconds)
-    link = measure_cluster(links.control, torch.device("cpu"), budget_s=0.5).p2p
-    if rank == 0:
-        choice = choose_sampling(profile_request(request, 1, 1), link, 2, STEPS)
-        row["planner"] = choice.method + (f", M={choice.num_patches}" if choice.num_patches else "")
     dist.barrier()
     return row
 
@@ -156,7 +149,7 @@ def check(
         torch.testing.assert_close(sampler.sample(request), expected, rtol=1e-3, atol=1e-3)
 
 
-def row_of(seconds: dict[str, float], formula: float, others: Sequence[str]) -> dict[str, Any]:
+def row_of(seconds: dict[str, float], num_patches: int, others: Sequence[str]) -> dict[str, Any]:
     """Speed-ups over one rank."""
     one = seconds["one rank"]
     row: dict[str, Any] = {
@@ -166,7 +159,7 @@ def row_of(seconds: dict[str, float], formula: float, others: Sequence[str]) -> 
     }
     for name in ("PipeFusion", *others):
         row[name] = one / seconds[name] if name in seconds else "does not run"
-    row["formula"] = formula
+    row["formula"] = formula = in_time(num_patches, 1.0)
     row["PipeFusion / formula"] = row["PipeFusion"] / formula
     row["fastest"] = min(("PipeFusion", *others), key=lambda name: seconds.get(name, math.inf))
     return row
@@ -176,7 +169,12 @@ def allowed(num_patches: int, seconds: dict[str, float]) -> float:
     """The formula's speed-up on two ranks, with steps in patches as much slower as they are in one process."""
     in_patches = STEPS - WARMUP
     slower = (STEPS * seconds[PATCHED] / seconds["one rank"] - WARMUP) / in_patches
-    return 2 * STEPS / (2 * WARMUP + slower * (in_patches + 1 / num_patches))
+    return in_time(num_patches, slower)
+
+
+def in_time(num_patches: int, slower: float) -> float:
+    """The speed-up of two ranks, `S N / (W N + S - W + (N - 1) / M)` where steps in patches are not slower."""
+    return 2 * STEPS / (2 * WARMUP + slower * (STEPS - WARMUP + 1 / num_patches))
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ _REPORT, _GRID, _DIFFERENCE = "report.json", "grid.png", "difference.png"
 _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|report\.json")
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
-_SWITCHES = {"ema", "verify", "record_freshness", "hide_unseen"}
+_SWITCHES = {"ema", "verify", "hide_unseen"}
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
@@ -214,8 +214,6 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
 
 
 def _sample(values: dict[str, Any]) -> Any:
-    from lightning_diffpipe.viewing.text import render, side_by_side
-
     rank = int(os.environ.get("RANK", "0"))
     pictures, report = _draw(values, rank)
     if rank:
@@ -243,13 +241,6 @@ def _sample(values: dict[str, Any]) -> Any:
     if values["report"]:
         files.append(_DIFFERENCE)
         write_numbers(numbers | _compared(pictures, values, folder))
-        planned, measured = report.planned, report.measured
-        if planned is not None and measured.spans:
-            say(f"\n{side_by_side(planned, measured)}")
-        elif measured.spans:
-            say(f"\nmeasured\n{render(measured)}")
-        if report.freshness is not None:
-            say(f"\nfresh share of what was read\n{report.freshness}")
     return pictures
 
 
@@ -393,7 +384,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     from PIL import Image
 
     from lightning_diffpipe.predictor import Predictor
-    from lightning_diffpipe.sampling.report import difference, lpips_distances, psnr
+    from lightning_diffpipe.sampling.report import difference, psnr
 
     ema, threads = values["sampler"].get("ema", True), torch.get_num_threads()
     alone = Predictor.from_pretrained(
@@ -416,11 +407,6 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
         "one_process_step_s": alone.report.step_s,
         "one_process_threads": threads,  # others may sum in another order, and draw other last bits
     }
-    try:
-        found["lpips"] = lpips_distances(pairs)
-        say(f"{'LPIPS':13} {sum(found['lpips']) / len(pairs):.4f}")
-    except ConfigurationError as error:
-        say(f"{'LPIPS':13} not measured: {error}")
     say(f"{folder / _DIFFERENCE}  this, one process, their difference times 8")
     return found
 

@@ -29,8 +29,8 @@ from lightning_diffpipe.comm.waiting import SideStreams, in_thread, naming
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.instruction import Instruction, Receive, Send, Wait
 
-MessageKind = Literal["activation", "gradient", "feedback", "frozen", "end"]
-_KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "feedback", "frozen", "end")
+MessageKind = Literal["activation", "gradient", "frozen", "end"]
+_KINDS: tuple[MessageKind, ...] = ("activation", "gradient", "frozen", "end")
 _TAGS_PER_KIND = 1 << 20
 
 

@@ -7,7 +7,7 @@ in tests:
     2F0      stage 2 forwards microbatch 0        2a0>3   send what stage 2 reads to rank 3
     2B0      ... and backpropagates it            2a0<1   post its receive from rank 1
     2I0 2W0  ... in two parts                     2a0?1   wait until it is here
-    2P0      forwards it without gradients        2g0 2f0: also for a gradient, and for feedback
+    2P0      forwards it without gradients        2g0: also for a gradient
     2U0      steps the optimizer of stage 2
     E3       encodes frozen part 3                X R L   exchange frozen parts; reduce gradients;
                                                           share the loss
@@ -24,9 +24,9 @@ from typing import ClassVar, Literal, get_args
 
 from lightning_diffpipe.errors import ScheduleError
 
-Kind = Literal["activation", "gradient", "feedback"]
+Kind = Literal["activation", "gradient"]
 
-LETTER_OF_KIND: dict[Kind, str] = {"activation": "a", "gradient": "g", "feedback": "f"}
+LETTER_OF_KIND: dict[Kind, str] = {"activation": "a", "gradient": "g"}
 _KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in LETTER_OF_KIND.items()}
 
 

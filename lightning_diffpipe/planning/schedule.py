@@ -298,8 +298,6 @@ class Schedule:
         placement: Which ranks hold which stage.
         num_microbatches: Microbatches of each backbone.
         programs: One program for each rank.
-        fed_by: By microbatch the earlier one whose result flows from the last stage back to the first, which
-            needs it; -1 for none. Empty where nothing flows back, as in training; see `PipeFusionPlan.schedule`.
         starts: By microbatch the first stage it runs, where steps have several forms, and some
             microbatches leave passes out; empty: stage 0.
     """
@@ -307,7 +305,6 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     programs: tuple[Program, ...]
-    fed_by: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
 
     def starting_at(self, starts: Sequence[int]) -> Schedule:
@@ -362,7 +359,7 @@ class Schedule:
             return Flow("activation", before, stage)
         if work in _BACK and after is not None and after not in self.placement.no_grad:
             return Flow("gradient", after, stage)
-        return self._feedback(stage) if work is ForwardNoGrad else None
+        return None
 
     def made_by(self, work: type[Instruction], stage: int) -> Flow | None:
         """Returns what instructions of this type make for another stage, if anything."""
@@ -371,47 +368,27 @@ class Schedule:
             return Flow("activation", stage, after)
         if work in _BACK and before is not None and self.placement.sends_gradient(stage):
             return Flow("gradient", stage, before)
-        return self._feedback(stage) if work is ForwardNoGrad else None
-
-    def _feedback(self, stage: int) -> Flow | None:
-        """Returns what flows from the last stage of a backbone back to its first, if anything does."""
-        backbone = self.placement.backbone_of(stage)
-        return Flow("feedback", backbone[-1], backbone[0]) if self.fed_by else None
-
-    def made_for(self, flow: Flow) -> Sequence[int]:
-        """Returns, by microbatch of the reader, for which one the maker made what it needs; -1 where nothing is."""
-        return self.fed_by if flow.kind == "feedback" else range(self.num_microbatches)
+        return None
 
     def inputs_of(self, program: Program) -> Iterator[Message | None]:
         """Yields what each instruction reads from another stage, if anything."""
-        return self._messages(program, self.read_by, range(self.num_microbatches))
+        return self._messages(program, self.read_by)
 
     def outputs_of(self, program: Program) -> Iterator[Message | None]:
         """Yields what each instruction makes for another stage, if anything."""
-        readers = [self.num_microbatches] * self.num_microbatches
-        for reader, maker in enumerate(self.fed_by):
-            if maker >= 0:
-                readers[maker] = reader
-        return self._messages(program, self.made_by, readers)
+        return self._messages(program, self.made_by)
 
     def _messages(
-        self,
-        program: Program,
-        flow_of: Callable[[type[Instruction], int], Flow | None],
-        fed: Sequence[int],
+        self, program: Program, flow_of: Callable[[type[Instruction], int], Flow | None]
     ) -> Iterator[Message | None]:
-        """Yields a message, or None, for each instruction.
-
-        `fed` names the reader of what flows back, by the microbatch of the instruction.
-        """
+        """Yields a message, or None, for each instruction."""
         found: Callable[[Any, int], Flow | None] = cache(flow_of)
         for i in program:
             flow = found(type(i), i.stage) if isinstance(i, Staged) else None
             if flow is None or not isinstance(i, Staged):
                 yield None
             else:
-                reader = fed[i.microbatch] if flow.kind == "feedback" else i.microbatch
-                yield self.message(flow, reader)
+                yield self.message(flow, i.microbatch)
 
     def input_of(self, instruction: Instruction) -> Message | None:
         """Returns what an instruction reads from another stage, if anything."""
@@ -420,14 +397,9 @@ class Schedule:
     def message(self, flow: Flow, microbatch: int) -> Message | None:
         """Returns what the reader needs for one microbatch; None if nothing was, or will be, made for it."""
         rank_of = self.placement.rank_of
-        if microbatch >= self.num_microbatches:
+        if not (self.runs(flow.maker, microbatch) and self.runs(flow.reader, microbatch)):
             return None
-        made_for = self.made_for(flow)[microbatch]
-        if made_for < 0:
-            return None
-        if not (self.runs(flow.maker, made_for) and self.runs(flow.reader, microbatch)):
-            return None
-        maker, reader = rank_of(flow.maker, made_for), rank_of(flow.reader, microbatch)
+        maker, reader = rank_of(flow.maker, microbatch), rank_of(flow.reader, microbatch)
         return Message(flow.kind, flow.reader, microbatch, maker, reader)
 
     def staged(self) -> Iterator[tuple[int, Staged]]:

@@ -61,7 +61,6 @@ class TickCosts:
         encode: One part of the frozen work, or one number for each part.
         activation: Time on the link of an activation, by the stage that reads it.
         gradient: Time on the link of a gradient, by the stage that reads it.
-        feedback: Time on the link from the last stage back to the first.
         reduce: Gradient reduction at the end.
         exchange: Exchange of frozen results.
         holds_sender: See `PipelineCosts`, whose methods these are, too.
@@ -74,7 +73,6 @@ class TickCosts:
     encode: PerStage = 1
     activation: PerStage = 0
     gradient: PerStage = 0
-    feedback: float = 0
     reduce: float = 0
     exchange: float = 0
     holds_sender: bool = False
@@ -100,7 +98,7 @@ class TickCosts:
     def message_s(self, message: Message) -> float:
         """Returns the time on the link."""
         of_stage = {"activation": self.activation, "gradient": self.gradient}
-        return _at(of_stage.get(message.kind, self.feedback), message.stage)
+        return _at(of_stage[message.kind], message.stage)
 
     def reduce_s(self, rank: int) -> float:
         """Returns the time to sum gradients."""
@@ -403,9 +401,7 @@ class _Numbers:
         if read_flow:
             read = self.sent(read_flow)
         if made_flow:
-            for sent, maker in zip(self.sent(made_flow), schedule.made_for(made_flow), strict=True):
-                if maker >= 0:
-                    made[maker] = sent
+            made = self.sent(made_flow)
         rank_of = schedule.placement.rank_of
         number = {
             like: _number(self.works, work(stage, like)) for like in dict.fromkeys(self.first_like)
@@ -419,15 +415,10 @@ class _Numbers:
             first, ranks = self.num_sent, self.schedule.placement.stage_ranks
             period = lcm(len(ranks[flow.maker]), len(ranks[flow.reader]))
             starts = self.schedule.starts or (0,) * self.schedule.num_microbatches
-            known: dict[tuple[int, int, int, bool], tuple[int, int] | None] = {}
+            known: dict[tuple[int, int, int], tuple[int, int] | None] = {}
             self.flows[flow] = []
-            for microbatch, maker in enumerate(self.schedule.made_for(flow)):
-                like = (
-                    microbatch % period,
-                    self.first_like[microbatch],
-                    starts[microbatch],
-                    maker < 0,
-                )
+            for microbatch in range(self.schedule.num_microbatches):
+                like = microbatch % period, self.first_like[microbatch], starts[microbatch]
                 if like not in known:
                     known[like] = self.message_and_edge(flow, microbatch)
                 sent = known[like]

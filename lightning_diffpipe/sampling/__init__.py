@@ -10,8 +10,8 @@ each has an emulator: the same code in one process.
        │
     a request    request                                      what every method is given, and is compared with
        │
-    methods      pipefusion/ · distrifusion/                  by `methods.py` on the axes of `mesh.py`; `auto.py`
-       │                                                      chooses one
+    methods      pipefusion/ · distrifusion/                  by `methods.py`, which may choose one, on the axes
+       │                                                      of `mesh.py`
     a model      tracing/                                     how a transformer can be run in parts
 
 Besides: `world.py` (all ranks), `digests.py` (have all the same model?), `rehearsal.py` (do parts compute the

@@ -354,8 +354,13 @@ class Call:
 
     @property
     def branches(self) -> int:
-        """Predictions that guidance combines and that two halves of the ranks could share."""
-        return max(len(self.steps[0]), self.expansion)
+        """Branches of guidance that two halves of the ranks can compute: 2, or else 1."""
+        try:
+            for phase in self.phases:
+                replace(self, phases=[phase]).branch(0)
+        except ConfigurationError:
+            return 1
+        return 2
 
     def branch(self, index: int) -> Call:
         """Returns the same request with one branch of guidance only, for one half of the ranks.

@@ -29,7 +29,6 @@ from torch import Tensor
 from lightning_diffpipe.comm.links import Alone, Links, ProcessLinks, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.sampling_choice import mesh_of
 
 Axis = Literal["data", "guidance", "parallel", "sequence"]
 
@@ -59,7 +58,8 @@ class SamplingMesh:
         return math.prod(asdict(self).values())
 
     def __str__(self) -> str:
-        return mesh_of(asdict(self))
+        shown = (f"{name}={size}" for name, size in asdict(self).items() if size > 1)
+        return " x ".join(shown) or "one rank"
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns where a rank is on each axis."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
@@ -24,8 +25,20 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links, Traffic
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DiffPipeError,
+    GraphError,
+    require_number,
+)
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.planning.cluster import Link
+from lightning_diffpipe.planning.sampling_rule import (
+    SamplingCase,
+    SamplingChoice,
+    ranked_choices,
+    reason_for,
+)
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
@@ -214,6 +227,155 @@ def make_sampler(
         raise ConfigurationError(f"method={options.method}: {error}") from error
 
 
+# ---------------------------------------------------------------------------------- method="auto"
+
+
+class Chooser:
+    """Chooses how to run requests by the rule, on rank 0; others only hear of it.
+
+    Args:
+        model: The denoiser, perhaps a skeleton.
+        link: Between any two ranks.
+        device: Of a rank.
+        num_ranks: Ranks there are.
+        memory_bytes: What every rank has left; None means that it is no limit.
+        options: Wishes, which are left as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        link: Link,
+        device: torch.device,
+        num_ranks: int,
+        memory_bytes: int | None,
+        options: MethodOptions,
+    ) -> None:
+        self._model, self._link, self._device = model, link, device
+        self._num_ranks, self._memory_bytes, self._options = num_ranks, memory_bytes, options
+        self._refused: list[tuple[MethodOptions, DiffPipeError]] = []
+
+    def choose(self, call: Call) -> MethodOptions:
+        """Returns the options with the first choice of the rule that is as wished and is not refused.
+
+        Raises:
+            ConfigurationError: Nothing is as wished.
+            DiffPipeError: The last refusal, if nothing is left; what was refused may then be tried again.
+        """
+        case, options = self._case(call), self._options
+        ranked = ranked_choices(case, options.num_patches)
+        wished = [each for each in ranked if self._is_wished(each)]
+        if not wished:
+            sizes = ((axis, getattr(options, axis)) for axis in get_args(Axis))
+            asked = ", ".join(f"{axis}={size}" for axis, size in sizes if size) or "asked"
+            there: dict[str, str] = {}
+            for each in ranked:
+                there.setdefault(each.method, f"{each.method} on {SamplingMesh(**each.axes)}")
+            raise ConfigurationError(
+                f"method=auto cannot use {self._num_ranks} ranks as {asked}; these fit this request, among others: "
+                + "; ".join(there.values())
+            )
+        for choice in wished:
+            decided = self._decided(choice)
+            if self._is_refused(decided):
+                continue
+            try:
+                refuse_request(call, decided)
+            except ConfigurationError as error:  # no need to try
+                self.refuse(decided, error)
+                continue
+            reasons = reason_for(choice, case), *dict.fromkeys(map(_said, self._refused))
+            return replace(decided, reason="; ".join(reasons))
+        _, last = self._refused[-1]
+        self._refused.clear()
+        raise last from None
+
+    def _decided(self, choice: SamplingChoice) -> MethodOptions:
+        options = replace(
+            self._options,
+            method=choice.method,
+            mesh=SamplingMesh(**choice.axes),
+            num_patches=choice.num_patches,
+            warmup_steps=None if self._options.warmup_steps == 1 else self._options.warmup_steps,
+        )
+        return replace(options, warmup_steps=options.synchronous_steps)
+
+    def refuse(self, options: MethodOptions, error: DiffPipeError) -> None:
+        """Leaves out a method that the model cannot be sampled with, or else that choice."""
+        # Functions after it hold a worker and latents.
+        self._refused.append((options, error.with_traceback(None)))
+
+    def _case(self, call: Call) -> SamplingCase:
+        convolutions = (m for m in self._model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
+        absent = (p for p in self._model.parameters() if is_placeholder(p))
+        return SamplingCase(
+            self._num_ranks,
+            call.num_shares,
+            2 if self._options.guidance == 2 else call.branches,
+            len(call.timesteps),
+            any(m.kernel_size[-2] > m.stride[-2] for m in convolutions),
+            self._link.bandwidth_bytes_per_s,
+            self._device.type,
+            sum(p.numel() * p.element_size() for p in absent),
+            self._memory_bytes,
+        )
+
+    def _is_wished(self, choice: SamplingChoice) -> bool:
+        sizes = ((getattr(self._options, axis), size) for axis, size in choice.axes.items())
+        has_axes = all(wish in (None, size) for wish, size in sizes)
+        return has_axes and set(self._options.further) <= options_taken(choice.method)
+
+    def _is_refused(self, decided: MethodOptions) -> bool:
+        return any(
+            decided.method == options.method
+            if isinstance(error, GraphError)
+            else replace(decided, reason=options.reason) == options
+            for options, error in self._refused
+        )
+
+
+def _said(refused: tuple[MethodOptions, DiffPipeError]) -> str:
+    options, error = refused
+    where = "" if isinstance(error, GraphError) else f" on {options.mesh}"
+    return (
+        f"no {options.method}{where}: {re.split(r'[:;]|$', str(error), maxsplit=1, flags=re.M)[0]}"
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Returns the bytes that are left on an accelerator; None for hosts, whose ranks share what there is."""
+    if device.type != "cuda":
+        return None
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+# ------------------------------------------------------------------------------------ one rank
+
+
+def refuse_request(call: Call, options: MethodOptions) -> None:
+    """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
+    mesh, patches = options.mesh, 1
+    assert mesh is not None
+    if options.method == "pipefusion":
+        patches = options.num_patches or mesh.parallel
+    # Ranks, or patches, share calls of the denoiser.
+    if max(mesh.parallel, mesh.sequence, mesh.guidance, patches) > 1:
+        call.refuse_steps(options.method)
+        for phase in call.phases if mesh.guidance == 2 else ():
+            replace(call, phases=[phase]).branch(0)
+        if options.method == "pipefusion":
+            call.refuse_rows(options.synchronous_steps)
+    if patches > 1 and any(
+        name.startswith("callback") and callable(value)
+        for name, value in call.pipeline.arguments.items()
+    ):
+        raise ConfigurationError(
+            "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
+            "other; leave it out, or take on_step=, num_patches=1 or another method"
+        )
+
+
 class Worker:
     """One rank's part in all requests of a predictor."""
 
@@ -247,22 +409,7 @@ class Worker:
         Raises:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
-        mesh = self.place.mesh
-        # Ranks, or patches, share calls of the denoiser.
-        if max(mesh.parallel, mesh.sequence, mesh.guidance, self._num_patches) > 1:
-            call.refuse_steps(self.options.method)
-            for phase in call.phases if mesh.guidance == 2 else ():
-                replace(call, phases=[phase]).branch(self.place.guidance)
-            if self.options.method == "pipefusion":
-                call.refuse_rows(self.options.synchronous_steps)
-        if self._num_patches > 1 and any(
-            name.startswith("callback") and callable(value)
-            for name, value in call.pipeline.arguments.items()
-        ):
-            raise ConfigurationError(
-                "a callback is given the latents of a step, which under PipeFusion ends for one patch after the "
-                "other; leave it out, or take on_step=, num_patches=1 or another method"
-            )
+        refuse_request(call, self.options)
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -310,12 +457,6 @@ class Worker:
     def _begin(self, num_steps: int) -> None:
         self._num_steps, self._is_finite = num_steps, True
         self._statistics, self._before = SamplingStatistics(), self._sent_around()
-
-    @property
-    def _num_patches(self) -> int:
-        if self.options.method != "pipefusion":
-            return 1
-        return self.options.num_patches or self.place.mesh.parallel
 
     def _share(self, call: Call) -> Call:
         start, stop = self.place.share_of(call.num_shares)[self.place.data]

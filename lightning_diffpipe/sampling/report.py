@@ -1,4 +1,4 @@
-"""What a request took: seconds, bytes, the timelines, and how far the pictures are from one process.
+"""What a request took: seconds, bytes, weights, and how far the pictures are from one process.
 
 pipefusion, num_patches=4, warmup_steps=1, on parallel=2
 20 steps      0.41 s each; 8.3 s in all, 9.1 s with encoding and decoding
@@ -11,25 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import warnings
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_diffpipe.comm.links import Traffic
-from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.planning.instruction import ForwardNoGrad
-from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
-from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.sampling.mesh import SamplingMesh
 from lightning_diffpipe.sampling.methods import RankReport
-from lightning_diffpipe.sampling.statistics import Freshness
 
 
 @dataclass(frozen=True)
@@ -47,10 +36,7 @@ class SamplingReport:
         messages_sent: By kind, over all ranks.
         resident_bytes: Bytes of the denoiser's parameters, by rank.
         whole_bytes: Bytes of all its parameters.
-        measured: What each rank did when.
-        planned: What the formulas make of the median times, where there are some.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.
-        freshness: How old was what all ranks read, if that was to be recorded.
     """
 
     method: str
@@ -65,10 +51,7 @@ class SamplingReport:
     messages_sent: dict[str, int]
     resident_bytes: list[int]
     whole_bytes: int
-    measured: Timeline = field(repr=False)
-    planned: Timeline | None = field(default=None, repr=False)
     total_s: float = math.nan
-    freshness: Freshness | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         numbers = [f"num_patches={self.num_patches}"] if self.num_patches is not None else []
@@ -76,30 +59,19 @@ class SamplingReport:
             numbers.append(f"warmup_steps={self.warmup_steps}")
         sent = [f"{kind} {_size(count)}" for kind, count in sorted(self.bytes_sent.items())]
         weights = [f"rank {rank}: {_size(count)}" for rank, count in enumerate(self.resident_bytes)]
-        fresh = [f"{kind} {share:.3f}" for kind, share in (self.fresh_share or {}).items()]
         lines = [
             ", ".join([self.method, *numbers]) + f", on {self.mesh}",
             *([f"{'chosen':13} {self.reason}"] if self.reason else []),
             f"{f'{self.num_steps} steps':13} {self.step_s:.3g} s each; {self.sampling_s:.3g} s in all, "
             f"{self.total_s:.3g} s with encoding and decoding",
             f"{'bytes sent':13} {', '.join(sent) or 'none'}",
-            *([f"{'fresh share':13} {', '.join(fresh)}"] if fresh else []),
             f"{'weights':13} {', '.join(weights)}; the whole denoiser has {_size(self.whole_bytes)}",
         ]
         return "\n".join(lines)
 
-    @property
-    def fresh_share(self) -> dict[str, float] | None:
-        """The mean fresh share of what was read, by kind; None if it was not recorded."""
-        if self.freshness is None:
-            return None
-        return {kind: reads.fresh_share for kind, reads in self.freshness.by("kind").items()}
-
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers, without the timelines and single reads, for JSON."""
-        hidden = {"measured", "planned", "freshness"}
-        shown = {k: v for k, v in vars(self).items() if k not in hidden}
-        return shown | {"fresh_share": self.fresh_share}
+        """Returns all numbers, for JSON."""
+        return dict(vars(self))
 
 
 def merge(reports: Sequence[RankReport]) -> SamplingReport:
@@ -107,8 +79,6 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
     options, num_steps = reports[0].options, reports[0].num_steps
     ranks = [report.statistics for report in reports]
     traffic = functools.reduce(Traffic.plus, (rank.traffic for rank in ranks))
-    spans = [replace(span, rank=i) for i, rank in enumerate(ranks) for span in rank.spans]
-    noted = [rank.freshness for rank in ranks]
     steps = [statistics.median(rank.step_s) for rank in ranks if rank.step_s]
     approximate = options.method in ("pipefusion", "distrifusion", "naive")
     warmup_steps = options.warmup_steps
@@ -132,36 +102,7 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         messages_sent=dict(traffic.messages_sent),
         resident_bytes=[r.resident_bytes for r in reports],
         whole_bytes=reports[0].whole_bytes,
-        measured=Timeline(tuple(spans), len(reports)),
-        planned=_planned(options.mesh, ranks[0].plan, spans) if patches else None,
-        freshness=Freshness.joined(noted) if any(each is not None for each in noted) else None,
     )
-
-
-def _planned(
-    mesh: SamplingMesh | None, plan: PipeFusionPlan | None, spans: Sequence[Span]
-) -> Timeline | None:
-    """Returns what the formulas make of the median times of a turn, for one pipeline without guidance halves."""
-    if plan is None or mesh is None or mesh.num_ranks != mesh.parallel or not spans:
-        return None
-    turns = plan.turns
-    # A turn has several spans, with waiting in between.
-    busy: dict[tuple[int, int], float] = defaultdict(float)
-    for span in spans:
-        instruction = span.instruction
-        if not isinstance(instruction, ForwardNoGrad) or instruction.microbatch >= len(turns):
-            return None
-        busy[span.rank, instruction.microbatch] += span.duration_s
-    times: dict[tuple[int, bool], list[float]] = {}
-    for (rank, turn), seconds in busy.items():
-        times.setdefault((rank, turns[turn].patch is None), []).append(seconds)
-
-    def median(rank: int, whole: bool) -> float:
-        return statistics.median(times.get((rank, whole)) or [0.0])
-
-    ranks = range(plan.num_ranks)
-    whole = [plan.warmup_microbatches * median(r, True) for r in ranks]
-    return plan.timeline(whole, [median(r, False) for r in ranks])
 
 
 def _size(num_bytes: int) -> str:
@@ -189,36 +130,3 @@ def difference(picture: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
     a, b = (np.asarray(x, dtype=np.float64) for x in (picture, reference))
     enlarged: np.ndarray = np.clip(np.abs(a - b) * gain, 0, 255).astype(np.uint8)
     return enlarged
-
-
-def lpips_distances(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
-    """Measures LPIPS (AlexNet) of pictures and their references. Nothing is downloaded.
-
-    Args:
-        pairs: Pictures of 8 bits, two and two of the same size.
-
-    Raises:
-        ConfigurationError: The `lpips` package or its weights are not there, or the pictures are too small.
-    """
-    try:
-        lpips, weights = import_module("lpips"), import_module("torchvision.models").AlexNet_Weights
-    except Exception as error:  # the package and torchvision may fail in many a way
-        raise ConfigurationError(
-            f"lpips cannot be imported ({error}); pip install lpips"
-        ) from error
-    url = weights.IMAGENET1K_V1.url
-    path = Path(torch.hub.get_dir(), "checkpoints", Path(url).name)
-    if not path.exists():
-        raise ConfigurationError(f"its weights are not there; download {url} to {path}")
-
-    def between_minus_one_and_one(picture: Any) -> torch.Tensor:
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
-
-    with warnings.catch_warnings(), torch.inference_mode():
-        warnings.simplefilter("ignore")  # of names that lpips gives torchvision
-        measure = lpips.LPIPS(net="alex", verbose=False)
-        try:
-            return [float(measure(*map(between_minus_one_and_one, pair))) for pair in pairs]
-        except RuntimeError as error:
-            size = "x".join(map(str, np.shape(pairs[0][0])[1::-1]))
-            raise ConfigurationError(f"it fails on pictures of {size} pixels: {error}") from error

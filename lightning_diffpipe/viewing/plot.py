@@ -138,8 +138,6 @@ def _arrows(timeline: Timeline, process: int, numbers: Iterator[int]) -> Iterato
     spans = {(span.rank, span.instruction): span for span in timeline.spans}
     for transfer in timeline.transfers:
         message, back = transfer.message, transfer.message.kind == "gradient"
-        if message.kind == "feedback":
-            continue  # the last stage, which made it, is not known here
         kinds = (Backward, BackwardInput) if back else (Forward, ForwardNoGrad)
         before = message.stage + (1 if back else -1)
         ends = [(message.from_rank, before), (message.to_rank, message.stage)]

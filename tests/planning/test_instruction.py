@@ -24,7 +24,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 
 numbers = st.integers(min_value=0, max_value=400)
-kinds = st.sampled_from(["activation", "gradient", "feedback"])
+kinds = st.sampled_from(["activation", "gradient"])
 staged = [Forward, Backward, BackwardInput, BackwardWeight, ForwardNoGrad, UpdateWeights]
 instructions = st.one_of(
     *(st.builds(make, stage=numbers, microbatch=numbers) for make in staged),
@@ -46,7 +46,6 @@ instructions = st.one_of(
         (UpdateWeights(1, 4), "1U4"),
         (Send("activation", 2, 0, 3), "2a0>3"),
         (Receive("gradient", 2, 0, 1), "2g0<1"),
-        (Wait("feedback", 0, 5, 3), "0f5?3"),
         (Encode(3), "E3"),
         (ExchangeFrozen(), "X"),
         (ReduceGradients(), "R"),

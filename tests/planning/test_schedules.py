@@ -12,7 +12,6 @@ from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    ForwardNoGrad,
 )
 from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
@@ -35,7 +34,6 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_vertical_sync,
     unrolled,
 )
-from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan
 from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
 
 from .pictures import check_golden
@@ -79,8 +77,6 @@ EXAMPLES = {
     "zero_bubble_v": (zero_bubble_v(zero_bubble_v.place(6, 3), 4), THIRDS),
     "bidirectional": (opposite(4, 2), None),
     "bidirectional_unequal": (opposite(3, 4, ticks=((1, 2),) * 3 + ((2, 4),) * 3), UNEQUAL),
-    "patches": (PipeFusionPlan(3, 0, 4, 4).schedule, None),
-    "patches_fewer_than_stages": (PipeFusionPlan(3, 0, 2, 3).schedule, TickCosts(feedback=1)),
 }
 
 
@@ -282,11 +278,3 @@ def test_pipedream_keeps_a_version_for_each_batch_in_flight(replicas, versions):
 def test_pipedream_has_no_bubble_between_batches(S):
     """Draining costs (S - 1) (f + b) once, however many batches there are."""
     assert simulate(unrolled(pipedream(S, 1), 50)).iteration_s == 3 * (50 + S - 1)
-
-
-def test_patches_keep_all_ranks_busy():
-    for S, P, steps in product(range(1, 6), range(1, 8), (1, 2, 5)):
-        schedule = PipeFusionPlan(steps, 0, P, S).schedule
-        assert simulate(schedule).iteration_s == (steps - 1) * max(P, S) + P + S - 1
-        check_laws(lower(schedule))
-        assert all(isinstance(i, ForwardNoGrad) for program in schedule.programs for i in program)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -16,7 +15,6 @@ from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.auto import profile_request
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.pipefusion import sampler as pipefusion
 from lightning_diffpipe.sampling.skeleton import load_weights
@@ -71,24 +69,15 @@ def requests_in_turn(rank, in_turn, fresh):
     return [draw_in_turn(rank, *job) for job in in_turn], draw_each(rank, fresh)
 
 
-@contextlib.contextmanager
-def worth_dividing():
-    """A slow network, and a model that takes long."""
-
-    def profile(*arguments):
-        return replace(profile_request(*arguments), step_s=1.0, glue_s=0.0, call_s=0.0)
-
-    with (
-        mock.patch.object(World, "measured_link", return_value=Link(1e8, 0.05)),
-        mock.patch("lightning_diffpipe.sampling.auto.profile_request", profile),
-    ):
-        yield
+def slow_links():
+    """A network on which patches flow, and Ulysses would wait."""
+    return mock.patch.object(World, "measured_link", return_value=Link(1e6, 0.05))
 
 
 def draw_as_chosen(rank, path, prompts, settings, options):
     """With `method="auto"`, twice; then by name."""
     with (
-        worth_dividing(),
+        slow_links(),
         Predictor.from_pretrained(path, method="auto", **options) as predictor,
     ):
         pictures = predictor(prompts, **settings)
@@ -120,7 +109,7 @@ def draw_in_spite(rank, path, prompts, settings, options, hook, block):
         predictor.source.denoiser.transformer_blocks[block].ff.register_forward_hook(hook)
         return predictor
 
-    with worth_dividing(), hooked(method="auto", **options) as predictor:
+    with slow_links(), hooked(method="auto", **options) as predictor:
         found = [predictor(prompts, **settings) for _ in range(2)]
         chosen = predictor.report
     started_s = time.monotonic()

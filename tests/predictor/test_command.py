@@ -180,17 +180,15 @@ def test_an_unknown_sampler_is_answered_with_the_known_ones(capsys, monkeypatch)
 def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     settings = ["num_inference_steps=2", "prompts=[digit four]", "output=out", "progress=false"]
-    monkeypatch.setitem(sys.modules, "lpips", None)
-    code, out, err = call(capsys, monkeypatch, "sample", *settings, "report=true")
+    code, out, err = call(capsys, monkeypatch, "sample", "sampler=auto", *settings, "report=true")
     assert code == 0, err
     assert Image.open(tmp_path / "out" / "grid.png").size == (64, 64)
-    assert "single, on one rank" in out
+    assert "single, on one rank\nchosen        there is one rank\n" in out
     text = (tmp_path / "out" / "report.json").read_text()
     report = json.loads(text, parse_constant=pytest.fail)  # no Infinity, which is no JSON
     assert report["num_steps"] == 2
     assert "equal to the pictures of one process" in out
     assert report["psnr_db"] == [None]
-    assert "LPIPS         not measured: lpips cannot be imported" in out
 
 
 @pytest.mark.slow
@@ -338,21 +336,6 @@ def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, t
     assert "equal to the pictures of one process" in out
     assert "s a step on 1 thread\n" in out
     assert json.loads((tmp_path / "out" / "report.json").read_text())["one_process_threads"] == 1
-
-
-@pytest.mark.slow
-def test_freshness_is_reported_when_asked_for(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    settings = ["sampler=pipefusion", "sampler.num_patches=2", "+sampler.record_freshness=true"]
-    settings += ["path=${built_in:glyphs_transformer}", "num_inference_steps=2", "report=true"]
-    code, out, err = call(
-        capsys, monkeypatch, "sample", *settings, "prompts=[digit four]", "output=out", "progress=false"
-    )  # fmt: skip
-    assert code == 0, err
-    assert "fresh share   key_value 0.875" in out
-    assert "     1  0.500  1.000  0.750" in out
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["fresh_share"] == {"key_value": 0.875}
 
 
 def frames(size=(32, 16)):
@@ -515,7 +498,6 @@ def test_two_processes_draw_and_report(run, tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert all(x is None or x > 40 for x in report["psnr_db"])  # all steps are synchronous
     assert set(report["bytes_sent"]) >= {"halo", "key_value", "prediction"}
-    assert "rank 1 |" in done.stdout
 
 
 @pytest.mark.slow

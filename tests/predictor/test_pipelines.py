@@ -300,10 +300,14 @@ FURTHER = [  # methods of the same kinds
     ("samples_in_a_list", {"method": "single", "guidance": 2}),
     ("samples_in_a_list", {"method": "pipefusion", "num_patches": 1}),
 ]
+CHOSEN = [(kind, {"method": "auto"}) for kind in KINDS]
+SHARED = [(kind, {"method": "auto", "data": 1, "guidance": 1}) for kind in KINDS]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("cases", [pytest.param(TWO_RANKS, id="each kind"), row(FURTHER)])
+@pytest.mark.parametrize(
+    "cases", [pytest.param(TWO_RANKS, id="each kind"), row(FURTHER), row(CHOSEN), row(SHARED)]
+)
 def test_two_ranks_draw_what_one_process_draws(cases, saved):
     """Prompts, tokens or rows are divided, those of a ControlNet, too."""
     jobs = []

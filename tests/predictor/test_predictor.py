@@ -114,14 +114,6 @@ def test_the_automatic_choice_for_one_rank_is_one_process(folder_of):
 
 
 @pytest.mark.slow
-def test_the_automatic_choice_weighs_memory(folder_of, monkeypatch):
-    monkeypatch.setattr("lightning_diffpipe.predictor.free_memory", lambda device: 1000)
-    predictor = Predictor.from_pretrained(folder_of("pixart"), method="auto")
-    predictor(prompts_of("pixart"), **SETTINGS, **options_of("pixart"))
-    assert "a rank has 1e-06 GB left, too little for single" in predictor.report.reason
-
-
-@pytest.mark.slow
 def test_guidance_by_two_calls_a_step(folder_of):
     options = {"negative_prompt": ["bad", "ugly"], "true_cfg_scale": 3.0}
     expected = by_diffusers(folder_of("flux"), "flux", **options)

@@ -11,8 +11,7 @@ import torch
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.auto import Chooser
-from lightning_diffpipe.sampling.methods import MethodOptions
+from lightning_diffpipe.sampling.methods import Chooser, MethodOptions
 from lightning_diffpipe.sampling.rehearsal import failing, needing_memory
 from lightning_diffpipe.sampling.world import World
 
@@ -43,7 +42,7 @@ def test_an_error_that_is_kept_holds_no_activations():
 def test_methods_that_were_refused_hold_no_activations():
     """History: `method="auto"` kept those of each method that it had tried, as long as the Predictor lived."""
     predictor = Predictor(None, MethodOptions("auto"), World.alone(CPU), CPU)
-    predictor._chooser = chooser = Chooser(None, Link(), 2, None, predictor.options)
+    predictor._chooser = chooser = Chooser(None, Link(), CPU, 2, None, predictor.options)
 
     def fail(*arguments):
         with failing("in 2 patches"):

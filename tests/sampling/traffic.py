@@ -183,7 +183,8 @@ def assert_traffic_is_as_planned(samplers, request):
         num_messages += sampler.statistics.traffic.messages_sent
     first = samplers[0]
     layout = first.layouts.layout_for(request)
-    setting, plan = first.setting(layout, first.positions, request), first.statistics.plan
+    setting = first.setting(layout, first.positions, request)
+    plan = replace(setting.plan, warmup_steps=first.statistics.num_synchronous)
     latent_bytes = request.latents.numel() * request.latents.element_size()
     inside = bytes_inside_stages(setting, first.sequence_mode)
     # What crosses the cut and what returns is spread over two links each, but is not more.

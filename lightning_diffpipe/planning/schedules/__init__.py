@@ -1,6 +1,6 @@
 """A file for each way to order work, with its `ScheduleSpec`s; here they get the names of options and plans.
 
-That of sampling is `PipeFusionPlan.schedule`.
+The turns of sampling are `PipeFusionPlan.turns`.
 """
 
 from lightning_diffpipe.planning.schedule import ScheduleSpec

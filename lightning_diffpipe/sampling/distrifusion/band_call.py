@@ -19,7 +19,6 @@ such as those that make keys and values of them, run once, for as long as their 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +50,6 @@ from lightning_diffpipe.sampling.distrifusion.moments import (
     predicted,
     stale,
 )
-from lightning_diffpipe.sampling.statistics import Freshness
 from lightning_diffpipe.sampling.tracing.marks import Attend, answer_attention
 
 MODEL = "model"
@@ -80,7 +78,6 @@ class BandCall(Run, TorchFunctionMode):
 
     Args:
         group_norm: Rule in displaced steps.
-        freshness: Where to note how old is what the band reads; None if nobody asks.
 
     Attributes:
         fallbacks: Negative variances of the corrected rule, counted where they are.
@@ -92,18 +89,16 @@ class BandCall(Run, TorchFunctionMode):
         bands: Bands,
         exchange: Exchange,
         group_norm: GroupNormRule,
-        freshness: Freshness | None = None,
     ) -> None:
         super().__init__()
         self._analysis, self._bands, self._exchange = analysis, bands, exchange
-        self._group_norm, self._freshness = group_norm, freshness
+        self._group_norm = group_norm
         self._constants = Constants(analysis.constant)
         # Of all bands, by call of group norm and step; and of this one.
         self._moments: dict[int, dict[int, Moments]] = {}
         self._own_moments: dict[int, Moments] = {}
         self.fallbacks: Tensor | int = 0
         self._suspended = False
-        self._layer = ""
 
     def run(self, call: ModelCall, step: StepKind) -> Any:
         """Runs the forward on the band; returns its results, with those of all bands put together."""
@@ -120,8 +115,6 @@ class BandCall(Run, TorchFunctionMode):
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
         watched = analysis.embedders.keys() | analysis.constant
-        if self._freshness is not None:  # layers are to be named
-            watched = {name for name, _ in call.interception.root.named_modules()} - {"", MODEL}
         exchange.start_step(step.index, step.synchronous, step.keep)
         with call.interception.also_watching(watched), call.interception.running(self), self:
             out = call.forward(*band_args, **band_kwargs)
@@ -151,15 +144,7 @@ class BandCall(Run, TorchFunctionMode):
     # ------------------------------------------------------------ modules
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers the call of a module, remembering which one works."""
-        before, self._layer = self._layer, site.name.removeprefix(f"{MODEL}.")
-        try:
-            return self._answered(site, args, kwargs)
-        finally:
-            self._layer = before
-
-    def _answered(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Modules that embed the latents embed all of them; those that are given a text only run once."""
+        """Answers a module: those that embed the latents embed all of them, those given a text only run once."""
         given = (*args, *kwargs.values())
         if site.name in self._analysis.constant and len(given) == 1:
             run = partial(site.diffpipe_original, *args, **kwargs)
@@ -197,10 +182,8 @@ class BandCall(Run, TorchFunctionMode):
             return x
         edges = {bands.rank - 1: above, bands.rank + 1: below}
         neighbours = [peer for peer in edges if 0 <= peer < bands.num_bands]
-        there = sum(edges[peer] for peer in neighbours)
         if x is self._band:  # every rank has the whole latents
             whole = F.pad(self._whole, (0, 0, above, below))
-            self._note("halo", rows, there, 0)
             return whole.narrow(-2, bands.start, above + rows + below)
         fewest = min(bands.resized(rows, rank) for rank in range(bands.num_bands))
         if max(above, below) > fewest:  # on all ranks, so that none waits for those who refuse
@@ -224,7 +207,6 @@ class BandCall(Run, TorchFunctionMode):
                 {peer: shapes[peer] for peer in neighbours if edges[peer]},
                 TensorShape.of(x),
             )
-        self._note("halo", rows, there, self._age)
         parts = [(got or {}).get(peer, x.new_zeros(shapes[peer].shape)) for peer in edges]
         return torch.cat([parts[0], x, parts[1]], -2)
 
@@ -234,9 +216,7 @@ class BandCall(Run, TorchFunctionMode):
         """Attends to keys and values `(B, heads, tokens, D)` of all bands; texts are those of this band."""
         joint = self._analysis.keys[self._num_attentions]
         self._num_attentions += 1
-        if joint is not None and self._step.alone:
-            self._note_keys(key, joint)
-        elif joint is not None:
+        if joint is not None and not self._step.alone:
             if options.get("attn_mask") is not None or options.get("is_causal"):
                 raise unsupported("attention of the image with a mask")
             key, value = self._with_all_bands(key, value, joint)
@@ -254,7 +234,6 @@ class BandCall(Run, TorchFunctionMode):
             self._shapes(mine, -2),
             TensorShape.of(mine),
         )
-        self._note_keys(key, joint)
         if others is None:
             return key, value
         keys, values = zip(*self._in_order(mine, others), strict=True)
@@ -268,9 +247,7 @@ class BandCall(Run, TorchFunctionMode):
         step = self._step
         rule = "synchronous" if step.synchronous else self._group_norm
         call = self._count()  # in every kind of step, so that later calls keep their positions
-        other_rows = self._bands.num_rows - self._bands.size
         if step.alone or rule == "separate":
-            self._note("statistics", self._bands.size, other_rows, None)
             return None
         now = Moments.of(x, num_groups)
         mine = now.packed(torch.promote_types(x.dtype, torch.float32))
@@ -282,7 +259,6 @@ class BandCall(Run, TorchFunctionMode):
             TensorShape.of(x),
             fresh=self._group_norm == "synchronous",
         )
-        self._note("statistics", self._bands.size, other_rows, self._age)
         own, self._own_moments[call] = self._own_moments.get(call), now
         if others is None:
             return None
@@ -303,26 +279,6 @@ class BandCall(Run, TorchFunctionMode):
             self.fallbacks = self.fallbacks + fallbacks  # read on the host at the end
             return moments
         return stale(before, now, band, shares)
-
-    # ------------------------------------------------------------ freshness
-
-    @property
-    def _age(self) -> int | None:
-        """The age of what other bands have just sent."""
-        return None if self._step.alone else self._exchange.age
-
-    def _note_keys(self, key: Tensor, joint: JointKeys) -> None:
-        tokens = key.shape[-2] - joint.before - joint.after
-        others = sum(self._bands.resized(tokens, peer) for peer in self._bands.peers)
-        self._note("key_value", key.shape[-2], others, self._age)
-
-    def _note(self, kind: str, own: int, others: int, age: int | None) -> None:
-        """Notes a read: what is this band's own is fresh, what is of others has an age."""
-        if self._freshness is not None:
-            ages: Counter[int | None] = Counter({0: own})
-            ages[age] += others
-            step, band = self._step.index, self._bands.rank
-            self._freshness.note(step, self._layer, kind, band, ages)
 
     # ------------------------------------------------------------ helpers
 

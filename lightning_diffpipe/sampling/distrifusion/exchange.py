@@ -32,7 +32,6 @@ from torch import Tensor
 from lightning_diffpipe.comm.links import Links, MessageKind, exchange, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.sampling.statistics import Stopwatch
 
 Shapes = Mapping[int, TensorShape]
 
@@ -58,7 +57,7 @@ class _Range:
             self._expected[peer].append(shape)
         return lambda: {peer: self._received(peer)[place] for peer, place in places.items()}
 
-    def send(self, links: Links, kind: MessageKind, stopwatch: Stopwatch) -> None:
+    def send(self, links: Links, kind: MessageKind) -> None:
         """Sends the range, and posts the receives of the same range of the others."""
         shapes = self._expected
         packed: dict[tuple[int, ...], Tensor] = {}  # most peers get the same
@@ -72,23 +71,16 @@ class _Range:
 
         @functools.cache
         def received(peer: int) -> list[Tensor]:
-            with stopwatch.waiting():
-                return unpack(incoming[peer].wait(), shapes[peer], copy=False)
+            return unpack(incoming[peer].wait(), shapes[peer], copy=False)
 
         self._received = received
 
 
 class Exchange:
-    """All exchanges of one call of the model in a denoising step, over the steps of one request.
+    """All exchanges of one call of the model in a denoising step, over the steps of one request."""
 
-    Attributes:
-        age: Of what `swap` returned last, in denoising steps; None if that was nothing.
-    """
-
-    def __init__(self, links: Links, calls_per_message: int, stopwatch: Stopwatch) -> None:
-        self.age: int | None = None
+    def __init__(self, links: Links, calls_per_message: int) -> None:
         self._links, self._calls_per_message = links, calls_per_message
-        self._stopwatch = stopwatch
         self._stale: dict[int, tuple[int, Read]] = {}  # by call: of which step
         self._signatures: dict[int, tuple[MessageKind, TensorShape]] = {}
         self._ranges: dict[tuple[MessageKind, torch.dtype], _Range] = {}
@@ -133,14 +125,11 @@ class Exchange:
         """
         self._check(kind, call, own)
         if fresh or self._synchronous:
-            self.age = 0
-            with self._stopwatch.waiting():
-                received = exchange(self._links, outgoing, expected, kind)
+            received = exchange(self._links, outgoing, expected, kind)
             if not fresh and self._keep:
                 self._stale[call] = self._step, lambda: received
             return received
         made, read = self._stale.pop(call, (None, dict[int, Tensor]))
-        self.age = None if made is None else self._step - made
         if self._keep:
             self._stale[call] = self._step, self._later(kind, outgoing, expected)
         if made is None:
@@ -155,14 +144,12 @@ class Exchange:
 
     def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
         """Gathers the predictions of all bands, in order, now."""
-        wait = start_all_gather(self._links, mine, shapes, "prediction")
-        with self._stopwatch.waiting():
-            return wait()
+        return start_all_gather(self._links, mine, shapes, "prediction")()
 
     def stop_step(self) -> None:
         """Sends what has not filled a message."""
         for (kind, _), unfilled in self._ranges.items():
-            unfilled.send(self._links, kind, self._stopwatch)
+            unfilled.send(self._links, kind)
         self._ranges.clear()
 
     def _check(self, kind: MessageKind, call: int, own: TensorShape) -> None:
@@ -180,7 +167,7 @@ class Exchange:
         group = self._ranges.setdefault((kind, dtype), _Range())
         read = group.add(outgoing, expected)
         if group.num_calls == self._calls_per_message:
-            self._ranges.pop((kind, dtype)).send(self._links, kind, self._stopwatch)
+            self._ranges.pop((kind, dtype)).send(self._links, kind)
         return read
 
 

@@ -47,7 +47,6 @@ from lightning_diffpipe.errors import ConfigurationError, GraphError, require_nu
 from lightning_diffpipe.graph.interception import Interception, Run
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.sampling.distrifusion.analysis import CallAnalysis, ModelCall, analyse
 from lightning_diffpipe.sampling.distrifusion.band_call import MODEL, BandCall, StepKind
 from lightning_diffpipe.sampling.distrifusion.bands import Bands
@@ -68,12 +67,7 @@ from lightning_diffpipe.sampling.schedulers import (
     random_states,
     takes_generator,
 )
-from lightning_diffpipe.sampling.statistics import (
-    Freshness,
-    SamplingStatistics,
-    Stopwatch,
-    measured,
-)
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 
 Profile = tuple[str, list[Tensor]]
 """The name of a function, and the mean magnitudes of its result along each axis."""
@@ -99,7 +93,6 @@ class DistriFusion:
         calls_per_message: Operators of one kind whose data share a message in displaced steps.
         settled: Relative change of the model's input, the scaled latents, that ends the automatic warm-up.
         verify: Compare the first call of each kind with a plain one.
-        record_freshness: Note in `statistics.freshness` how old was what this band read.
 
     Example:
         >>> latents = DistriFusion(unet, links, warmup_steps=4).sample(request)  # doctest: +SKIP
@@ -115,7 +108,6 @@ class DistriFusion:
         calls_per_message: int = 16,
         settled: float = 0.1,
         verify: bool = True,
-        record_freshness: bool = False,
     ) -> None:
         allowed = {"mode": get_args(BandMode), "group_norm": get_args(GroupNormRule)}
         for option, value in (("mode", mode), ("group_norm", group_norm)):
@@ -127,7 +119,6 @@ class DistriFusion:
         self.model, self.links, self.mode = model, links, mode
         self.warmup_steps, self.settled = warmup_steps, settled
         self.group_norm, self.calls_per_message, self.verify = group_norm, calls_per_message, verify
-        self.record_freshness = record_freshness
         self.statistics = SamplingStatistics()
         self.num_fallbacks = 0
         self.num_synchronous = 0
@@ -142,10 +133,9 @@ class DistriFusion:
             ConfigurationError: The rows do not divide, or do not suffice for so many ranks.
             PipelineTimeoutError: A rank stopped, or did not answer in time.
         """
-        freshness = Freshness() if self.record_freshness else None
         settings = self.links.broadcast_object(lambda: settings_digest(self.model))
         with (
-            measured(self, request, self.links, freshness=freshness) as stopwatch,
+            measured(self, request, self.links) as stopwatch,
             drawing_alike(self.links, request.latents.device),
             intercepted(self.model) as interception,
         ):
@@ -182,7 +172,7 @@ class DistriFusionRun(Run):
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """Runs all steps, on whole latents."""
-        request, rank, sampler = self.request, self._links.rank, self.sampler
+        request, sampler = self.request, self.sampler
         mode, warmup_steps = sampler.mode, sampler.warmup_steps
         by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
         loop, latents = request.loop(), request.latents
@@ -205,12 +195,11 @@ class DistriFusionRun(Run):
                 keep=next_may_be_displaced and index < request.num_steps - 1,
             )
             sampler.num_synchronous += self._step.synchronous
-            with self.stopwatch.working(ForwardNoGrad(rank, index)):
-                self._num_calls = 0
-                with self.interception.running(self):
-                    prediction = loop.predict()
-                self._check_number_of_calls(self._num_calls)
-                latents = loop.step(loop.guided(prediction))
+            self._num_calls = 0
+            with self.interception.running(self):
+                prediction = loop.predict()
+            self._check_number_of_calls(self._num_calls)
+            latents = loop.step(loop.guided(prediction))
             self.stopwatch.step_done()
             if on_step is not None:
                 on_step(index)
@@ -259,7 +248,7 @@ class DistriFusionRun(Run):
                     self._compare(found, call)
                     vars(self._links.traffic).update(vars(traffic))
                 analyses[kind] = found
-        new = self._new_call(analyses[kind], self.stopwatch.statistics.freshness)
+        new = self._new_call(analyses[kind])
         self.calls.append((kind, new))
         return new
 
@@ -315,10 +304,10 @@ class DistriFusionRun(Run):
         num_rows = self.request.latents.shape[-2]
         return Bands.split(num_rows, self._links.num_ranks, analysis.unit, self._links.rank)
 
-    def _new_call(self, analysis: CallAnalysis, freshness: Freshness | None = None) -> BandCall:
-        exchange = Exchange(self._links, self.sampler.calls_per_message, self.stopwatch)
+    def _new_call(self, analysis: CallAnalysis) -> BandCall:
+        exchange = Exchange(self._links, self.sampler.calls_per_message)
         bands, group_norm = self._bands(analysis), self.sampler.group_norm
-        return BandCall(analysis, bands, exchange, group_norm, freshness)
+        return BandCall(analysis, bands, exchange, group_norm)
 
 
 def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:

@@ -16,7 +16,6 @@ Source:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.sampling.statistics import Freshness
 from lightning_diffpipe.sampling.tracing.layout import Block, Part, Selection, TokenAxis
 from lightning_diffpipe.sampling.tracing.marks import Attend
 
@@ -132,7 +130,6 @@ class KvCache:
         patches: The patches, in the order in which they are computed.
         hide_unseen: Hide keys that have never been written, instead of attending to zeros.
         verify: Assert at every call that keys are as old as they should be.
-        freshness: Where to note how old they are; None if nobody asks.
     """
 
     def __init__(
@@ -141,10 +138,9 @@ class KvCache:
         *,
         hide_unseen: bool = True,
         verify: bool = False,
-        freshness: Freshness | None = None,
     ) -> None:
         self._patches, self._hide_unseen = tuple(patches), hide_unseen
-        self._verify, self._freshness = verify, freshness
+        self._verify = verify
         self._buffers: dict[tuple[int, int], _Buffer] = {}
         self._step, self._keep = -1, False
 
@@ -178,14 +174,13 @@ class KvCache:
         """
         if call.part.units is None:
             views = self._place_of_samples(call) if self._keep else None
-            self._note_synchronous(call)
             return KeysInShares(views, call.mask)
         buffer = self._buffer(call, len(call.k))
         mask = self._over_all_keys(call, buffer)
         visible = set(buffer.written if self._hide_unseen else self._patches)
         others = partial(self._keys_of, call, visible - {call.part})
         buffer.written[call.part] = self._step
-        self._look(call, buffer)
+        self._verify_ages(call, buffer)
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
     def _place_of_samples(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -235,8 +230,8 @@ class KvCache:
         text = next((patch.text for patch in patches if patch.text), None)
         return call.tokens.owned(Part(units, text))
 
-    def _look(self, call: AttentionCall, buffer: _Buffer) -> None:
-        """Checks and notes how old the keys are that a patch is about to read, if asked to."""
+    def _verify_ages(self, call: AttentionCall, buffer: _Buffer) -> None:
+        """Checks how old the keys are that a patch is about to read, if asked to."""
         here = self._patches.index(call.part)
         for m, patch in enumerate(self._patches if self._verify else ()):
             step = self._step if m <= here else self._step - 1
@@ -247,22 +242,3 @@ class KvCache:
                     f"from step {found}, not {expected}. This is a defect of PipeFusion, not of the request: "
                     "draw with method=single, and report it with the name of the model"
                 )
-        if self._freshness is None:
-            return
-        ages: Counter[int | None] = Counter()
-        for patch in self._patches:
-            written = buffer.written.get(patch)
-            tokens = len(call.tokens.owned(patch))
-            ages[None if written is None else self._step - written] += tokens
-        self._note(call, here, ages)
-
-    def _note_synchronous(self, call: AttentionCall) -> None:
-        """Notes that tokens of all patches read what is computed with them; once for all samples."""
-        first, _ = call.part.samples or (0, 1)
-        if self._freshness is not None and first == 0:
-            for reader in range(len(self._patches)):
-                self._note(call, reader, {0: call.tokens.size})
-
-    def _note(self, call: AttentionCall, reader: int, ages: Mapping[int | None, int]) -> None:
-        assert self._freshness is not None
-        self._freshness.note(self._step, call.block.name, "key_value", reader, ages)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.graph.interception import Interception
-from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan, Turn
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttention
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
@@ -87,7 +86,6 @@ class PipeFusionRun:
             setting.patches,
             hide_unseen=sampler.hide_unseen,
             verify=sampler.verify,
-            freshness=watch.statistics.freshness,
         )
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)
@@ -171,36 +169,34 @@ class PipeFusionRun:
                 self._runner.start_step()
             self._take_back(turn, latents)
             part = self._part(turn)
-            with self._watch.working(ForwardNoGrad(self._links.rank, turn.index)):
-                loop, predict = self._loop_at(turn, latents)
-                run = self._runner.run(
-                    predict,
-                    part,
-                    self._receive,
-                    self._send,
-                    earlier if self._is_last else (),
-                    stop=turn.patch is None and not turn.is_last,
-                )
-                earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
-                if run.prediction is not None:
-                    prediction = run.prediction
-                    if loop.is_divided:
-                        with self._watch.waiting():
-                            prediction = self._guided(loop, prediction, part.units)
-                    if self._schedulers is None:
-                        if not loop.mixes:  # or else they were collected before
-                            self._collect_rows(prediction, None, "prediction")
-                        latents = loop.step(prediction)
-                    else:
-                        # Pipelines may have changed latents after the step before.
-                        rows = layout.take_rows(loop.sample, part.units)
-                        layout.put_rows(latents, part.units, rows)
-                        if self.plan.decides_after(turn):
-                            before = self._given(latents, turn.step)
-                        t, given = loop.given
-                        self._schedulers.step(latents, prediction, t, turn.patch, given)
-                    if not self._is_first and turn.step < self.plan.num_steps - 1:
-                        self._links.send(layout.take_rows(latents, part.units), 0, "latents")
+            loop, predict = self._loop_at(turn, latents)
+            run = self._runner.run(
+                predict,
+                part,
+                self._receive,
+                self._send,
+                earlier if self._is_last else (),
+                stop=turn.patch is None and not turn.is_last,
+            )
+            earlier = [*earlier, run] if turn.patch is None and not turn.is_last else []
+            if run.prediction is not None:
+                prediction = run.prediction
+                if loop.is_divided:
+                    prediction = self._guided(loop, prediction, part.units)
+                if self._schedulers is None:
+                    if not loop.mixes:  # or else they were collected before
+                        self._collect_rows(prediction, None, "prediction")
+                    latents = loop.step(prediction)
+                else:
+                    # Pipelines may have changed latents after the step before.
+                    rows = layout.take_rows(loop.sample, part.units)
+                    layout.put_rows(latents, part.units, rows)
+                    if self.plan.decides_after(turn):
+                        before = self._given(latents, turn.step)
+                    t, given = loop.given
+                    self._schedulers.step(latents, prediction, t, turn.patch, given)
+                if not self._is_first and turn.step < self.plan.num_steps - 1:
+                    self._links.send(layout.take_rows(latents, part.units), 0, "latents")
             if turn.is_last:
                 if self.plan.decides_after(turn):
                     self._end_warmup_if_settled(turn, before, latents)
@@ -320,8 +316,7 @@ class PipeFusionRun:
     # --- hidden states, from rank to rank -------------------------------------------------------------
 
     def _receive(self) -> Slices:
-        with self._watch.waiting():
-            shapes, message = self._hidden.take()
+        shapes, message = self._hidden.take()
         return unpack(message, shapes)
 
     def _send(self, slices: Slices) -> None:
@@ -342,8 +337,7 @@ class PipeFusionRun:
         after_synchronous = turn.step <= self.plan.num_synchronous
         if after_synchronous and not turn.is_first:
             return
-        with self._watch.waiting():
-            _, message = self._returned.take()
+        _, message = self._returned.take()
         # After a synchronous step all rows come at once, on the first turn of the next.
         units = self._own_units if after_synchronous else self._part(turn).units
         self._setting.layout.put_rows(latents, units, message)

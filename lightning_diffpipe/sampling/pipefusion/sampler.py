@@ -36,12 +36,7 @@ from lightning_diffpipe.sampling.pipefusion.stages import Stages, balanced_split
 from lightning_diffpipe.sampling.rehearsal import Predict, rehearse
 from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import refuse_unless_elementwise
-from lightning_diffpipe.sampling.statistics import (
-    Freshness,
-    SamplingStatistics,
-    Stopwatch,
-    measured,
-)
+from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part
 from lightning_diffpipe.sampling.tracing.probe import MAX_LAYOUTS, LayoutStore
 
@@ -72,7 +67,6 @@ class PipeFusion:
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
         verify: Fill everything that must not be read with NaN, check the age of all keys, and rehearse the first
             request of a layout: a step in patches against a synchronous one (`sampling/rehearsal.py`).
-        record_freshness: Note in `statistics.freshness` how old the keys were that each patch read.
 
     Raises:
         ConfigurationError: An option is none of these, or out of range.
@@ -99,7 +93,6 @@ class PipeFusion:
         sequence_mode: SequenceMode = "ulysses",
         axis: int | None = None,
         verify: bool = True,
-        record_freshness: bool = False,
     ) -> None:
         require_warmup(warmup_steps, settled)
         if num_patches < 1:
@@ -113,8 +106,7 @@ class PipeFusion:
         self.sequence_links, self.sequence_mode = sequence_links or Alone(), sequence_mode
         self.num_patches, self.warmup_steps, self.split = num_patches, warmup_steps, split
         self.hide_unseen, self.verify = hide_unseen, verify
-        self.settled, self.record_freshness = settled, record_freshness
-        self.warmup_microbatches = warmup_microbatches
+        self.settled, self.warmup_microbatches = settled, warmup_microbatches
         self.statistics = SamplingStatistics()
         self.positions: tuple[int, ...] = ()  # where blocks were cut for the last request
         self.layouts = LayoutStore(axis)
@@ -178,7 +170,6 @@ class PipeFusion:
             request.num_steps if automatic else self.warmup_steps,
             self.num_patches,
             self.links.num_ranks,
-            stages.num_visits,
             microbatches,
             automatic,
             n,
@@ -199,16 +190,12 @@ class PipeFusion:
         with request.inferring():
             setting = setting or self.prepare(request)
             self._rehearse_once(request, setting)
-            freshness = Freshness() if self.record_freshness else None
-            with measured(
-                self, request, self.links, self.sequence_links, freshness=freshness
-            ) as watch:
+            with measured(self, request, self.links, self.sequence_links) as watch:
                 run = PipeFusionRun(self, request, setting, watch)
                 try:
                     return run.run(on_step)
                 finally:
                     self.statistics.num_synchronous = run.plan.num_synchronous
-                    self.statistics.plan = run.plan
 
     def _rehearse_once(self, request: Request, setting: PipeFusionSetting) -> None:
         """Rehearses the first request of a layout that is cut into patches."""
@@ -223,7 +210,7 @@ class PipeFusion:
                 )
                 if still.num_steps == 1:
                     plan = replace(plan, warmup_microbatches=1)
-                watch = Stopwatch(SamplingStatistics(), self.links.rank, request.latents.device)
+                watch = Stopwatch(SamplingStatistics(), request.latents.device)
                 return PipeFusionRun(self, still, replace(setting, plan=plan), watch).run(None)
 
             self._rehearse(request, setting.layout, predict)

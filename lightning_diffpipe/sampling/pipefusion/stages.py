@@ -106,11 +106,6 @@ class Stages:
             )
         return cls(owners, tuple(stages))
 
-    @property
-    def num_visits(self) -> int:
-        """How often one call of `denoise` passes through the ranks."""
-        return len(self.stages[0].ends)
-
 
 def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: int) -> set[str]:
     """Returns the names of parameters a rank reads: of its blocks, and of everything that is no block.

@@ -19,14 +19,11 @@ from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.sampling.distrifusion import emulate
 from lightning_diffpipe.sampling.distrifusion.exchange import Constants, Exchange
-from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch
 from tests.sampling.distrifusion.models import request_for
 
 
 def exchange_of(links, calls_per_message=2):
-    return Exchange(
-        links, calls_per_message, Stopwatch(SamplingStatistics(), links.rank, links.device)
-    )
+    return Exchange(links, calls_per_message)
 
 
 def swap(exchange, links, call, value, kind="statistics", **options):

@@ -175,7 +175,6 @@ def test_steps_are_timed_without_what_is_learned_about_the_model(name, tiny_mode
     for sampler in samplers:
         statistics = sampler.statistics
         assert 0 < statistics.step_s[0] <= statistics.total_s - took_s
-        assert sum(span.duration_s for span in statistics.spans) <= statistics.step_s[0] + 0.01
 
 
 class Writing(torch.nn.Module):

@@ -116,7 +116,6 @@ def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tin
             m, links, num_patches=2, warmup_steps=warmup_steps, verify=True, **options
         ),
     )  # fmt: skip
-    assert {s.statistics.plan.warmup_microbatches for s in samplers} == {microbatches}
     assert all(torch.equal(result, expected) for result in results)
     assert_traffic_is_as_planned(samplers, request_for(name, tiny=tiny))
     # One sample after the other multiplies matrices of other heights: the last bits may differ.
@@ -314,14 +313,13 @@ def test_hidden_keys_are_better_than_zeros(tiny_models):
     assert (hidden - exact).square().mean() < (zeros - exact).square().mean()
 
 
-def test_steps_and_spans_are_reported(tiny_models):
+def test_steps_are_reported(tiny_models):
     tiny = tiny_models("pixart")
     sampler, seen = knowing(PipeFusion(tiny.model, num_patches=2), "pixart", tiny), []
     sampler.sample(request_for("pixart", tiny=tiny), seen.append)
     assert seen == list(range(STEPS))
     statistics = sampler.statistics
     assert len(statistics.step_s) == STEPS
-    assert len(statistics.spans) == 2 + 2 * (STEPS - 1)  # both branches of guidance, then patches
     assert statistics.total_s >= sum(statistics.step_s)
 
 
