@@ -3,31 +3,16 @@
 import tempfile
 from pathlib import Path
 
-import lightning as L
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-from lightning_diffpipe.data.captioned import collate
 from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.tiny import Pictures
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
-
-
-class Pictures(L.LightningDataModule):
-    """Made-up pictures and captions, in order."""
-
-    batch_size = 6
-
-    def train_dataloader(self):
-        generator = torch.Generator().manual_seed(1)
-        images = torch.randn(18, 3, 32, 32, generator=generator, dtype=torch.float64)
-        samples = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
-        return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
 
 
 class Tiny(PipelineDiffusion):

@@ -11,7 +11,7 @@ from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.parts import load_for_training, read_index
 from lightning_diffpipe.sampling.source import load_networks
 from tests.distributed.scenarios import Settings, assert_equal_runs, build, fit, reference
-from tests.distributed.test_pipeline_diffusion import Pictures
+from tests.distributed.tiny import Pictures
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 from tests.rows import row

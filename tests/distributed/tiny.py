@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_diffpipe.data.captioned import collate
+
 WIDTH = 12
 
 
@@ -306,3 +308,15 @@ def subject_first(pairs):
     return torch.utils.data.default_collate(
         [one for half in zip(*pairs, strict=True) for one in half]
     )
+
+
+class Pictures(L.LightningDataModule):
+    """Made-up pictures and captions, in order."""
+
+    batch_size = 6
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(18, 3, 32, 32, generator=generator, dtype=torch.float64)
+        samples = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
+        return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
