@@ -15,12 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.cli.launch import (
-    module_of,
-    own_rank,
-    prepare,
-    refuse_processes_of_sweep,
-)
+from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
 from lightning_diffpipe.cli.values import (
     file_errors,
     named,
@@ -66,9 +61,14 @@ def _refuse_trainer_values(config: DictConfig) -> None:
 
     least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
     least |= {"max_epochs": -1, "num_sanity_val_steps": -1, "check_val_every_n_epoch": 1}
-    for name, bound in least.items():
-        if config.trainer.get(name) is not None:
+    for name, bound in {**least, "max_steps": -1, "limit_val_batches": 0}.items():
+        if config.trainer.get(name) is not None or name == "max_steps":
             require_number(f"trainer.{name}", config.trainer[name], bound)
+    for name in ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"):
+        if not isinstance(config.trainer[name], bool):
+            raise ConfigurationError(
+                f"trainer.{name} must be true or false; got {config.trainer[name]}"
+            )
     if (interval := config.trainer.get("val_check_interval")) is not None and interval == 0:
         raise ConfigurationError(
             "trainer.val_check_interval=0 validates after every 0 batches; take more, or "
@@ -83,6 +83,9 @@ def _refuse_trainer_values(config: DictConfig) -> None:
     for name, node in (config.get("callbacks") or {}).items():
         if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
             require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
+        prompts = node.get("prompts") if OmegaConf.is_dict(node) else None
+        if prompts is not None and not all(isinstance(each, str) for each in prompts):
+            raise ConfigurationError(f"callbacks.{name}.prompts must be texts; got {prompts}")
     accelerator, is_there = config.trainer.accelerator, torch.cuda.is_available
     if accelerator in ("gpu", "cuda") and not (is_there() or torch.backends.mps.is_available()):
         raise ConfigurationError(
@@ -166,7 +169,7 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _runs_ended(trainer: Any) -> Iterator[None]:
-    """Ends what loggers call a run, after it: under a launcher, jobs of a sweep share one process.
+    """Ends what loggers call a run, with its exit code.
 
     Raises:
         SystemExit: SIGTERM ended the run, with its exit code, which Lightning leaves at 0.
@@ -330,7 +333,6 @@ def _require_lora(config: DictConfig) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
-    refuse_processes_of_sweep(config.trainer.devices)
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_diffpipe.checkpoint_files import chosen
