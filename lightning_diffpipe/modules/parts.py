@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import lightning_diffpipe
-from lightning_diffpipe.checkpoint_files import require_file, why_unreadable
+from lightning_diffpipe.checkpoint_files import require_file, unreadable
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
@@ -532,8 +532,12 @@ class PartsModule(L.LightningModule):
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
                 if self.strict_loading and weights and name in self.parts and "adapters" in stored:
                     prefix = f"{name}."
-                    names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
-                    refuse_others(name, self.parts[name], stored["adapters"], names)
+                    own = {
+                        n.removeprefix(prefix): v
+                        for n, v in weights.items()
+                        if n.startswith(prefix)
+                    }
+                    refuse_others(name, self.parts[name], stored["adapters"], own)
         base = BaseModel.recorded(checkpoint)
         if weights and base.samples:
             checkpoint["state_dict"] = self._completed(weights, base)
@@ -610,9 +614,7 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
             path, map_location="cpu", weights_only=True, mmap=True
         )
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole Lightning checkpoint: {why_unreadable(path, error)}"
-        ) from error
+        raise unreadable(path, error) from error
     if _FILES_KEY not in checkpoint:
         raise CheckpointError(
             f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "

@@ -482,11 +482,17 @@ LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "out
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rank": 4}, r"than those of the checkpoint: r is \[4\] now, \[2\] there\. Go on with"),
-        ({"alpha": 7}, r"lora_alpha is \[7\] now, \[6\] there"),
-        ({"targets": ["to_q", "q_proj"]}, "2 layers have some now, 8 there; .*k_proj in one of"),
-        ({"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]}, "8 there; .*fc1 in one of both"),
-        (None, "0 layers have some now, 8 there"),
+        ({"rank": 4}, r"lora_A\.default\.weight has \(4, \d+\) now, \(2, \d+\) there\. Go on with"),
+        ({"alpha": 7}, r"has \{'default': 3\.5\} now, \{'default': 3\.0\} there"),
+        (
+            {"targets": ["to_q", "q_proj"]},
+            r"k_proj\.lora_A\.default\.weight has None now, \(2, \d+\) there",
+        ),
+        (
+            {"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]},
+            r"fc1\.lora_A\.default\.weight has \(2, \d+\) now, None there",
+        ),
+        (None, r"has None now, \(2, \d+\) there"),
         ({"dropout": 0.5, "targets": LAYERS}, None),
     ],
 )
