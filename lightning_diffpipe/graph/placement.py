@@ -8,6 +8,9 @@ meanwhile its class is `ForeignParameter`.
 
 Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
 
+A parameter that is mapped from its file (`keep_stored`) takes no memory there, so that its value is kept under the
+placeholder, and found again when the module shall be whole.
+
 A fake copy has tensors with shapes only, to probe full-size models in seconds. It is deep, so that the step may
 change caches, counters and schedulers of it at will; only the trainer and its like are shared. Parameters and
 buffers are replaced while copying (`memo`), so that no weight is ever duplicated. Placeholders get the strides
@@ -16,6 +19,7 @@ that their parameters have where they live, so that all ranks see the same.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
@@ -23,6 +27,7 @@ import gc
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
 
-_STRIDE, _WHERE = "_diffpipe_stride", "_diffpipe_where"
+_STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
 """Whether placeholders are NaN for who reads them, as in steps, and no error."""
@@ -199,7 +204,7 @@ def place_parameters(
         raise GraphError(f"{len(unknown)} resident parameters do not exist, e.g. {min(unknown)}")
     if gone:
         raise GraphError(
-            f"{gone[0]} was freed on this rank; load it with restore_parameters() first"
+            f"{gone[0]} was freed on this rank; load it with restore_parameter() first"
         )
     foreign = []
     for name, parameter in parameters.items():
@@ -244,6 +249,32 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
+def keep_stored(root: nn.Module) -> None:
+    """Notes the parameters that are mapped from files of weights; known on Linux only."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    ends = [line.split(None, 1)[0].split("-") for line in lines if line.endswith(".safetensors")]
+    starts, stops = (
+        zip(*sorted((int(a, 16), int(b, 16)) for a, b in ends), strict=True) if ends else ((), ())
+    )
+    for parameter in root.parameters():
+        at = bisect.bisect(starts, parameter.data_ptr()) - 1
+        if at >= 0 and parameter.data_ptr() < stops[at]:
+            setattr(parameter, _STORED, (parameter.detach(), parameter._version))
+
+
+def stored_value(parameter: Tensor) -> Tensor | None:
+    """Returns the value of a parameter that is mapped from a file; None if it is not, or written since."""
+    value, version = getattr(parameter, _STORED, (None, 0))
+    is_current = value is not None and (is_placeholder(parameter) or parameter._version == version)
+    return value if is_current and value.dtype == parameter.dtype else None
+
+
+def forget_stored(parameter: Tensor) -> None:
+    """Counts a parameter as not mapped, as where ranks have other files."""
+    vars(parameter).pop(_STORED, None)
+
+
 def leave_on_host(root: nn.Module) -> None:
     """Lets placeholders pretend to live on the host, so that the module can be moved there."""
     for parameter in root.parameters():
@@ -251,27 +282,22 @@ def leave_on_host(root: nn.Module) -> None:
             _free(parameter, torch.device("cpu"))
 
 
-def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Gives placeholders their values, and thereby memory, back.
+def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
+    """Gives a placeholder its value, which it keeps, or a copy of it laid out as the parameter was.
 
     Raises:
-        GraphError: A value has the wrong shape.
+        GraphError: The value has the wrong shape.
     """
-    parameters = dict(root.named_parameters())
-    for name, value in values.items():
-        restore_parameter(name, parameters[name], value)
-
-
-def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
-    """Gives one placeholder its value; see `restore_parameters`."""
     if value.shape != parameter.shape:
         raise GraphError(
             f"{name} has shape {tuple(parameter.shape)}, its value {tuple(value.shape)}"
         )
-    real = torch.empty_strided(
-        parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
-    )
-    _hold(parameter, real.copy_(value))
+    if value.dtype != parameter.dtype or value.stride() != true_stride(parameter):
+        laid_out = torch.empty_strided(
+            parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+        )
+        value = laid_out.copy_(value)
+    _hold(parameter, value.detach())
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:

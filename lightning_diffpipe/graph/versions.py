@@ -147,6 +147,23 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
+SAMPLED_BLOCKS = 4
+BLOCK_BYTES = 4096
+
+
+def digest_of_tensor(tensor: Tensor) -> str:
+    """Returns the digest of a tensor in memory, mapped or not, from samples of its bytes (`SAMPLED_BLOCKS`)."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    blocks, rest = [flat], len(flat) - BLOCK_BYTES
+    if len(flat) > SAMPLED_BLOCKS * BLOCK_BYTES:
+        starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
+        blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
+    for block in blocks:
+        found.update(block.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 _NUM_ELEMENTS = 16  # of each tensor that are compared
 _NUM_UPDATES = 3  # of the optimizer, after which no GPU is waited for any more
 

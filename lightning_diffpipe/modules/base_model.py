@@ -7,8 +7,8 @@
 
 A checkpoint of a model of 12 billion weights then has megabytes, not 24 GB. `Lora(store_all=True)` keeps all in it.
 
-Samples are as they were read, and rounded to the type of what they are compared with: a run may have another
-precision than the run before. An optimizer changes all values of a tensor, so another state of a training is
+Samples are as they were read, and compared in the coarser type of both: a run may have another precision than the
+run before. An optimizer changes all values of a tensor, so another state of a training is
 noticed.
 """
 
@@ -79,8 +79,7 @@ class BaseModel:
         """Returns whether these are the frozen weights of a part, in whatever precision."""
         noted = self.samples[name]
         return weights.keys() == noted.keys() and all(
-            list(weight.shape) == noted[key][0]
-            and torch.equal(sampled(weight), noted[key][1].to(weight.dtype))
+            list(weight.shape) == noted[key][0] and _are_same(sampled(weight), noted[key][1])
             for key, weight in weights.items()
         )
 
@@ -124,6 +123,11 @@ def frozen_weights(part: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _origin(path: str | Path) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else str(path)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Returns whether values are the same when those of one type are rounded to the other."""
+    return torch.equal(one, other.to(one.dtype)) or torch.equal(one.to(other.dtype), other)
 
 
 def sampled(tensor: Tensor) -> Tensor:

@@ -302,7 +302,10 @@ def test_another_model_is_noticed(change):
     part = make()
     base, weights = BaseModel.of("folder", {"unet": part}), dict(part.named_parameters())
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        assert base.fits("unet", {name: value.to(dtype) for name, value in weights.items()})
+        rounded = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False).to(dtype)
+        rounded.load_state_dict(part.state_dict())
+        assert base.fits("unet", dict(rounded.named_parameters()))
+        assert BaseModel.of("folder", {"unet": rounded}).fits("unet", weights)
     weights["0.weight"] = {
         "a name": weights.pop("0.bias"),
         "a shape": make(32)[0].weight,
