@@ -737,16 +737,6 @@ def test_weights_are_written_from_the_checkpoint_that_a_run_ended_with(capsys):
         training._last_checkpoint(trainer)
 
 
-class Run:
-    """What a logger keeps of a run."""
-
-    def __init__(self):
-        self.exit_codes = []
-
-    def finish(self, exit_code=None):
-        self.exit_codes.append(exit_code)
-
-
 @pytest.mark.parametrize("by", ["last", "path"])
 def test_a_run_of_wandb_goes_on_with_the_training(tmp_path, monkeypatch, by):
     """History: each start was another run of W&B, whose curves nobody put together."""
@@ -767,20 +757,6 @@ def test_a_run_of_wandb_goes_on_with_the_training(tmp_path, monkeypatch, by):
     assert _run_to_go_on_with(config, OmegaConf.merge(node, {"id": "mine"})) == {}
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert _run_to_go_on_with(config, node) == {}, "the first rank logs"
-
-
-def test_runs_of_loggers_end_with_a_job():
-    """History: all jobs of a sweep wrote into the run of the first."""
-    logger, other = SimpleNamespace(_experiment=Run()), SimpleNamespace()
-    trainer = SimpleNamespace(loggers=[logger, other])
-    with training._runs_ended(trainer):
-        pass
-    with pytest.raises(KeyError), training._runs_ended(trainer):
-        raise KeyError
-    assert logger._experiment.exit_codes == [0, 1]
-    logger._experiment = None  # a rank that logs nothing
-    with training._runs_ended(trainer):
-        pass
 
 
 @pytest.mark.slow

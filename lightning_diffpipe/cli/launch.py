@@ -218,16 +218,13 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
     # A launcher may not say how many processes there are on this machine; then as many as are known of.
     known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
     present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", known))
-    if here > present and not _sees_its_own_gpu(present):
+    # Such as `srun --gpus-per-task=1` shows each process its own.
+    sees_own = present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
+    if here > present and not sees_own:
         raise ConfigurationError(
             f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
             "take fewer, or trainer.accelerator=cpu"
         )
-
-
-def _sees_its_own_gpu(present: int) -> bool:
-    """Returns whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
-    return present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
 
 
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import signal
 import textwrap
@@ -167,30 +166,6 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
     return {"id": name}
 
 
-@contextlib.contextmanager
-def _runs_ended(trainer: Any) -> Iterator[None]:
-    """Ends what loggers call a run, with its exit code.
-
-    Raises:
-        SystemExit: SIGTERM ended the run, with its exit code, which Lightning leaves at 0.
-    """
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-    failed = True
-    try:
-        yield
-        failed = False
-    except SIGTERMException as stopped:
-        raise SystemExit(128 + signal.SIGTERM) from stopped
-    finally:
-        for logger in trainer.loggers:
-            # Only where there is a run: asking for `logger.experiment` would begin one.
-            finish = getattr(getattr(logger, "_experiment", None), "finish", None)
-            if callable(finish):
-                takes_code = "exit_code" in inspect.signature(finish).parameters
-                finish(**({"exit_code": int(failed)} if takes_code else {}))
-
-
 def _require_checkpoint(config: DictConfig) -> None:
     """Looks before processes start whether there is, or may be, a file to go on from.
 
@@ -334,6 +309,7 @@ def _require_lora(config: DictConfig) -> None:
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
     from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from lightning_diffpipe.checkpoint_files import chosen
     from lightning_diffpipe.training.before_training import why_empty
@@ -365,11 +341,13 @@ def train(config: DictConfig) -> Any:
         if config.save_to is not None and hasattr(module, "refuse_folder"):
             module.refuse_folder(config.save_to)
     data = _data_for(module, config)
-    with _runs_ended(trainer):
-        path = config.ckpt_path
-        if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
-            path = chosen(trainer, path, fits=True)  # which ours does by itself
+    path = config.ckpt_path
+    if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
+        path = chosen(trainer, path, fits=True)  # which ours does by itself
+    try:
         _fit(config, trainer, module, data, path)
+    except SIGTERMException as stopped:  # Lightning leaves the exit code at 0
+        raise SystemExit(128 + signal.SIGTERM) from stopped
     # Lightning passes over a loader without a batch; none was asked for where limit_train_batches=0.
     if trainer.num_training_batches == 0 and trainer.train_dataloader is not None:
         with raised_by_all():
