@@ -39,7 +39,7 @@ from lightning_diffpipe.errors import (
     raised_by_all,
 )
 from lightning_diffpipe.graph.placement import forget_stored, stored_value
-from lightning_diffpipe.graph.versions import bytes_of, digest_of_tensor
+from lightning_diffpipe.graph.versions import bytes_of, digest_of_tensor, plain_tensors
 
 _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
@@ -236,9 +236,14 @@ def require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _compared(tensor: Tensor) -> bytes | memoryview:
-    stored = stored_value(tensor)
-    return bytes_of(tensor) if stored is None else digest_of_tensor(stored).encode()
+def _checksum(tensor: Tensor) -> int:
+    """Returns a checksum of all bytes, or of samples of what is mapped from a file."""
+    if (stored := stored_value(tensor)) is not None:
+        return zlib.crc32(digest_of_tensor(stored).encode())
+    found = 0
+    for plain in plain_tensors(tensor):
+        found = zlib.crc32(bytes_of(plain), found)
+    return found
 
 
 def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -266,7 +271,7 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
             )
 
     on_all_ranks(require_same_tensors, group)
-    sums = torch.tensor([zlib.crc32(_compared(tensor)) for tensor in tensors])
+    sums = torch.tensor([_checksum(tensor) for tensor in tensors])
     expected = sums.clone()
     dist.broadcast(expected, src=0, group=group)
     differs = (sums != expected).to(torch.uint8)
@@ -275,6 +280,7 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
         for tensor, differing in zip(tensors, differs.tolist(), strict=True):
             if differing:
                 forget_stored(tensor)
-                value = tensor.detach().cpu().contiguous()
-                dist.broadcast(as_bytes(value), src=0, group=group)
-                tensor.copy_(value)
+                for plain in plain_tensors(tensor):
+                    value = plain.detach().cpu().contiguous()
+                    dist.broadcast(as_bytes(value), src=0, group=group)
+                    plain.copy_(value)

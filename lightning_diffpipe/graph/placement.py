@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
 
@@ -212,6 +213,10 @@ def place_parameters(
             if parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
             continue
+        if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
+            parameter = replace_parameter(
+                root, parameter, placeholder_of(parameter, torch.device(device))
+            )
         _free(parameter, torch.device(device))
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
@@ -226,6 +231,15 @@ def place_parameters(
         if has_own_tensors(module):
             module._apply(lambda tensor: tensor.to(device))
     return tuple(foreign)
+
+
+def replace_parameter(root: nn.Module, before: Tensor, after: nn.Parameter) -> nn.Parameter:
+    """Puts a parameter in the place of another one, wherever that is."""
+    for module in root.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is before:
+                module._parameters[key] = after
+    return after
 
 
 def has_own_tensors(module: nn.Module) -> bool:
@@ -282,8 +296,12 @@ def leave_on_host(root: nn.Module) -> None:
             _free(parameter, torch.device("cpu"))
 
 
-def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
+def restore_parameter(
+    name: str, parameter: Tensor, value: Tensor, root: nn.Module | None = None
+) -> None:
     """Gives a placeholder its value, which it keeps, or a copy of it laid out as the parameter was.
+
+    A quantized value becomes a parameter of its own, in the placeholder's place in `root`.
 
     Raises:
         GraphError: The value has the wrong shape.
@@ -292,6 +310,10 @@ def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
         raise GraphError(
             f"{name} has shape {tuple(parameter.shape)}, its value {tuple(value.shape)}"
         )
+    if is_traceable_wrapper_subclass(value):
+        assert root is not None
+        replace_parameter(root, parameter, nn.Parameter(value, requires_grad=False))
+        return
     if value.dtype != parameter.dtype or value.stride() != true_stride(parameter):
         laid_out = torch.empty_strided(
             parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
@@ -374,7 +396,17 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     duplicate = copy.deepcopy(root, memo)
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
+    for name, module in root.named_modules():
+        if getattr(module._parameters.get("weight"), "quant_state", None) is not None:
+            packed: Any = duplicate.get_submodule(name)
+            packed.forward = functools.partial(_of_shape, packed)
     return duplicate
+
+
+def _of_shape(packed: Any, x: Tensor) -> Tensor:
+    """Computes as a linear layer whose weight is packed with others into bytes (bitsandbytes), on fake tensors."""
+    weight = x.new_empty(packed.out_features, packed.in_features)
+    return F.linear(x, weight, None if packed.bias is None else packed.bias.to(x.dtype))
 
 
 def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:

@@ -304,7 +304,8 @@ class PartsModule(L.LightningModule):
 
         Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
         """
-        if self.trainer.strategy.root_device.type == "cpu":
+        # Not `trainer`, which raises without one.
+        if self._trainer is not None and self.trainer.strategy.root_device.type == "cpu":
             for name in self.frozen_parts:
                 in_float32(getattr(self, name), torch.float16)
         self._left_out = {}

@@ -143,7 +143,7 @@ def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | Non
     dtype = getattr(torch, value, value) if isinstance(value, str) else value
     if dtype is not None and dtype not in _FLOATS.values():
         raise ConfigurationError(
-            f"{name}={value!r} is no type in which models compute; choose bfloat16, float16, float32 or float64"
+            f"{name}={value!r}; choose bfloat16, float16, float32 or float64, in which models compute"
         )
     return dtype
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
+from lightning_diffpipe.comm.mesh import Mesh, broadcast_object, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
@@ -264,10 +265,11 @@ class Pipeline:
             tensors = {**parameters, **dict(self.module.named_buffers())}
             with torch.no_grad():
                 for name, value in self.values_of(self.owners):
-                    if is_placeholder(tensors[name]):
-                        restore_parameter(name, tensors[name], value)
-                    elif self.owners[name] != self.mesh.local_rank:
-                        tensors[name].copy_(value)
+                    tensor = tensors[name]
+                    if is_placeholder(tensor) or stored_value(tensor) is not None:
+                        restore_parameter(name, tensor, value, self.module)
+                    elif name not in parameters:
+                        tensor.copy_(value)
         self.engine.close()
         self._interception.uninstall()
         if not connected:
@@ -291,6 +293,15 @@ class Pipeline:
         own = [
             n for n, owner in owners.items() if owner == self.mesh.local_rank and n not in mapped
         ]
-        sent = set[str]().union(*gathered_objects(own, self.mesh.transfers))
+        own = {n: is_traceable_wrapper_subclass(tensors[n]) for n in own}
+        sent = dict[str, bool]()
+        for each in gathered_objects(own, self.mesh.transfers):
+            sent |= each
         yield from ((name, value) for name, value in mapped.items() if name not in sent)
-        yield from spread(tensors, {n: o for n, o in owners.items() if n in sent}, self.mesh)
+        plain = {name: owner for name, owner in owners.items() if sent.get(name) is False}
+        yield from spread(tensors, plain, self.mesh)
+        for name, owner in owners.items():
+            if sent.get(name):  # quantized
+                here = tensors[name].detach().cpu() if owner == self.mesh.local_rank else None
+                source = self.mesh.world_rank(owner)
+                yield name, broadcast_object(here, source, self.mesh.transfers)
