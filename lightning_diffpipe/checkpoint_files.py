@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -150,54 +151,24 @@ def require_file(path: str | Path) -> None:
             raise MissingCheckpointError(f"there is no checkpoint {path}")
         return
     file = _local(path)
-    if file.is_symlink() and not file.exists():
-        raise MissingCheckpointError(
-            f"there is no checkpoint {path}: it is a link to {file.readlink()}, which is gone{_other(file)}"
-        )
     if not file.exists():
-        raise MissingCheckpointError(f"there is no checkpoint {path}{_other(file)}")
+        raise MissingCheckpointError(f"there is no checkpoint {path}")
     if file.is_dir():
         raise CheckpointError(
-            f"{path} is a folder, and a checkpoint is one file{_other(file / 'any')}. One in parts, as of FSDP or "
-            "DeepSpeed, becomes a file by "
-            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
+            f"{path} is a folder, and a checkpoint is one file. One in parts, as of FSDP or DeepSpeed, becomes a "
+            f"file by `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
         )
-    if file.stat().st_size == 0:
-        raise CheckpointError(
-            f"the checkpoint {path} is empty (0 bytes): whoever wrote it was stopped, or the disk was full; take "
-            f"an earlier one{_other(file)}"
-        )
-
-
-def _other(file: Path) -> str:
-    """Returns the newest other checkpoint of a folder, as the end of a sentence."""
-    folder = file.parent
-    others = [p for p in folder.glob(f"*{_ENDING}") if p != file and p.is_file()]
-    others = [p for p in others if p.stat().st_size]
-    if not others:
-        return ""
-    latest = max(others, key=lambda path: path.stat().st_mtime_ns)
-    return f"; the newest other one in {folder} is {latest.name}"
 
 
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
     """Returns what to say of a file that torch does not read."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    if _local(path).is_file() and not zipfile.is_zipfile(_local(path)):  # torch speaks of mmap
+        reason = "it is no whole archive of tensors as torch.save writes it"
     return CheckpointError(
-        f"cannot read the checkpoint {path}: {why_unreadable(path, error)}. If it was cut short while being "
-        "written, take an earlier one; if it holds other than tensors and plain values and "
-        "you trust it, pass weights_only=False beside ckpt_path"
+        f"cannot read the checkpoint {path}: {reason}. If it was cut short while being written, take an earlier "
+        "one; if it holds other than tensors and plain values and you trust it, pass weights_only=False"
     )
-
-
-def why_unreadable(path: str | Path, error: Exception) -> str:
-    """Returns in one line why torch does not read a file."""
-    with contextlib.suppress(OSError), Path(path).open("rb") as file:
-        if file.read(1) not in (
-            b"P",
-            b"\x80",
-        ):  # of archives, and of pickles, as torch wrote them once
-            return "it is no archive of tensors as torch.save writes it"
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def types_of_hydra_configs() -> list[Any]:

@@ -43,7 +43,12 @@ from lightning_diffpipe.modules.parts import (
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
 from lightning_diffpipe.sampling.digests import Identity
 from lightning_diffpipe.sampling.loop import denoisers_among
-from lightning_diffpipe.sampling.loras import adapted, add_to_others, read_loras, refuse_adapted
+from lightning_diffpipe.sampling.loras import (
+    AdaptedWeights,
+    add_to_others,
+    read_loras,
+    refuse_adapted,
+)
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
     StateDict,
@@ -468,7 +473,9 @@ def _stored_module(
         refuse_adapted(weights.names(), weights.origin)
         denoiser = skeleton(outline.cls, outline.config, device, opening.dtype)
         check_weights(denoiser, weights)
-        return denoiser, adapted(weights, name, denoiser, added)
+        if added:
+            weights = AdaptedWeights(weights, name, denoiser, added)
+        return denoiser, weights
 
     [name] = names
     denoiser, weights = open_part(name)

@@ -18,12 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_diffpipe.errors import (
@@ -154,21 +152,6 @@ def print_to_nobody() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def refuse_processes_of_sweep(num_ranks: Any) -> None:
-    """Refuses a sweep whose jobs would start further processes, which would begin the sweep again.
-
-    Raises:
-        ConfigurationError: This is a job of a sweep, and no launcher has started its processes.
-    """
-    launched = is_launched() or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    if HydraConfig.get().mode == RunMode.MULTIRUN and num_ranks != 1 and not launched:
-        raise ConfigurationError(
-            f"trainer.devices={num_ranks}: a sweep (-m) runs its jobs in this process, and can start no others; "
-            "start each job by a loop of the shell, all with torchrun, or by a launcher plugin of Hydra, or take "
-            "trainer.devices=1"
-        )
-
-
 @contextlib.contextmanager
 def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Gives SIGTERM on to processes that this one has started, and leaves the block with its exit code."""
@@ -185,28 +168,6 @@ def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     finally:
         if listens:
             signal.signal(signal.SIGTERM, before)
-
-
-def refuse_shared_outputs(config: Any) -> None:
-    """Refuses a sweep in which each job would write over what the one before it has written.
-
-    Raises:
-        ConfigurationError: An output is the same for all jobs.
-    """
-    job_config = HydraConfig.get()
-    if job_config.mode != RunMode.MULTIRUN:
-        return
-    called = {argument.lower() for argument in sys.argv}  # Hydra writes True for true
-    swept = [o.partition("=")[0] for o in job_config.overrides.task if o.lower() not in called]
-    for name in ("save_to", "save_lora", "output", "cluster_output", "output_dir"):
-        path = config.get(name)
-        if not swept or path is None or name in swept or OmegaConf.is_interpolation(config, name):
-            continue
-        own = Path(path).with_stem(f"{Path(path).stem}_${{hydra:job.num}}")
-        raise ConfigurationError(
-            f"{name}={path} is the same for all jobs of this sweep over {', '.join(swept)}, and each would write "
-            f"over the one before; give each its own: '{name}={own}'"
-        )
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:
@@ -257,16 +218,13 @@ def refuse_missing_gpus(values: dict[str, Any], num_ranks: int) -> None:
     # A launcher may not say how many processes there are on this machine; then as many as are known of.
     known = int(os.environ.get("LOCAL_RANK", "0")) + 1 if is_launched() else num_ranks
     present, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", known))
-    if here > present and not _sees_its_own_gpu(present):
+    # Such as `srun --gpus-per-task=1` shows each process its own.
+    sees_own = present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
+    if here > present and not sees_own:
         raise ConfigurationError(
             f"trainer.devices={values['trainer']['devices']} GPUs, but this machine has {present}; "
             "take fewer, or trainer.accelerator=cpu"
         )
-
-
-def _sees_its_own_gpu(present: int) -> bool:
-    """Returns whether a launcher shows each process one GPU, as `srun --gpus-per-task=1` does."""
-    return present == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
 
 
 def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
@@ -280,7 +238,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         What it returned here.
 
     Raises:
-        ConfigurationError: A launcher made another number of processes, or this is one job of a sweep.
+        ConfigurationError: A launcher made another number of processes.
         DiffPipeError: Another process failed, and this one did not.
     """
     from lightning_diffpipe.comm.rendezvous import open_store
@@ -297,7 +255,6 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
         return function()
     if num_ranks == 1:
         return function()
-    refuse_processes_of_sweep(num_ranks)
     print(f"starting {num_ranks} processes", file=sys.stderr, flush=True)
     store = open_store()  # until the default process group takes it over
     children = _start_others(num_ranks, store.port)

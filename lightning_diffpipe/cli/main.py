@@ -23,7 +23,6 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -39,7 +38,6 @@ from lightning_diffpipe.cli.launch import (
     own_rank,
     print_to_nobody,
     quoted,
-    refuse_shared_outputs,
 )
 from lightning_diffpipe.cli.values import (
     POSITIONS,
@@ -50,31 +48,17 @@ from lightning_diffpipe.cli.values import (
 )
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
-# Settings by their last names, whose values are paths.
-_PATHS = {
-    *(
-        "path",
-        "folder",
-        "ckpt_path",
-        "save_to",
-        "save_lora",
-        "output",
-        "cluster_output",
-        "output_dir",
-    ),
-    *("plan", "profile", "before", "after", "controlnet", "base", "dir", "dirpath", "save_dir"),
-}
 _VALUED = (  # flags of Hydra that take a value
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
     *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
 )
 _FLAGS = (
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"),
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"),
     *_VALUED,
 )
 # Of those the ones that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
-# Verbs without processes, sweeps and folders of runs, that shall answer at once.
+# Verbs without processes and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff")
 _CONF = "pkg://lightning_diffpipe.conf"
 
@@ -82,11 +66,10 @@ _CONF = "pkg://lightning_diffpipe.conf"
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
     """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`, and `--as plot` `as=plot`.
 
-    Paths that Hydra could not read, such as those that have a `=` in them, are put in quotes. Flags go last, as
-    argparse reads settings in one stretch only.
+    A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as argparse
+    reads settings in one stretch only.
     """
     names = list(POSITIONS.get(name, ()))
-    sweeps = not {"-m", "--multirun"}.isdisjoint(arguments)
     settings, flags, before = list[str](), list[str](), ""
     rest = iter(arguments)
     for argument in rest:
@@ -96,34 +79,12 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
         is_value = before in _VALUED and not (before in ("--info", "-i") and "=" in argument)
         if is_value or argument.startswith("-"):
             flags.append(argument)
-        elif names and Path(argument).is_file():
+        elif names and ("=" not in argument or Path(argument).is_file()):
             settings.append(f"{names.pop(0)}={quoted(argument)}")
-        elif names and "=" not in argument:
-            settings.append(_legible(f"{names.pop(0)}={argument}", sweeps))
         else:
-            settings.append(_legible(argument, sweeps))
+            settings.append(re.sub(r"(?<==)~(?=/|$)", str(Path.home()), argument, count=1))
         before = argument
     return [*settings, *flags]
-
-
-def _legible(argument: str, sweeps: bool) -> str:
-    """Returns the argument, in quotes if it is a path that Hydra cannot read; of other settings the user knows.
-
-    A `~` that the shell has left there, as after a name with a dot, is the user's home. In a sweep commas are
-    between paths, unless there is a file with them in its name.
-    """
-    setting, equals, value = argument.partition("=")
-    if not equals or setting.lstrip("+").rpartition(".")[2] not in _PATHS:
-        return argument
-    if value == "~" or value.startswith("~/"):
-        value = str(Path(value).expanduser())
-        argument = f"{setting}={value}"
-    try:
-        OverridesParser.create().parse_overrides([argument])
-    except OverrideParseException:
-        paths = value.split(",") if sweeps and not Path(value).exists() else [value]
-        return f"{setting}={','.join(map(quoted, paths))}"
-    return argument
 
 
 @raised_by_all()
@@ -136,6 +97,11 @@ def _refuse_flags(arguments: Sequence[str]) -> None:
     for before, argument in pairwise(["", *arguments]):
         flag, equals, _ = argument.partition("=")
         is_value = before in _VALUED and not equals
+        if flag in ("-m", "--multirun"):
+            raise ConfigurationError(
+                f"{flag} begins a sweep in this one process; write a loop of the shell, for example: "
+                f"for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
+            )
         if argument.startswith("-") and flag not in _FLAGS and not is_value:
             raise ConfigurationError(f"there is no flag {flag}; known: {', '.join(_FLAGS)}")
 
@@ -144,24 +110,23 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = VERBS[name]
     whole = list(sys.argv)
-    begun, failures = False, list[Exception]()
+    begun, failure = False, None
 
     @functools.wraps(function)
     def task(config: DictConfig) -> Any:
-        nonlocal begun
+        nonlocal begun, failure
         sys.argv, begun = whole, True
         try:
-            refuse_shared_outputs(config)
             if "trainer" in config:
                 announce_loading()
             _refuse_deleted(config, arguments)
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
-            failures.append(in_settings(error, config))
+            failure = in_settings(error, config)
         except (DiffPipeError, HydraException, OmegaConfBaseException) as error:
             # Past Hydra, which would print a line of its own for each process.
-            failures.append(error)
+            failure = error
 
     sys.argv = [whole[0], *_named(name, arguments)]
     _refuse_flags(sys.argv[1:])
@@ -185,13 +150,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         raise ConfigurationError(f"{error} ({' '.join(arguments)})") from error
     finally:
         sys.argv = whole
-    if len(failures) > 1:  # jobs of a sweep
-        reasons = [_explain(failure) for failure in failures]
-        if len(set(reasons)) == 1:
-            raise failures[0]
-        raise DiffPipeError(f"{len(failures)} jobs failed:\n  " + "\n  ".join(reasons))
-    if failures:
-        raise failures[0]
+    if failure is not None:
+        raise failure
 
 
 def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
@@ -235,7 +195,7 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 def _composed(name: str, settings: Sequence[str]) -> DictConfig:
-    """Composes the config of a verb once; `hydra.main` does so twice, to know before whether this is a sweep."""
+    """Composes the config of a verb once; `hydra.main` does so twice."""
     with hydra.initialize_config_module("lightning_diffpipe.conf", version_base="1.3"):
         config = hydra.compose(name, overrides=[*settings], return_hydra_config=True)
     HydraConfig.instance().set_config(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import signal
 import textwrap
@@ -15,12 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.cli.launch import (
-    module_of,
-    own_rank,
-    prepare,
-    refuse_processes_of_sweep,
-)
+from lightning_diffpipe.cli.launch import module_of, own_rank, prepare
 from lightning_diffpipe.cli.values import (
     file_errors,
     named,
@@ -66,9 +60,14 @@ def _refuse_trainer_values(config: DictConfig) -> None:
 
     least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
     least |= {"max_epochs": -1, "num_sanity_val_steps": -1, "check_val_every_n_epoch": 1}
-    for name, bound in least.items():
-        if config.trainer.get(name) is not None:
+    for name, bound in {**least, "max_steps": -1, "limit_val_batches": 0}.items():
+        if config.trainer.get(name) is not None or name == "max_steps":
             require_number(f"trainer.{name}", config.trainer[name], bound)
+    for name in ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"):
+        if not isinstance(config.trainer[name], bool):
+            raise ConfigurationError(
+                f"trainer.{name} must be true or false; got {config.trainer[name]}"
+            )
     if (interval := config.trainer.get("val_check_interval")) is not None and interval == 0:
         raise ConfigurationError(
             "trainer.val_check_interval=0 validates after every 0 batches; take more, or "
@@ -83,6 +82,9 @@ def _refuse_trainer_values(config: DictConfig) -> None:
     for name, node in (config.get("callbacks") or {}).items():
         if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
             require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
+        prompts = node.get("prompts") if OmegaConf.is_dict(node) else None
+        if prompts is not None and not all(isinstance(each, str) for each in prompts):
+            raise ConfigurationError(f"callbacks.{name}.prompts must be texts; got {prompts}")
     accelerator, is_there = config.trainer.accelerator, torch.cuda.is_available
     if accelerator in ("gpu", "cuda") and not (is_there() or torch.backends.mps.is_available()):
         raise ConfigurationError(
@@ -162,30 +164,6 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _RUN_ID).write_text(name + "\n")
     return {"id": name}
-
-
-@contextlib.contextmanager
-def _runs_ended(trainer: Any) -> Iterator[None]:
-    """Ends what loggers call a run, after it: under a launcher, jobs of a sweep share one process.
-
-    Raises:
-        SystemExit: SIGTERM ended the run, with its exit code, which Lightning leaves at 0.
-    """
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-    failed = True
-    try:
-        yield
-        failed = False
-    except SIGTERMException as stopped:
-        raise SystemExit(128 + signal.SIGTERM) from stopped
-    finally:
-        for logger in trainer.loggers:
-            # Only where there is a run: asking for `logger.experiment` would begin one.
-            finish = getattr(getattr(logger, "_experiment", None), "finish", None)
-            if callable(finish):
-                takes_code = "exit_code" in inspect.signature(finish).parameters
-                finish(**({"exit_code": int(failed)} if takes_code else {}))
 
 
 def _require_checkpoint(config: DictConfig) -> None:
@@ -330,8 +308,8 @@ def _require_lora(config: DictConfig) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
-    refuse_processes_of_sweep(config.trainer.devices)
     from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from lightning_diffpipe.checkpoint_files import chosen
     from lightning_diffpipe.training.before_training import why_empty
@@ -363,11 +341,13 @@ def train(config: DictConfig) -> Any:
         if config.save_to is not None and hasattr(module, "refuse_folder"):
             module.refuse_folder(config.save_to)
     data = _data_for(module, config)
-    with _runs_ended(trainer):
-        path = config.ckpt_path
-        if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
-            path = chosen(trainer, path, fits=True)  # which ours does by itself
+    path = config.ckpt_path
+    if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
+        path = chosen(trainer, path, fits=True)  # which ours does by itself
+    try:
         _fit(config, trainer, module, data, path)
+    except SIGTERMException as stopped:  # Lightning leaves the exit code at 0
+        raise SystemExit(128 + signal.SIGTERM) from stopped
     # Lightning passes over a loader without a batch; none was asked for where limit_train_batches=0.
     if trainer.num_training_batches == 0 and trainer.train_dataloader is not None:
         with raised_by_all():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,6 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 """How the attention of text encoders, CLIP's and T5's, calls the layers that denoisers call `to_q` and so on."""
-
-_COMPARED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-"""Settings of peft by which a layer's adapter is what it is, once it is there."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +307,7 @@ def _add(part: nn.Module, config: Any, name: str = "default") -> None:
 
 
 def refuse_others(
-    name: str, part: Any, settings: Mapping[str, Any], stored_names: Collection[str]
+    name: str, part: Any, settings: Mapping[str, Any], stored: Mapping[str, Tensor]
 ) -> None:
     """Refuses a checkpoint whose adapters of a part are not those that the part has now.
 
@@ -318,31 +315,25 @@ def refuse_others(
         name: Of the part in its pipeline.
         part: The part now.
         settings: Of its adapters in the checkpoint, as of `settings_of`.
-        stored_names: Of its weights in the checkpoint.
+        stored: Its weights in the checkpoint.
 
     Raises:
         CheckpointError: They are on other layers, or have another rank or scale.
     """
-    own_names = part.state_dict() if isinstance(part, nn.Module) else ()
+    weights = part.state_dict() if isinstance(part, nn.Module) else {}
     now, there = (
-        {n.partition(".lora_")[0] for n in names if ".lora_" in n}
-        for names in (own_names, stored_names)
+        {key: tuple(value.shape) for key, value in each.items() if ".lora_" in key}
+        | {key: layer["scaling"] for key, layer in layers.get("layers", {}).items()}
+        for each, layers in ((weights, settings_of(part)), (stored, settings))
     )
-    if differing := sorted(now ^ there):
-        found = f"{len(now)} layers have some now, {len(there)} there; {differing[0]} in one of both only"
-    else:
-        configs = [
-            [json.loads(text) for text in each.get("configs", {}).values()]
-            for each in (settings_of(part), settings)
-        ]
-        values = {key: [[c.get(key) for c in side] for side in configs] for key in _COMPARED}
-        differing = [key for key, (own, stored) in values.items() if own != stored]
-        found = "".join(f"{k} is {values[k][0]} now, {values[k][1]} there" for k in differing[:1])
+    differing = [key for key in now | there if now.get(key) != there.get(key)]
     if differing:
+        key = differing[0]
         raise CheckpointError(
-            f"the adapters of the {name} are others than those of the checkpoint: {found}. Go on with the "
-            "settings that they were made with (lora=Lora(...), in the command model.lora), or save the model of "
-            "the checkpoint with save_pretrained(folder), which merges adapters, and add new ones to that"
+            f"the adapters of the {name} are others than those of the checkpoint, by names, shapes or scale: {key} "
+            f"has {now.get(key)} now, {there.get(key)} there. Go on with the settings that they were made with "
+            "(lora=Lora(...), in the command model.lora), or save the model of the checkpoint with "
+            "save_pretrained(folder), which merges adapters, and add new ones to that"
         )
 
 

@@ -1,22 +1,21 @@
 """The model below adapters: frozen weights that checkpoints leave to the folder from which they were read.
 
-    opened     from_pretrained(FOLDER, lora=Lora(...))     digests of each part's frozen weights are noted
+    opened     from_pretrained(FOLDER, lora=Lora(...))     shapes and samples of frozen weights are noted, by part
     set up     those of parts that are as they were read   will be left out
-    saved      adapters, buffers, states of optimizers     and FOLDER with the digests
+    saved      adapters, buffers, states of optimizers     and FOLDER with the samples
     opened     from_checkpoint, ckpt_path, Predictor       FOLDER is read as well, and compared
 
 A checkpoint of a model of 12 billion weights then has megabytes, not 24 GB. `Lora(store_all=True)` keeps all in it.
 
-A digest is of names, shapes and some values of every tensor, in the precision of bfloat16: a run may have another
-one than the run before. Values that were rounded to float16 first may differ there, and a part has a second digest
-for them. An optimizer changes all values of a tensor, so another state of a training is noticed.
+Samples are as they were read, and compared in the coarser type of both: a run may have another precision than the
+run before. An optimizer changes all values of a tensor, so another state of a training is
+noticed.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 
 BASE_KEY = "diffpipe_base"
-_SAMPLED = 256  # values of a tensor
+_SAMPLES = 16  # of a tensor
 
 
 @dataclass(frozen=True)
@@ -35,22 +34,22 @@ class BaseModel:
 
     Attributes:
         path: A folder, absolute, or a hub id.
-        digests: Digests of the frozen weights, by part: as they were read, and as a run in float16 has them.
+        samples: Shape and samples of each frozen weight, by part and name.
     """
 
     path: str
-    digests: Mapping[str, Sequence[str]]
+    samples: Mapping[str, Mapping[str, tuple[list[int], Tensor]]]
 
     @classmethod
     def of(cls, path: str | Path, parts: Mapping[str, Any]) -> BaseModel:
         """Returns the base of parts that have just been read from a folder, and had adapters added."""
-        frozen = {name: dict(frozen_weights(part)) for name, part in parts.items()}
-        digests = {
-            name: (digest_of(found), digest_of(found, torch.float16))
-            for name, found in frozen.items()
-            if found
+        noted = {
+            name: {
+                key: (list(weight.shape), sampled(weight)) for key, weight in frozen_weights(part)
+            }
+            for name, part in parts.items()
         }
-        return cls(_origin(path), digests)
+        return cls(_origin(path), {name: each for name, each in noted.items() if each})
 
     @classmethod
     def recorded(cls, checkpoint: Mapping[str, Any], path: str | Path | None = None) -> BaseModel:
@@ -59,13 +58,13 @@ class BaseModel:
         Raises:
             ConfigurationError: There is a path, and it needs none.
         """
-        found = checkpoint.get(BASE_KEY, {"path": "", "digests": {}})
-        if path is not None and not found["digests"]:
+        found = checkpoint.get(BASE_KEY, {"path": "", "samples": {}})
+        if path is not None and not found["samples"]:
             raise ConfigurationError(
                 f"base={path} is for checkpoints that leave weights to another model, and this one has all of its "
                 "own; leave it out"
             )
-        return cls(found["path"] if path is None else _origin(path), found["digests"])
+        return cls(found["path"] if path is None else _origin(path), found["samples"])
 
     def refuse_folder(self, path: str | Path) -> None:
         """Raises ConfigurationError for a folder to write into, if that is the one with these weights."""
@@ -76,21 +75,21 @@ class BaseModel:
                 "checkpoints: Lora(store_all=True), in the command model.lora.store_all=true"
             )
 
-    def record(self) -> dict[str, Any]:
-        """Returns plain values for a checkpoint, of which `recorded` makes the same again."""
-        return asdict(self)
+    def fits(self, name: str, weights: Mapping[str, Tensor]) -> bool:
+        """Returns whether these are the frozen weights of a part, in whatever precision."""
+        noted = self.samples[name]
+        return weights.keys() == noted.keys() and all(
+            list(weight.shape) == noted[key][0] and _are_same(sampled(weight), noted[key][1])
+            for key, weight in weights.items()
+        )
 
     def left_out(self, parts: Mapping[str, Any]) -> dict[str, frozenset[str]]:
         """Returns, by part, names of frozen weights that are as they were read; a part that is not has none."""
-        found = {}
-        for name, digests in self.digests.items():
-            frozen = dict(frozen_weights(parts.get(name)))
-            if digest_of(frozen) in digests:
-                found[name] = frozenset(frozen)
-        return found
+        frozen = {name: dict(frozen_weights(parts.get(name))) for name in self.samples}
+        return {n: frozenset(weights) for n, weights in frozen.items() if self.fits(n, weights)}
 
     def completed(
-        self, name: str, own: Mapping[str, Tensor], stored: Mapping[str, Tensor], remedy: str
+        self, name: str, own: Mapping[str, Tensor], stored: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Returns the weights of a part, of which a checkpoint has some.
 
@@ -98,18 +97,18 @@ class BaseModel:
             name: Name of the part.
             own: All its weights, by their names in it, as the base has them.
             stored: Those in the checkpoint.
-            remedy: What to do if they are others than the adapters were trained with.
 
         Raises:
-            CheckpointError: They are.
+            CheckpointError: They are others than the adapters were trained with.
         """
-        if name not in self.digests:
+        if name not in self.samples:
             return dict(stored)
         rest = {k: value for k, value in own.items() if k not in stored and ".lora_" not in k}
-        if digest_of(rest) not in self.digests[name]:
+        if not self.fits(name, rest):
             raise CheckpointError(
                 f"the checkpoint has adapters only, of the model that was at {self.path} when they were trained, "
-                f"and the {name} here has other weights than that; {remedy}"
+                f"and the {name} here has other weights than that; open that model: from_pretrained(FOLDER), or "
+                "base=FOLDER for from_checkpoint, the Predictor and diffpipe sample"
             )
         return {**rest, **stored}
 
@@ -126,30 +125,19 @@ def _origin(path: str | Path) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else str(path)
 
 
-def digest_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
-    """Returns the digest of named tensors in any order, and in float64, float32 or bfloat16.
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Returns whether values are the same when those of one type are rounded to the other."""
+    return torch.equal(one, other.to(one.dtype)) or torch.equal(one.to(other.dtype), other)
 
-    Args:
-        tensors: Those of several types of floats have one digest if they are rounded to the same in bfloat16.
-        dtype: Floats are rounded to this type before, as in a run of that precision.
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Returns a few values of a tensor, the first and the last among them, on the host.
 
     Example:
-        >>> one = {"a": torch.arange(3.0) / 7, "b": torch.zeros(2, 2)}
-        >>> digest_of(one) == digest_of({n: one[n].double() for n in ("b", "a")})
-        True
-        >>> digest_of(one, torch.float16) == digest_of({n: one[n].half() for n in one})
-        True
-        >>> digest_of(one) == digest_of({**one, "a": torch.arange(3.0) + 1})
-        False
+        >>> sampled(torch.arange(31).reshape(1, 31)).tolist()
+        [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30]
     """
-    found = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        flat = tensors[name].detach().reshape(-1)
-        found.update(f"{name} {list(tensors[name].shape)}".encode())
-        number = min(_SAMPLED, flat.numel())
-        places = torch.arange(number) * (flat.numel() - 1) // max(number - 1, 1)
-        values = flat[places.to(flat.device)].cpu()
-        if values.is_floating_point():
-            values = values.to(dtype).to(torch.bfloat16)
-        found.update(values.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    flat = tensor.detach().reshape(-1)
+    number = min(_SAMPLES, flat.numel())
+    places = torch.arange(number) * (flat.numel() - 1) // max(number - 1, 1)
+    return flat[places.to(flat.device)].cpu()

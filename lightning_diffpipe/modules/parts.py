@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import lightning_diffpipe
-from lightning_diffpipe.checkpoint_files import require_file, why_unreadable
+from lightning_diffpipe.checkpoint_files import require_file, unreadable
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
@@ -64,9 +64,6 @@ _FILES_KEY = "diffpipe_parts"
 _INDEX_KEY = "diffpipe_index"
 _OTHER_PARTS = "_other_parts"
 _ROOM_BYTES = 2**25  # for configs and vocabularies
-_BASE_REMEDY = (
-    "from_checkpoint(path, base=FOLDER), and base=FOLDER for the Predictor and diffpipe sample"
-)
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,8 @@ def _from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
     except (OSError, ConfigurationError) as error:
         raise CheckpointError(
             f"the checkpoint has adapters only, and the {name} of the model below them cannot be read from "
-            f"{base.path}: {error}. Give the folder that has it now: {_BASE_REMEDY}"
+            f"{base.path}: {error}. Give the folder that has it now: from_checkpoint(path, base=FOLDER), and "
+            "base=FOLDER for the Predictor and diffpipe sample"
         ) from error
     add_adapters(part, stored.get("adapters", {}))
     return part
@@ -338,8 +336,8 @@ class PartsModule(L.LightningModule):
         """
         absent = self._absent()
         if self._base is not None and absent:
-            digests = {name: self._base.digests[name] for name in absent}
-            checkpoint[BASE_KEY] = BaseModel(self._base.path, digests).record()
+            samples = {name: self._base.samples[name] for name in absent}
+            checkpoint[BASE_KEY] = {"path": self._base.path, "samples": samples}
             checkpoint["state_dict"] = self.without_base(checkpoint["state_dict"])
 
     def refuse_folder(self, path: str | Path) -> None:
@@ -585,23 +583,24 @@ class PartsModule(L.LightningModule):
             for name, stored in checkpoint.get(_FILES_KEY, {}).items():
                 if self.strict_loading and weights and name in self.parts and "adapters" in stored:
                     prefix = f"{name}."
-                    names = [n.removeprefix(prefix) for n in weights if n.startswith(prefix)]
-                    refuse_others(name, self.parts[name], stored["adapters"], names)
+                    own = {
+                        n.removeprefix(prefix): v
+                        for n, v in weights.items()
+                        if n.startswith(prefix)
+                    }
+                    refuse_others(name, self.parts[name], stored["adapters"], own)
         base = BaseModel.recorded(checkpoint)
-        if weights and base.digests:
-            remedy = "open the module from that model, and train from the checkpoint again"
-            checkpoint["state_dict"] = self._completed(weights, base, remedy)
+        if weights and base.samples:
+            checkpoint["state_dict"] = self._completed(weights, base)
 
-    def _completed(
-        self, weights: Mapping[str, Tensor], base: BaseModel, remedy: str
-    ) -> dict[str, Tensor]:
+    def _completed(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
         """Returns the weights of a checkpoint with those that it leaves to its base, from which the parts are."""
         found = dict(weights)
         parts = self.parts
-        for name in [name for name in base.digests if name in parts]:
+        for name in [name for name in base.samples if name in parts]:
             own, prefix = parts[name].state_dict(), f"{name}."
             stored = {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
-            whole = base.completed(name, own, stored, remedy)
+            whole = base.completed(name, own, stored)
             found |= {prefix + key: value for key, value in whole.items()}
         return found
 
@@ -629,7 +628,7 @@ class PartsModule(L.LightningModule):
         checkpoint = read_checkpoint(path, cls.__name__)
         below = BaseModel.recorded(checkpoint, base)
         parts = {
-            name: _from_base(below, name, stored) if name in below.digests else _from_stored(stored)
+            name: _from_base(below, name, stored) if name in below.samples else _from_stored(stored)
             for name, stored in checkpoint[_FILES_KEY].items()
             if name not in kwargs
         }
@@ -642,11 +641,11 @@ class PartsModule(L.LightningModule):
             if not checkpoint[_FILES_KEY][name].get("adapters"):
                 refuse_adapted([n for n in weights if n.startswith(f"{name}.")], str(path))
         kept = {name: value for name, value in weights.items() if not name.startswith(replaced)}
-        below = BaseModel(below.path, {n: d for n, d in below.digests.items() if n in parts})
-        kept = module._completed(kept, below, f"give that model: {_BASE_REMEDY}")
+        below = BaseModel(below.path, {n: s for n, s in below.samples.items() if n in parts})
+        kept = module._completed(kept, below)
         module.load_state_dict(kept, strict=not replaced)
         stores_all = module._lora is not None and module._lora.store_all
-        module._base = below if below.digests and not stores_all else None
+        module._base = below if below.samples and not stores_all else None
         return module
 
 
@@ -666,9 +665,7 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
             path, map_location="cpu", weights_only=True, mmap=True
         )
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole Lightning checkpoint: {why_unreadable(path, error)}"
-        ) from error
+        raise unreadable(path, error) from error
     if _FILES_KEY not in checkpoint:
         raise CheckpointError(
             f"{path} holds no configs of its parts ({_FILES_KEY!r}); it was not written by a "
@@ -717,9 +714,9 @@ def checkpoint_part_weights(
     weights = checkpoint_weights(checkpoint, ema).items()
     own = {n.removeprefix(prefix): value for n, value in weights if n.startswith(prefix)}
     below = BaseModel.recorded(checkpoint, base)
-    if name in below.digests:
+    if name in below.samples:
         part = _from_base(below, name, stored)
-        own = below.completed(name, part.state_dict(), own, f"give that model: {_BASE_REMEDY}")
+        own = below.completed(name, part.state_dict(), own)
     elif not stored.get("adapters"):
         return own
     else:

@@ -41,7 +41,7 @@ from lightning_diffpipe.sampling.ip_adapters import (
 )
 from lightning_diffpipe.sampling.loop import PipelineCall, denoisers_among, settings_restored
 from lightning_diffpipe.sampling.loras import (
-    adapted,
+    AdaptedWeights,
     add_to_others,
     add_to_part,
     read_loras,
@@ -214,10 +214,12 @@ class DiffusersFolder:
         weights: Weights = SafetensorsFolder(folder, variant)
         present = [name for name, entry in index.items() if _is_component(entry)]
         pipeline_class = index["_class"]
-        added = read_loras(opening.loras or {}, pipeline_class, present)
+        config = _config(cls, folder)
+        unet = config if self.name == "unet" else None
+        added = read_loras(opening.loras or {}, pipeline_class, present, unet)
         adapters = opening.ip_adapters or {}
         files = require_ip_adapters(pipeline_class, adapters)
-        self.denoiser = skeleton(cls, _config(cls, folder), device, dtype)
+        self.denoiser = skeleton(cls, config, device, dtype)
         check_weights(self.denoiser, weights)
         self._path, self._index, self._device = path, index, device
         self._options = {"dtype": dtype, "variant": variant}
@@ -240,7 +242,9 @@ class DiffusersFolder:
             load_image_encoder(self._pipeline, files, device, dtype)
         if adapters:
             weights = with_ip_adapters(self.outline(), self.denoiser, weights, adapters)
-        self.weights: Weights | None = adapted(weights, self.name, self.denoiser, added)
+        if added:
+            weights = AdaptedWeights(weights, self.name, self.denoiser, added)
+        self.weights: Weights | None = weights
 
     def _save_memory(self, pipeline: Any) -> None:
         for way in self._vae:
@@ -321,12 +325,7 @@ class DiffusersFolder:
         """Returns what ranks compare of another part: its config, stored weights and what is added to them."""
         if name in self._given:
             return Identity.of({}, self._given[name], None)
-        added = {
-            f"LoRA {number}": " ".join(
-                sorted(lora.digest(name, layer) for layer in lora.layers(name))
-            )
-            for number, lora in enumerate(self._loras)
-        }
+        added = {f"LoRA {n}": lora.digest(name) for n, lora in enumerate(self._loras)}
         variant, more, configs = self._options["variant"], [], dict[str, str]()
         if _class_of_each(self._index[name][1]) is not None:
             more = _folders_of(self._path, name)[1:]

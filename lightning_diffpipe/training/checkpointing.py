@@ -164,7 +164,7 @@ class CheckpointHooks(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Writes a checkpoint, on rank 0."""
-        # It says where the weights are that `_needed` has left out, whatever hooks a subclass of the module has.
+        # It says where the weights are that were left out, whatever hooks a subclass of the module has.
         leave_to_base = getattr(self.lightning_module, "leave_to_base", None)
         if leave_to_base is not None:
             leave_to_base(checkpoint)
@@ -210,7 +210,8 @@ class CheckpointHooks(ParallelStrategy):
         if self.pipeline is None:
             refuse_divided(module)
             return state
-        state = _needed(module, state)
+        if hasattr(module, "without_base"):  # it can open what is left out elsewhere
+            state = module.without_base(state)
         owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         return collect(state, owners, self.pipeline.mesh)
 
@@ -381,12 +382,6 @@ def _counted(optimizers: Sequence[Sequence[int]]) -> str:
     """
     sizes = ", ".join(" + ".join(map(str, groups)) for groups in optimizers)
     return f"{len(optimizers)} optimizers" + (f" (of {sizes} parameters)" if sizes else "")
-
-
-def _needed(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a state that a checkpoint needs, of a module that can open others elsewhere."""
-    without_base = getattr(module, "without_base", dict)
-    return dict(without_base(state))
 
 
 def refuse_divided(module: nn.Module | None) -> None:

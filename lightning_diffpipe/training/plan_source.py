@@ -76,6 +76,9 @@ class PipelineOptions:
     averages_bytes_factor: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("check_finite", "verify"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigurationError(f"{name} must be True or False; got {value!r}")
         # What cannot be is refused before anything is done.
         self.wishes(1, self.data_parallel)
         if isinstance(self.cluster, Mapping):

@@ -97,7 +97,8 @@ class StepWatch:
         if modes == self._modes:
             return
         try:
-            self._trace_again(batch, arguments)
+            number, steps = self.layout.schedule.num_microbatches, self.layout.steps
+            steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
         except Exception as error:
             if isinstance(error, GraphError) or not self.layout.steps.needs_values:
                 raise ConfigurationError(
@@ -212,10 +213,6 @@ class StepWatch:
     def _set_modes(self, modes: list[bool]) -> None:
         for module, mode in zip(self._modules, modes, strict=True):
             module.training = mode
-
-    def _trace_again(self, batch: Any, arguments: tuple[Any, ...]) -> None:
-        number, steps = self.layout.schedule.num_microbatches, self.layout.steps
-        steps.require_unchanged(microbatches(batch, number, steps.form)[0], arguments)
 
     def _current_modes(self) -> list[bool]:
         return list(map(_TRAINING, self._modules))

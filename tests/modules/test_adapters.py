@@ -18,7 +18,7 @@ from torch import nn
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.modules import LatentDiffusion, Lora, PipelineDiffusion, adapters
-from lightning_diffpipe.modules.base_model import BaseModel, digest_of
+from lightning_diffpipe.modules.base_model import BaseModel, sampled
 from lightning_diffpipe.sampling.skeleton import load_weights
 from tests.command import call
 from tests.modules.tiny_parts import fit
@@ -206,14 +206,14 @@ def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
         other.unet.conv_in.weight.add_(0.01)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(
-        CheckpointError, match=r"the unet here has other weights .*; give that model"
+        CheckpointError, match=r"the unet here has other weights .*; open that model"
     ):
         LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt", base=tmp_path / "other")
     now = LatentDiffusion.from_pretrained(
         tmp_path / "other", lora=Lora(rank=2), train_text_encoder=True
     )
     with pytest.raises(
-        CheckpointError, match=r"the unet here has other weights .*; open the module"
+        CheckpointError, match=r"the unet here has other weights .*; open that model"
     ) as raised:
         now.on_load_checkpoint(checkpoint)
     # History: it was left to rank 0 to say, whose host may have the right folder.
@@ -249,7 +249,7 @@ class Unfreezes(L.Callback):
 def test_what_a_callback_begins_to_train_is_stored(trained, tmp_path):
     """History: it was left to the folder, whose digest still fitted, and loading gave the weights from before."""
     module, checkpoint = trained(callbacks=[Unfreezes()])
-    assert checkpoint["diffpipe_base"]["digests"].keys() == {"unet", "text_encoder"}
+    assert checkpoint["diffpipe_base"]["samples"].keys() == {"unet", "text_encoder"}
     loaded = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")
     torch.testing.assert_close(loaded.vae.state_dict(), module.vae.state_dict(), rtol=0, atol=0)
 
@@ -284,20 +284,39 @@ def test_a_base_that_nothing_is_read_from_is_refused(trained, tmp_path):
         open_source(tmp_path / "a.ckpt", False, torch.device("cpu"), torch.float32, base="other")
 
 
-def test_a_digest_sees_first_and_last_of_many_values():
+def test_samples_have_first_and_last_of_many_values():
     """History: places were counted in single precision, and one past the end of a large table was looked at."""
     table = torch.zeros(2**24 + 4, dtype=torch.int8)
-    found = {digest_of({"a": table})}
     for place in (0, -1):
         table[place] = 1
-        found.add(digest_of({"a": table}))
-    assert len(found) == 3
-    assert digest_of({"a": torch.zeros(0)}) != digest_of({"a": torch.zeros(1)})
+        assert sampled(table)[place] == 1
+    assert sampled(torch.zeros(0)).numel() == 0
+
+
+@pytest.mark.parametrize(
+    "change", ["a name", "a shape", "a value", "all values by a part in a million"]
+)
+def test_another_model_is_noticed(change):
+    """By names, shapes and samples, in any precision."""
+    make = lambda rows=64: nn.Sequential(nn.Linear(64, rows)).requires_grad_(False)
+    part = make()
+    base, weights = BaseModel.of("folder", {"unet": part}), dict(part.named_parameters())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        rounded = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False).to(dtype)
+        rounded.load_state_dict(part.state_dict())
+        assert base.fits("unet", dict(rounded.named_parameters()))
+        assert BaseModel.of("folder", {"unet": rounded}).fits("unet", weights)
+    weights["0.weight"] = {
+        "a name": weights.pop("0.bias"),
+        "a shape": make(32)[0].weight,
+        "a value": weights["0.weight"] + (torch.arange(64) == 63),
+    }.get(change, weights["0.weight"] * (1 + 1e-6))
+    assert not base.fits("unet", weights)
 
 
 def test_parts_that_are_no_longer_those_of_the_folder_are_stored(trained, tmp_path):
     module, checkpoint = trained(change=lambda module: module.vae.encoder.conv_in.weight.add_(0.01))
-    assert {"unet", "text_encoder"} == checkpoint["diffpipe_base"]["digests"].keys()
+    assert {"unet", "text_encoder"} == checkpoint["diffpipe_base"]["samples"].keys()
     loaded = LatentDiffusion.from_checkpoint(tmp_path / "a.ckpt")
     for key, value in module.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[key], value, rtol=0, atol=0)
@@ -466,11 +485,17 @@ LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "out
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rank": 4}, r"than those of the checkpoint: r is \[4\] now, \[2\] there\. Go on with"),
-        ({"alpha": 7}, r"lora_alpha is \[7\] now, \[6\] there"),
-        ({"targets": ["to_q", "q_proj"]}, "2 layers have some now, 8 there; .*k_proj in one of"),
-        ({"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]}, "8 there; .*fc1 in one of both"),
-        (None, "0 layers have some now, 8 there"),
+        ({"rank": 4}, r"lora_A\.default\.weight has \(4, \d+\) now, \(2, \d+\) there\. Go on with"),
+        ({"alpha": 7}, r"has \{'default': 3\.5\} now, \{'default': 3\.0\} there"),
+        (
+            {"targets": ["to_q", "q_proj"]},
+            r"k_proj\.lora_A\.default\.weight has None now, \(2, \d+\) there",
+        ),
+        (
+            {"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]},
+            r"fc1\.lora_A\.default\.weight has \(2, \d+\) now, None there",
+        ),
+        (None, r"has None now, \(2, \d+\) there"),
         ({"dropout": 0.5, "targets": LAYERS}, None),
     ],
 )
