@@ -286,6 +286,7 @@ class FreeRunningEngine(Engine):
             done = self._under_way.popleft()
             done.sharing.wait()
             loss, _, logged = self._results.finish()
+            self.layout.mesh.end_first_step()
             results.append(
                 StepResult(
                     loss,

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import raised_by_all
+from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.cut import Cut, require_hooks_within_stages
 from lightning_diffpipe.graph.forms import FormView, StepForm
@@ -91,7 +92,8 @@ def assemble(
     """
     probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
     module, graph, placement = probed.module, probed.graph, schedule.placement
-    mesh, holders = _connect(process, schedule, pieces, graph.trained)
+    compiles = any(map(is_compiled, module.modules()))
+    mesh, holders = _connect(process, schedule, pieces, graph.trained, compiles)
     residents = residents_of(module, pieces, placement)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
@@ -180,11 +182,13 @@ def _cut_as_planned(
 
 
 def _connect(
-    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
+    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str], compiles: bool
 ) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
     """Returns this rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
     layout = RankLayout(process.world_size, schedule.placement)
-    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
+    # A stage compiles its forward when those before it have, and its backward when those after it have.
+    stretch = 2 * schedule.num_stages if compiles else 1
+    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s, stretch)
     holders = holders_of(pieces, mesh, trained)
     mesh.connect(messages_of_edge(schedule))
     mesh.connect_reductions(holders.values())
