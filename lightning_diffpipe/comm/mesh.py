@@ -154,7 +154,9 @@ class Mesh:
         if self.stretch > 1:
             self.stretch = 1
             for group in self._of_steps:
-                limit = _limit_of(dist.get_backend(group), datetime.timedelta(seconds=self.timeout_s))
+                limit = _limit_of(
+                    dist.get_backend(group), datetime.timedelta(seconds=self.timeout_s)
+                )
                 dist.distributed_c10d._set_pg_timeout(limit, group)
 
     @property

@@ -21,6 +21,7 @@ import copy
 import functools
 import gc
 import logging
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -30,6 +31,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
@@ -329,6 +331,22 @@ DEVICE_OF = torch.ops.prim.device.default
 SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
 
 
+class _LeftOvers(TorchFunctionMode):
+    """Copies what an earlier step has left in an attribute, such as a hidden state that the loss reads, as data."""
+
+    def __init__(self, mode: TrackedFakeMode, states: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._mode, self._states = mode, {t.untyped_storage()._cdata for t in states}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copied = (
+            func is Tensor.__deepcopy__ and args[0].grad_fn is not None
+        )  # torch: leaves only
+        if is_copied and args[0].untyped_storage()._cdata not in self._states:
+            return self._mode.like(args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+
 def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     """Copies a module with fake tensors; the original stays untouched.
 
@@ -343,12 +361,37 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
             if value is not None:
                 memo[id(value)] = value
                 shared.append((name, attribute, value))
-    for tensor in [*root.parameters(), *root.buffers()]:
-        memo[id(tensor)] = mode.like(tensor)
-    duplicate = copy.deepcopy(root, memo)
+    states = [*root.parameters(), *root.buffers()]
+    memo |= {id(tensor): mode.like(tensor) for tensor in states}
+    with _LeftOvers(mode, states):
+        duplicate = copy.deepcopy(root, memo)
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
+    for module in duplicate.modules():
+        for held in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
+            functions = [k for k, x in held.items() if isinstance(x, types.FunctionType)]
+            held.update((key, _closed_over(held[key], memo)) for key in functions)
     return duplicate
+
+
+def _closed_over(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns what a closure, a hook perhaps, shall know in a copy: the copies of `self` and of what is there."""
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
+    if id(value) in memo or not isinstance(value, types.FunctionType) or not value.__closure__:
+        return memo.get(id(value), value)
+    memo[id(value)] = value  # it may know itself
+    cells = []
+    for cell in value.__closure__:
+        with contextlib.suppress(ValueError):  # of one that is empty
+            cell = types.CellType(_closed_over(cell.cell_contents, memo))
+        cells.append(cell)
+    copied = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    )
+    copied.__kwdefaults__ = value.__kwdefaults__
+    vars(copied).update(vars(value))
+    return copied
 
 
 def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:
