@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -44,6 +45,11 @@ class _Worker:
             worker = cls._idle.pop() if cls._idle else None
         (worker or cls())._work.put(work)
 
+    @classmethod
+    def forget(cls) -> None:
+        """Forgets threads, of which a forked process has none: work that is given to them would never run."""
+        cls._idle, cls._lock = [], threading.Lock()
+
     def _loop(self) -> None:
         while True:
             work = self._work.get()
@@ -51,6 +57,9 @@ class _Worker:
             del work  # it holds a batch
             with self._lock:
                 self._idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Worker.forget)
 
 
 class Coroutine:

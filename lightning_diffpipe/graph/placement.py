@@ -22,6 +22,7 @@ import functools
 import gc
 import logging
 import types
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -368,9 +369,10 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
     for module in duplicate.modules():
-        for held in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
-            functions = [k for k, x in held.items() if isinstance(x, types.FunctionType)]
-            held.update((key, _closed_over(held[key], memo)) for key in functions)
+        hooks = [held for held in vars(module).values() if isinstance(held, OrderedDict)]
+        for held in (vars(module), *hooks):
+            for name in [n for n, x in held.items() if isinstance(x, types.FunctionType)]:
+                held[name] = _closed_over(held[name], memo)
     return duplicate
 
 
