@@ -106,7 +106,6 @@ class Mesh:
         device: Where this rank computes.
         backend: `"gloo"` or `"nccl"`.
         timeout_s: How long any wait of a step may last.
-        stretch: How many times as long one of the first step may last, in which compiled blocks compile.
         control: This pipeline's ranks on the host.
         transfers: ... where one may be busy for long: for all their weights, and between steps. The others wait
             there for half an hour. One that is gone is missed at once.
@@ -122,7 +121,6 @@ class Mesh:
     device: torch.device
     backend: str
     timeout_s: float
-    stretch: int = 1
     control: dist.ProcessGroup | None = None
     transfers: dist.ProcessGroup | None = None
     world: dist.ProcessGroup | None = None
@@ -132,7 +130,6 @@ class Mesh:
     messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _reduction: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
-    _of_steps: list[dist.ProcessGroup] = field(default_factory=list)
 
     @property
     def pipeline(self) -> int:
@@ -143,21 +140,6 @@ class Mesh:
     def patience_s(self) -> float:
         """How long ranks wait for each other where one may be busy for long, such as between steps."""
         return max(self.timeout_s, _PATIENCE_S)
-
-    @property
-    def limit_s(self) -> float:
-        """How long any wait of the present step may last."""
-        return self.stretch * self.timeout_s
-
-    def end_first_step(self) -> None:
-        """Waits for messages and sums that begin from now on may last `timeout_s`."""
-        if self.stretch > 1:
-            self.stretch = 1
-            for group in self._of_steps:
-                limit = _limit_of(
-                    dist.get_backend(group), datetime.timedelta(seconds=self.timeout_s)
-                )
-                dist.distributed_c10d._set_pg_timeout(limit, group)
 
     @property
     def number_dtype(self) -> torch.dtype:
@@ -362,7 +344,7 @@ class Mesh:
             ranks: World ranks that take part; this one may be among them.
             patient: They are waited for in a group with `patience_s`, between steps.
         """
-        started_s, limit_s = time.monotonic(), self.patience_s if patient else self.limit_s
+        started_s, limit_s = time.monotonic(), self.patience_s if patient else self.timeout_s
         try:
             yield
         except RuntimeError as error:
@@ -431,7 +413,6 @@ class Mesh:
 
     def _forget(self) -> None:
         self._owned.clear()
-        self._of_steps.clear()
         self._reduction.clear()
         self.messages.clear()
         self.control = self.transfers = self.world = self.pipeline_group = None
@@ -472,11 +453,10 @@ class Mesh:
         members_only: bool = False,
     ) -> dist.ProcessGroup:
         ranks = list(ranks)
-        limit = datetime.timedelta(seconds=timeout_s or self.limit_s)
+        limit = datetime.timedelta(seconds=timeout_s or self.timeout_s)
         group = connected_group(ranks, backend or self.backend, limit, members_only)
         if self.rank in ranks:
             self._owned.append(group)
-            self._of_steps += [] if timeout_s else [group]
         return group
 
 
@@ -497,17 +477,14 @@ def connected_group(
         timeout: How long a wait in the group may last.
         members_only: Only these ranks call it; else every rank of the world must.
     """
-    limit = _limit_of(backend, timeout)
+    if backend != "gloo":
+        timeout += datetime.timedelta(seconds=_WATCHDOG_S)
     group = dist.new_group(
-        ranks, backend=backend, timeout=limit, use_local_synchronization=members_only
+        ranks, backend=backend, timeout=timeout, use_local_synchronization=members_only
     )
     if backend == "gloo" and group != dist.GroupMember.NON_GROUP_MEMBER:
         dist.barrier(group)
     return group
-
-
-def _limit_of(backend: str, timeout: datetime.timedelta) -> datetime.timedelta:
-    return timeout if backend == "gloo" else timeout + datetime.timedelta(seconds=_WATCHDOG_S)
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:

@@ -260,9 +260,9 @@ class Transport:
         """
         peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
         for work in works:
-            with naming(self._mesh.rank, what, peer, self._mesh.limit_s):
+            with naming(self._mesh.rank, what, peer, self._mesh.timeout_s):
                 if self.blocks_host:
-                    work.wait(datetime.timedelta(seconds=self._mesh.limit_s))
+                    work.wait(datetime.timedelta(seconds=self._mesh.timeout_s))
                 else:  # with a timeout NCCL would block the host; its groups have one of their own
                     work.wait()
 

@@ -388,9 +388,8 @@ def _closed_over(value: Any, memo: dict[int, Any]) -> Any:
         with contextlib.suppress(ValueError):  # of one that is empty
             cell = types.CellType(_closed_over(cell.cell_contents, memo))
         cells.append(cell)
-    copied = types.FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
-    )
+    given = value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    copied = types.FunctionType(*given)
     copied.__kwdefaults__ = value.__kwdefaults__
     vars(copied).update(vars(value))
     return copied

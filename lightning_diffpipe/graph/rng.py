@@ -163,12 +163,11 @@ def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
     for _ in range(num_seeds):
         draw_seed()
     if (expected := moved(now)) is not None:
-        where = "host" if not now.cpu.equal(expected.cpu) else "GPU"
         raise GraphError(
-            f"{name} draws random numbers on the {where}, which it did not when it was probed: by a kernel of its "
-            "own perhaps, as dropout of flash attention, or from some step on only. Other stages do not know of "
-            "that, and would go on with other numbers. Draw one by an operator of torch in its forward from the "
-            "first step on (torch.rand(())), and it gets a stream of its own; or draw nothing (dropout=0)"
+            f"{name} draws random numbers on the {'GPU' if now.cpu.equal(expected.cpu) else 'host'}, which it did "
+            "not when it was probed: by a kernel of its own perhaps, as dropout of flash attention, or from some "
+            "step on only; other stages would go on with other numbers. Draw one by an operator of torch in its "
+            "forward from the first step on (torch.rand(())), and it gets a stream of its own; or draw nothing"
         )
 
 

@@ -182,7 +182,6 @@ class Engine:
                 raise
         self.layout.steps.count()
         loss, weight, logged = self._results.finish()
-        self.layout.mesh.end_first_step()
         if is_apart:  # a weight is a sum known only now
             self.reducer.add(earlier, hooks, weight if weighted else None)
         num_samples, recording = sum(w.num_samples for w in step.works), self.executor.recording

@@ -286,7 +286,6 @@ class FreeRunningEngine(Engine):
             done = self._under_way.popleft()
             done.sharing.wait()
             loss, _, logged = self._results.finish()
-            self.layout.mesh.end_first_step()
             results.append(
                 StepResult(
                     loss,

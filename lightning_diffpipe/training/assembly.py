@@ -92,8 +92,10 @@ def assemble(
     """
     probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
     module, graph, placement = probed.module, probed.graph, schedule.placement
-    compiles = any(map(is_compiled, module.modules()))
-    mesh, holders = _connect(process, schedule, pieces, graph.trained, compiles)
+    if any(map(is_compiled, module.modules())):
+        # A stage compiles its forward when those before it have, and its backward when those after it have.
+        process = replace(process, timeout_s=2 * schedule.num_stages * process.timeout_s)
+    mesh, holders = _connect(process, schedule, pieces, graph.trained)
     residents = residents_of(module, pieces, placement)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
@@ -182,13 +184,11 @@ def _cut_as_planned(
 
 
 def _connect(
-    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str], compiles: bool
+    process: Process, schedule: Schedule, pieces: Cut, trained: frozenset[str]
 ) -> tuple[Mesh, Mapping[str, tuple[int, ...]]]:
     """Returns this rank's place among all ranks, its groups, and the ranks that hold each trained parameter."""
     layout = RankLayout(process.world_size, schedule.placement)
-    # A stage compiles its forward when those before it have, and its backward when those after it have.
-    stretch = 2 * schedule.num_stages if compiles else 1
-    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s, stretch)
+    mesh = Mesh(layout, process.rank, process.device, process.backend, process.timeout_s)
     holders = holders_of(pieces, mesh, trained)
     mesh.connect(messages_of_edge(schedule))
     mesh.connect_reductions(holders.values())

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from lightning_diffpipe.comm import links as links_module
 from lightning_diffpipe.comm.links import ProcessLinks, exchange, start_all_gather
 from lightning_diffpipe.comm.loopback import LoopbackNetwork
-from lightning_diffpipe.comm.mesh import Mesh, RankLayout, connected_group
+from lightning_diffpipe.comm.mesh import connected_group
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.cluster import Link
-from lightning_diffpipe.planning.schedule import Placement
 
 
 def test_messages_of_a_kind_keep_their_order():
@@ -213,27 +212,3 @@ def test_the_watchdog_of_nccl_comes_after_our_own_error(backend, limit_s, monkey
     monkeypatch.setattr(dist, "barrier", lambda group: None)
     connected_group([0, 1], backend, datetime.timedelta(seconds=120.0))
     assert made == [datetime.timedelta(seconds=limit_s)]
-
-
-@pytest.mark.parametrize(("backend", "watchdog_s"), [("gloo", 0.0), ("nccl", 30.0)])
-def test_waits_of_the_first_step_alone_may_last_longer(backend, watchdog_s, monkeypatch):
-    """Compiled blocks compile in it, one stage after the other."""
-    made, changed = [], []
-    monkeypatch.setattr(
-        dist, "new_group", lambda *_, timeout, **__: made.append(timeout) or "group"
-    )
-    monkeypatch.setattr(dist, "barrier", lambda group: None)
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    monkeypatch.setattr(
-        dist.distributed_c10d, "_set_pg_timeout", lambda *given: changed.append(given)
-    )
-    layout = RankLayout(2, Placement.of_replicas([1, 1]))
-    mesh = Mesh(layout, 0, torch.device("cpu"), backend, 10.0, stretch=4)
-    mesh._new_group([0, 1])
-    mesh._patient_group([0, 1])
-    limits = [limit.total_seconds() for limit in made]
-    assert (mesh.limit_s, limits) == (40.0, [40.0 + watchdog_s, 1800.0])
-    for _ in range(2):
-        mesh.end_first_step()
-    assert mesh.limit_s == 10.0
-    assert changed == [(datetime.timedelta(seconds=10.0 + watchdog_s), "group")]

@@ -235,7 +235,7 @@ def test_over_nccl_a_posted_receive_has_memory_and_begins_where_it_is_due(monkey
     monkeypatch.setattr(waiting, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(transport, "dist", dist)
     mesh = SimpleNamespace(
-        limit_s=1.0, backend="nccl", device=SimpleNamespace(type="cuda"), rank=1, local_rank=1,
+        timeout_s=1.0, backend="nccl", device=SimpleNamespace(type="cuda"), rank=1, local_rank=1,
         messages={(0, 1): None}, world_rank=lambda position: position,
     )  # fmt: skip
     keys = [MessageKey("activation", 1, microbatch) for microbatch in range(2)]
@@ -268,7 +268,7 @@ def test_sums_are_waited_for_on_behalf_of_the_stream_that_computes(monkeypatch):
     cuda = SimpleNamespace(current_stream=current_stream, stream=lambda stream: stream)
     monkeypatch.setattr(waiting, "torch", SimpleNamespace(cuda=cuda))
     mesh = SimpleNamespace(
-        limit_s=1.0, backend="gloo", device=torch.device("cuda", 1), local_rank=0, rank=0
+        timeout_s=1.0, backend="gloo", device=torch.device("cuda", 1), local_rank=0, rank=0
     )
     work = SimpleNamespace(wait=lambda timeout: notes.append("waited"))
     transport_of_rank = Transport(mesh)
