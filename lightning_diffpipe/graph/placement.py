@@ -21,6 +21,7 @@ import copy
 import functools
 import gc
 import logging
+import operator
 import types
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -378,18 +379,20 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
 
 def _closed_over(value: Any, memo: dict[int, Any]) -> Any:
     """Returns what a closure, a hook perhaps, shall know in a copy: the copies of `self` and of what is there."""
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, memo.get(id(value.__self__), value.__self__))
-    if id(value) in memo or not isinstance(value, types.FunctionType) or not value.__closure__:
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    if id(value) in memo or not isinstance(value, types.FunctionType):
         return memo.get(id(value), value)
     memo[id(value)] = value  # it may know itself
-    cells = []
-    for cell in value.__closure__:
+    cells = list(value.__closure__ or ())
+    for index, cell in enumerate(cells):
         with contextlib.suppress(ValueError):  # of one that is empty
-            cell = types.CellType(_closed_over(cell.cell_contents, memo))
-        cells.append(cell)
+            known = _closed_over(cell.cell_contents, memo)
+            cells[index] = cell if known is cell.cell_contents else types.CellType(known)
+    if all(map(operator.is_, cells, value.__closure__ or ())):
+        return value
     given = value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
-    copied = types.FunctionType(*given)
+    memo[id(value)] = copied = types.FunctionType(*given)
     copied.__kwdefaults__ = value.__kwdefaults__
     vars(copied).update(vars(value))
     return copied
