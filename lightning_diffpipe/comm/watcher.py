@@ -37,7 +37,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -165,7 +164,7 @@ class Watcher:
         self._signal_phase, self._signal_limit_s = "", _GRACE_S
         self._end_s = self._signalled_s = math.inf
         self._running = 0  # the thread
-        self._waits_in: types.FrameType | None = None  # at the last look
+        self._waits_in: tuple[int, int] | None = None  # frame and place, at the last look
         self._waits_since_s = math.inf
         self._server: socket.socket | None = None
         self._token = ""
@@ -388,8 +387,8 @@ class Watcher:
             return called.result()
 
     def note_batch(self) -> None:
-        """Notes, for this process only, that it goes on: after SIGTERM it has as long for every batch."""
-        self._moved_s[self.status.rank] = time.monotonic()
+        """Notes, for this process only, that it goes on: for every batch, or tensor of a model, it has as long."""
+        self._moved_s[self.status.rank], self._waits_in = time.monotonic(), None
 
     def note_signal(self) -> None:
         """Lets all ranks know that this one got SIGTERM; for its handler, which may find it in any call."""
@@ -607,12 +606,11 @@ class Watcher:
         """Notes whether this rank's run has been in one wait for others for long, and lets them know."""
         innermost = sys._current_frames().get(self._running) if self._runs else None
         frames = itertools.islice(traceback.walk_stack(innermost), _FRAMES_OF_A_WAIT)
-        if not any(is_of(frame.f_code.co_filename, *_WAITING) for frame, _ in frames):
-            innermost = None
-        if (
-            innermost is None or innermost is not self._waits_in
-        ):  # held, so that no other is taken for it
-            self._waits_in, self._waits_since_s = innermost, now_s
+        is_wait = any(is_of(frame.f_code.co_filename, *_WAITING) for frame, _ in frames)
+        # Not the frame: what it refers to would end in this thread, a group perhaps, which takes long.
+        place = (id(innermost), innermost.f_lasti) if innermost and is_wait else None
+        if place is None or place != self._waits_in:
+            self._waits_in, self._waits_since_s = place, now_s
         waits = now_s - self._waits_since_s > self._silence_s
         if waits != self.status.waits:
             self.publish(waits=waits)
