@@ -42,6 +42,7 @@ from lightning_diffpipe.modules.parts import (
 )
 from lightning_diffpipe.pipelines.stand_ins import checked_arguments
 from lightning_diffpipe.sampling.digests import Identity
+from lightning_diffpipe.sampling.loop import denoisers_among
 from lightning_diffpipe.sampling.loras import adapted, add_to_others, read_loras, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import (
     SafetensorsFolder,
@@ -50,6 +51,7 @@ from lightning_diffpipe.sampling.skeleton import (
     check_weights,
     load_weights,
     skeleton,
+    stored_dtype,
 )
 from lightning_diffpipe.sampling.source import (
     DiffusersFolder,
@@ -68,7 +70,7 @@ _MODULES = {cls.__name__: cls for cls in (LatentDiffusion, CascadedDiffusion)}
 
 
 def open_source(
-    path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype, **options: Any
+    path: str | Path, leads: bool, device: torch.device, dtype: torch.dtype | None, **options: Any
 ) -> Source:
     """Opens the model at a path.
 
@@ -76,14 +78,15 @@ def open_source(
         path: A diffusers folder, a hub id that is on this machine, or a training checkpoint.
         leads: Whether this rank encodes prompts and decodes latents.
         device: Where to compute.
-        dtype: Of all weights.
+        dtype: Of all weights; None for that in which the denoiser is stored, but float32 for a checkpoint, and
+            in the place of float16 on a processor, which computes that many times slower.
         options: Further ones of an `Opening`.
 
     Raises:
         ConfigurationError: There is no such model, or of no known kind.
         CheckpointError: Its weights are missing or cannot be read.
     """
-    opening = Opening(dtype, **options)
+    opening = Opening(dtype or torch.float32, **options)
     if isinstance(opening.loras, Mapping):
         loras = {_lora_on_this_machine(str(file)): scale for file, scale in opening.loras.items()}
         opening = replace(opening, loras=loras)
@@ -101,6 +104,11 @@ def open_source(
         index = json.loads((folder / "model_index.json").read_text())
     except ValueError as error:
         raise ConfigurationError(f"{folder}/model_index.json is no JSON: {error}") from error
+    if dtype is None:
+        kinds = [stored_dtype(folder / name, opening.variant) for name in denoisers_among(index)]
+        stored = next(filter(None, kinds), torch.float32)
+        slow = stored == torch.float16 and device.type == "cpu"
+        opening = replace(opening, dtype=torch.float32 if slow else stored)
     if str(index.get("_class_name")) in _MODULES:
         _refuse_folder_options(opening, path)
         cls = _MODULES[index["_class_name"]]

@@ -57,6 +57,7 @@ from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, r
 from lightning_diffpipe.sampling.methods import MethodOptions, Worker, fitted
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
+from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
@@ -66,7 +67,6 @@ _OPTIONAL_PART = re.compile(
     r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
 )
 _SHARED_OPTIONS = ("num_patches", "warmup_steps", "data", "guidance", "parallel", "sequence")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Predictor:
@@ -119,7 +119,7 @@ class Predictor:
         warmup_steps: int | Literal["auto"] | None = 1,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype | None = None,
         variant: str | None = None,
         timeout_s: float = 120.0,
         ema: bool = True,
@@ -141,7 +141,7 @@ class Predictor:
             warmup_steps: Sampler warm-up: synchronous steps at the start, `"auto"` until latents hardly change, or
                 None for what suits the method, which for DistriFusion is better than the default.
             device: Where to compute; None takes this rank's GPU, or the CPU.
-            dtype: Of all weights.
+            dtype: Of all weights; None for that in which the denoiser is stored.
             variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             ema: Take the averaged weights of a checkpoint that has some.
@@ -164,7 +164,9 @@ class Predictor:
         parts = {n: v for n, v in further.items() if _is_part(n, v)}
         given = {n: v for n, v in further.items() if n not in parts}
         given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
-        options = _options_of(method, given, timeout_s, dtype)
+        options = _options_of(method, given, timeout_s)
+        with raised_by_all():
+            dtype = dtype_named("dtype", dtype)
         world, where = _world(device, alone, timeout_s)
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
@@ -457,17 +459,11 @@ class Predictor:
 
 
 @raised_by_all()
-def _options_of(
-    method: str, given: Mapping[str, Any], timeout_s: float, dtype: torch.dtype = torch.float32
-) -> MethodOptions:
+def _options_of(method: str, given: Mapping[str, Any], timeout_s: float) -> MethodOptions:
     """Separates options that all methods have from those of this one; refuses other settings that cannot be."""
     known = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
     further = {name: value for name, value in given.items() if name not in known}
     options = MethodOptions(method, **known, further=further)
-    if dtype not in _DTYPES:
-        raise ConfigurationError(
-            f"dtype={dtype!r}; choose {', '.join(map(str, _DTYPES))}, in which torch computes"
-        )
     require_timeout(timeout_s)
     return options
 

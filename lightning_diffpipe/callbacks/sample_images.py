@@ -44,7 +44,6 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
-from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, PipeFusionSetting
@@ -456,9 +455,7 @@ class StageDrawer:
             needed.append({self._names[own[name]] for name in names})
         residents = self._pipeline.residents
         missing = set[str]().union(*(n - held for n, held in zip(needed, residents, strict=True)))
-        tensors = {n: p.detach() for p, n in self._names.items() if n in missing}
-        owners = {name: self._pipeline.owners[name] for name in tensors}
-        whole = spread(tensors, owners, self._mesh)
+        whole = dict(self._pipeline.values_of(n for n in self._names.values() if n in missing))
         here = needed[self._mesh.local_rank]
         absent = {p: whole[n] for p, n in self._names.items() if n in here and is_placeholder(p)}
         with lent_to_placeholders({p: v.to(p.device) for p, v in absent.items()}), torch.no_grad():

@@ -79,13 +79,11 @@ def _written_earlier(folder: Path) -> set[str]:
 @raised_by_all()
 def _refuse_values(values: dict[str, Any]) -> None:
     """Refuses what no process could work with, before there are several."""
-    import torch
+    from lightning_diffpipe.sampling.skeleton import dtype_named
 
     if values["output"] is None:
         raise ConfigurationError("output=null names no folder; leave it out for a new one")
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    if getattr(torch, values["dtype"], None) not in dtypes:
-        raise ConfigurationError(f"dtype={values['dtype']!r}; choose float32, bfloat16 or float16")
+    dtype_named("dtype", values["dtype"])
     accelerator = values["trainer"]["accelerator"]
     if accelerator not in ("cpu", "gpu", "cuda"):
         raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
@@ -283,10 +281,10 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
 
 def _opening(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments by which a model is opened, here and by the Predictor."""
-    import torch
+    from lightning_diffpipe.sampling.skeleton import dtype_named
 
     names = ("variant", "loras", "pipeline_class", "ip_adapters", "base")
-    return {name: values[name] for name in names} | {"dtype": getattr(torch, str(values["dtype"]))}
+    return {name: values[name] for name in names} | {"dtype": dtype_named("dtype", values["dtype"])}
 
 
 def _request(values: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ TYPES: dict[str, dict[str, Any]] = {
     },
     "sample": {
         **_PROCESS,
-        **dict.fromkeys(("path", "output_type", "video_format", "dtype"), str),
-        **dict.fromkeys(("pipeline_class", "base", "variant", "output"), _TEXT),
+        **dict.fromkeys(("path", "output_type", "video_format"), str),
+        **dict.fromkeys(("dtype", "pipeline_class", "base", "variant", "output"), _TEXT),
         **{"num_inference_steps": int, "fps": int, "height": _WHOLE, "width": _WHOLE},
         **{"guidance_scale": float | None, "timeout_s": float, "report": bool, "progress": bool},
         **{"vae_tiling": bool, "vae_slicing": bool},

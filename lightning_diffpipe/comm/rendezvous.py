@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import broadcast_object, connected_group, gathered_objects
 from lightning_diffpipe.comm.packing import as_bytes
@@ -38,7 +38,8 @@ from lightning_diffpipe.errors import (
     PipelineTimeoutError,
     raised_by_all,
 )
-from lightning_diffpipe.graph.versions import bytes_of
+from lightning_diffpipe.graph.placement import forget_stored, stored_value
+from lightning_diffpipe.graph.versions import bytes_of, digest_of_tensor, plain_tensors
 
 _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
@@ -235,11 +236,21 @@ def require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
         )
 
 
+def _checksum(tensor: Tensor) -> int:
+    """Returns a checksum of all bytes, or of samples of what is mapped from a file."""
+    if (stored := stored_value(tensor)) is not None:
+        return zlib.crc32(digest_of_tensor(stored).encode())
+    found = 0
+    for plain in plain_tensors(tensor):
+        found = zlib.crc32(bytes_of(plain), found)
+    return found
+
+
 def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Gives every rank rank 0's weights where they differ.
 
     Without `seed_everything` each process initialises other weights; from checkpoints they are
-    equal, and then nothing but checksums travels.
+    equal, and then nothing but checksums travels. Of what is mapped from files samples are read.
 
     Raises:
         ConfigurationError: A rank has other tensors than rank 0; names the first.
@@ -260,7 +271,7 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
             )
 
     on_all_ranks(require_same_tensors, group)
-    sums = torch.tensor([zlib.crc32(bytes_of(tensor)) for tensor in tensors])
+    sums = torch.tensor([_checksum(tensor) for tensor in tensors])
     expected = sums.clone()
     dist.broadcast(expected, src=0, group=group)
     differs = (sums != expected).to(torch.uint8)
@@ -268,6 +279,8 @@ def align_parameters(module: nn.Module, group: dist.ProcessGroup | None) -> None
     with torch.no_grad():
         for tensor, differing in zip(tensors, differs.tolist(), strict=True):
             if differing:
-                value = tensor.detach().cpu().contiguous()
-                dist.broadcast(as_bytes(value), src=0, group=group)
-                tensor.copy_(value)
+                forget_stored(tensor)
+                for plain in plain_tensors(tensor):
+                    value = plain.detach().cpu().contiguous()
+                    dist.broadcast(as_bytes(value), src=0, group=group)
+                    plain.copy_(value)

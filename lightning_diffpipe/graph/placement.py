@@ -8,6 +8,9 @@ meanwhile its class is `ForeignParameter`.
 
 Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
 
+A parameter that is mapped from its file (`keep_stored`) takes no memory there, so that its value is kept under the
+placeholder, and found again when the module shall be whole.
+
 A fake copy has tensors with shapes only, to probe full-size models in seconds. It is deep, so that the step may
 change caches, counters and schedulers of it at will; only the trainer and its like are shared. Parameters and
 buffers are replaced while copying (`memo`), so that no weight is ever duplicated. Placeholders get the strides
@@ -16,6 +19,7 @@ that their parameters have where they live, so that all ranks see the same.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
@@ -26,19 +30,21 @@ import types
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
 
-_STRIDE, _WHERE = "_diffpipe_stride", "_diffpipe_where"
+_STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
 """Whether placeholders are NaN for who reads them, as in steps, and no error."""
@@ -203,7 +209,7 @@ def place_parameters(
         raise GraphError(f"{len(unknown)} resident parameters do not exist, e.g. {min(unknown)}")
     if gone:
         raise GraphError(
-            f"{gone[0]} was freed on this rank; load it with restore_parameters() first"
+            f"{gone[0]} was freed on this rank; load it with restore_parameter() first"
         )
     foreign = []
     for name, parameter in parameters.items():
@@ -211,6 +217,10 @@ def place_parameters(
             if parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
             continue
+        if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
+            parameter = replace_parameter(
+                root, parameter, placeholder_of(parameter, torch.device(device))
+            )
         _free(parameter, torch.device(device))
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
@@ -225,6 +235,15 @@ def place_parameters(
         if has_own_tensors(module):
             module._apply(lambda tensor: tensor.to(device))
     return tuple(foreign)
+
+
+def replace_parameter(root: nn.Module, before: Tensor, after: nn.Parameter) -> nn.Parameter:
+    """Puts a parameter in the place of another one, wherever that is."""
+    for module in root.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is before:
+                module._parameters[key] = after
+    return after
 
 
 def has_own_tensors(module: nn.Module) -> bool:
@@ -248,6 +267,32 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
+def keep_stored(root: nn.Module) -> None:
+    """Notes the parameters that are mapped from files of weights; known on Linux only."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    ends = [line.split(None, 1)[0].split("-") for line in lines if line.endswith(".safetensors")]
+    starts, stops = (
+        zip(*sorted((int(a, 16), int(b, 16)) for a, b in ends), strict=True) if ends else ((), ())
+    )
+    for parameter in root.parameters():
+        at = bisect.bisect(starts, parameter.data_ptr()) - 1
+        if at >= 0 and parameter.data_ptr() < stops[at]:
+            setattr(parameter, _STORED, (parameter.detach(), parameter._version))
+
+
+def stored_value(parameter: Tensor) -> Tensor | None:
+    """Returns the value of a parameter that is mapped from a file; None if it is not, or written since."""
+    value, version = getattr(parameter, _STORED, (None, 0))
+    is_current = value is not None and (is_placeholder(parameter) or parameter._version == version)
+    return value if is_current and value.dtype == parameter.dtype else None
+
+
+def forget_stored(parameter: Tensor) -> None:
+    """Counts a parameter as not mapped, as where ranks have other files."""
+    vars(parameter).pop(_STORED, None)
+
+
 def leave_on_host(root: nn.Module) -> None:
     """Lets placeholders pretend to live on the host, so that the module can be moved there."""
     for parameter in root.parameters():
@@ -255,27 +300,30 @@ def leave_on_host(root: nn.Module) -> None:
             _free(parameter, torch.device("cpu"))
 
 
-def restore_parameters(root: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Gives placeholders their values, and thereby memory, back.
+def restore_parameter(
+    name: str, parameter: Tensor, value: Tensor, root: nn.Module | None = None
+) -> None:
+    """Gives a placeholder its value, which it keeps, or a copy of it laid out as the parameter was.
+
+    A quantized value becomes a parameter of its own, in the placeholder's place in `root`.
 
     Raises:
-        GraphError: A value has the wrong shape.
+        GraphError: The value has the wrong shape.
     """
-    parameters = dict(root.named_parameters())
-    for name, value in values.items():
-        restore_parameter(name, parameters[name], value)
-
-
-def restore_parameter(name: str, parameter: Tensor, value: Tensor) -> None:
-    """Gives one placeholder its value; see `restore_parameters`."""
     if value.shape != parameter.shape:
         raise GraphError(
             f"{name} has shape {tuple(parameter.shape)}, its value {tuple(value.shape)}"
         )
-    real = torch.empty_strided(
-        parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
-    )
-    _hold(parameter, real.copy_(value))
+    if is_traceable_wrapper_subclass(value):
+        assert root is not None
+        replace_parameter(root, parameter, nn.Parameter(value, requires_grad=False))
+        return
+    if value.dtype != parameter.dtype or value.stride() != true_stride(parameter):
+        laid_out = torch.empty_strided(
+            parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+        )
+        value = laid_out.copy_(value)
+    _hold(parameter, value.detach())
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
@@ -374,7 +422,17 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
         for held in (vars(module), *hooks):
             for name in [n for n, x in held.items() if isinstance(x, types.FunctionType)]:
                 held[name] = _closed_over(held[name], memo)
+    for name, module in root.named_modules():
+        if getattr(module._parameters.get("weight"), "quant_state", None) is not None:
+            packed: Any = duplicate.get_submodule(name)
+            packed.forward = functools.partial(_of_shape, packed)
     return duplicate
+
+
+def _of_shape(packed: Any, x: Tensor) -> Tensor:
+    """Computes as a linear layer whose weight is packed with others into bytes (bitsandbytes), on fake tensors."""
+    weight = x.new_empty(packed.out_features, packed.in_features)
+    return F.linear(x, weight, None if packed.bias is None else packed.bias.to(x.dtype))
 
 
 def _closed_over(value: Any, memo: dict[int, Any]) -> Any:

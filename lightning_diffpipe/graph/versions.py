@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES
 
@@ -84,7 +85,8 @@ def module_digest(module: nn.Module) -> str:
         found.update(f"{type(config).__qualname__} {stored} {attention};".encode())
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(bytes_of(tensor))
+        for plain in plain_tensors(tensor):
+            found.update(bytes_of(plain))
     return found.hexdigest()
 
 
@@ -147,6 +149,31 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that hold the values of one: itself, or those inside of a quantized one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
+
+
+SAMPLED_BLOCKS = 4
+BLOCK_BYTES = 4096
+
+
+def digest_of_tensor(tensor: Tensor) -> str:
+    """Returns the digest of a tensor in memory, mapped or not, from samples of its bytes (`SAMPLED_BLOCKS`)."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
+    blocks, rest = [flat], len(flat) - BLOCK_BYTES
+    if len(flat) > SAMPLED_BLOCKS * BLOCK_BYTES:
+        starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
+        blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
+    for block in blocks:
+        found.update(block.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 _NUM_ELEMENTS = 16  # of each tensor that are compared
 _NUM_UPDATES = 3  # of the optimizer, after which no GPU is waited for any more
 
@@ -182,7 +209,8 @@ class Versions:
         """
         before, self._noted = self._noted, self._now()
         if not _same(before, self._noted):  # pieces lie where the tensors lay
-            self._pieces = _pieces([tensor for tensor in self._noted[0] if tensor is not None])
+            there = [tensor for tensor in self._noted[0] if tensor is not None]
+            self._pieces = _pieces([plain for tensor in there for plain in plain_tensors(tensor)])
         self._num_updates += before_update
         if self._num_updates >= _NUM_UPDATES:
             self._pieces = [pieces for pieces in self._pieces if not _waits_for(pieces[0])]

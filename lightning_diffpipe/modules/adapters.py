@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
@@ -295,14 +296,17 @@ def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
 
 
 def _add(part: nn.Module, config: Any, name: str = "default") -> None:
-    """Adds an adapter also to models whose class does not know how, such as PixArt's."""
+    """Adds an adapter, in float32 at least, also to models whose class does not know how, such as PixArt's."""
     if hasattr(part, "add_adapter"):
         part.add_adapter(config, name)
-        return
-    from peft import inject_adapter_in_model
+    else:
+        from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(config, part, name)
-    part.peft_config = {**getattr(part, "peft_config", {}), name: config}
+        inject_adapter_in_model(config, part, name)
+        part.peft_config = {**getattr(part, "peft_config", {}), name: config}
+    for key, parameter in part.named_parameters():
+        if ".lora_" in key:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def refuse_others(

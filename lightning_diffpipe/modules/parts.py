@@ -57,6 +57,7 @@ from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_we
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import refuse_adapted
+from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of, load_part
 
 _FILES_KEY = "diffpipe_parts"
@@ -106,6 +107,16 @@ def read_index(path: str) -> dict[str, Any]:
             f"{refusal} that can be downloaded ({reason}); check the path. If the model has a licence to accept, "
             "as Flux has, do so on its page of the hub, then `hf auth login`"
         ) from error
+
+
+def fetched(path: str) -> str:
+    """Returns the folder of a hub id, all of it there; a folder, and what diffusers cannot fetch, as it is."""
+    if Path(path).is_dir():
+        return path
+    try:
+        return str(diffusers.DiffusionPipeline.download(path))
+    except (OSError, ValueError, AttributeError):  # whoever reads a part says why it cannot
+        return path
 
 
 def folder_of_part(path: str, index: Mapping[str, Any], name: str) -> str:
@@ -213,6 +224,24 @@ def warn_of_cut(tokenizer: Any, texts: Sequence[str], encoded: Any, length: int)
         )
 
 
+def in_float32(part: nn.Module, *dtypes: torch.dtype, only_trained: bool = False) -> None:
+    """Makes float32 of the tensors of a part that have one of some types."""
+    for module in part.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if (
+                tensor is not None
+                and tensor.dtype in dtypes
+                and (tensor.requires_grad or not only_trained)
+            ):
+                tensor.data = tensor.data.float()
+
+
+def load_for_training(path: str, name: str, entry: Sequence[str], dtype: torch.dtype | None) -> Any:
+    """Loads a part as `load_part`; without a type, an autoencoder that asks for float32 gets it."""
+    config = outline_of_part(path, name, entry).config if dtype is None else {}
+    return load_part(path, name, entry, torch.float32 if config.get("force_upcast") else dtype)
+
+
 class PartsModule(L.LightningModule):
     """A LightningModule made of diffusers and transformers parts.
 
@@ -256,6 +285,13 @@ class PartsModule(L.LightningModule):
             getattr(self, name).requires_grad_(False)
         self.train()
 
+    def train_in_float32(self) -> None:
+        """Gives trained weights the type in which an optimizer's small steps are not rounded away."""
+        for part in self.parts.values():
+            if isinstance(part, nn.Module) and any(p.requires_grad for p in part.parameters()):
+                has_adapters = bool(getattr(part, "peft_config", None))
+                in_float32(part, torch.float16, torch.bfloat16, only_trained=has_adapters)
+
     def add_lora(self, lora: Lora | None, train_text_encoder: bool) -> None:
         """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`."""
         self._lora = lora
@@ -266,7 +302,14 @@ class PartsModule(L.LightningModule):
                     lora.add_to(part)
 
     def setup(self, stage: str) -> None:
-        """Looks which weights are as they were read, so that checkpoints need not have them."""
+        """Looks which weights are as they were read, so that checkpoints need not have them.
+
+        Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
+        """
+        # Not `trainer`, which raises without one.
+        if self._trainer is not None and self.trainer.strategy.root_device.type == "cpu":
+            for name in self.frozen_parts:
+                in_float32(getattr(self, name), torch.float16)
         self._left_out = {}
         # Lightning's averages have all weights, and are loaded as a whole.
         if self._base is not None and not any(
@@ -373,19 +416,25 @@ class PartsModule(L.LightningModule):
         return PipelineCall(self, "sample", arguments, parts, tuple(parts), self.device)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
+    def from_pretrained(
+        cls, path: str | Path, frozen_dtype: str | torch.dtype | None = None, **kwargs: Any
+    ) -> Self:
         """Reads every part this module knows from a diffusers folder or hub id.
 
         Args:
             path: Folder with `model_index.json`, or a hub id.
+            frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
+                autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
-            ConfigurationError: There is no such folder, or its index asks for a part of an unsupported library.
+            ConfigurationError: There is no such folder, its index asks for a part of an unsupported library, or
+                there is no such type.
         """
         index = read_index(str(path))
+        folder = fetched(str(path))
         stored = {
-            name: (folder_of_part(str(path), index, name), name, index[name])
+            name: (folder_of_part(folder, index, name), name, index[name])
             for name in cls.part_names
             if name not in kwargs and index.get(name) and index[name][0] is not None
         }
@@ -393,8 +442,10 @@ class PartsModule(L.LightningModule):
         given = {name: kwargs[name] for name in cls.part_names if kwargs.get(name) is not None}
         outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in given.items()}
         cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
-        parts = {name: load_part(*entry) for name, entry in stored.items()}
+        dtype = dtype_named("frozen_dtype", frozen_dtype)
+        parts = {name: load_for_training(*entry, dtype) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
+        module.train_in_float32()
         module.pipeline_index = {  # parts that are not read, such as a safety checker, are absent
             key: [None, None] if isinstance(value, (list, tuple)) else value
             for key, value in index.items()

@@ -25,11 +25,18 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, require
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.noise import Noise, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.parts import PartsModule, read_index, warn_of_cut
+from lightning_diffpipe.modules.parts import (
+    PartsModule,
+    fetched,
+    load_for_training,
+    read_index,
+    warn_of_cut,
+)
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
 from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.sampling.loop import PipelineCall
+from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import call_of, load_networks
 
 _UNOPENED = (OSError, ValueError, TypeError, ImportError, AttributeError, SafetensorError)
@@ -127,11 +134,15 @@ class PipelineDiffusion(PartsModule):
         self.add_lora(lora, train_text_encoder)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Self:
-        """Reads a diffusers folder or hub id, all weights in fp32.
+    def from_pretrained(
+        cls, path: str | Path, frozen_dtype: str | torch.dtype | None = None, **kwargs: Any
+    ) -> Self:
+        """Reads a diffusers folder or hub id.
 
         Args:
             path: Folder with `model_index.json`, or a hub id.
+            frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
+                autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
             kwargs: Further arguments of `__init__`.
 
         Raises:
@@ -141,9 +152,11 @@ class PipelineDiffusion(PartsModule):
         """
         index = read_index(str(path))
         condition_of(_pipeline_class(index, str(path)))
+        dtype = dtype_named("frozen_dtype", frozen_dtype)
         try:
-            networks = load_networks(str(path), index)
-            pipeline = DiffusionPipeline.from_pretrained(str(path), **networks)
+            folder = fetched(str(path))
+            networks = load_networks(folder, index, load=load_for_training, dtype=dtype)
+            pipeline = DiffusionPipeline.from_pretrained(folder, **networks)
         except DiffPipeError:
             raise
         except _UNOPENED as error:
@@ -152,6 +165,7 @@ class PipelineDiffusion(PartsModule):
                 f"diffusers and transformers cannot open {path}: {type(error).__name__}: {reason}"
             ) from error
         module = cls(pipeline, **kwargs)
+        module.train_in_float32()
         module._note_base(path, networks)
         return module
 

@@ -7,12 +7,13 @@ guidance and time, and how its prediction is unpacked. All of that is in `__call
     loop   denoiser(latents, timestep, conditions) -> prediction -> scheduler.step
     tail   latents -> unpacked -> vae.decode -> pictures
 
-For training it is run with three things replaced, in a shallow copy of the pipeline:
+For training it is run with four things replaced, in a shallow copy of the pipeline:
 
     noise       the methods that draw it are given our noisy latents instead
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes
+    encoders    of prompts answer in the type of the denoiser, whatever they are stored in
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
 Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the
@@ -45,6 +46,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     checked_arguments,
     dropping_encoder,
     no_decoder,
+    of_type,
     one_timestep,
     per_sample,
     torch_of_call,
@@ -294,6 +296,8 @@ class OneStep:
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part, self.note_tokens)
+            elif name.startswith("text_encoder") and part is not None:
+                own[name] = of_type(part, parts[self.denoiser].dtype)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self.decoder is not None:

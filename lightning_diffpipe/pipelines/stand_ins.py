@@ -191,6 +191,24 @@ def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractConte
     return contextlib.nullcontext()
 
 
+def of_type(real: Any, dtype: torch.dtype) -> Any:
+    """Returns a text encoder whose answers have a type; itself where it has that."""
+    if getattr(real, "dtype", dtype) == dtype:
+        return real
+
+    def call(*args: Any, **options: Any) -> Any:
+        return in_type(real(*args, **options), dtype)
+
+    return StandIn(real, call=call, dtype=dtype)
+
+
+def in_type(answer: Any, dtype: torch.dtype) -> Any:
+    """Gives floating tensors a type, wherever they stand in an answer."""
+    return pytree.tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, answer
+    )
+
+
 def no_decoder(real: Any, give: Callable[[Tensor], None]) -> StandIn:
     """Returns an autoencoder that gives away what it shall decode, and ends the call; it encodes by itself."""
 

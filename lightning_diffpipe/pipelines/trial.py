@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
-from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given
+from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given, in_type
 
 _NO_SIZE = (
     ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
@@ -90,11 +90,14 @@ class Trial:
         modules = {n: part for n, part in parts.items() if isinstance(part, nn.Module)}
         self._encoders = [n for n in modules if n not in (step.denoiser, step.decoder)]
         self._parts = dict(parts)
+        # What a pipeline computes is compared, so nothing may be rounded to the types of its parts.
+        self._dtype = torch.promote_types(parts[step.denoiser].dtype, torch.float32)
         for name in self._encoders:
             replay = functools.partial(self._replayed, name, parts[name])
-            self._parts[name] = StandIn(parts[name], call=replay)
+            self._parts[name] = StandIn(parts[name], call=replay, dtype=self._dtype)
         predict = functools.partial(self._zeros, parts[step.denoiser])
-        self._parts[step.denoiser] = StandIn(parts[step.denoiser], call=predict)
+        denoiser = StandIn(parts[step.denoiser], call=predict, dtype=self._dtype)
+        self._parts[step.denoiser] = denoiser
         if step.decoder is not None:
             self._parts[step.decoder] = self._noting(step.decoder, parts[step.decoder])
         self._device = next(iter(parts[step.denoiser].parameters())).device
@@ -121,7 +124,7 @@ class Trial:
         tensors = [v for v in pytree.tree_leaves((args, options)) if isinstance(v, Tensor)]
         samples = len(tensors[0]) if tensors else 1
         if len(calls) > len(answers):
-            answers.append((samples, encoder(*args, **options)))
+            answers.append((samples, in_type(encoder(*args, **options), self._dtype)))
         computed, answer = answers[len(calls) - 1]
         if computed == samples:
             return answer

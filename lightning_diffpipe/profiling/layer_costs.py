@@ -32,6 +32,7 @@ from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
 from lightning_diffpipe.graph.probe import fold
 from lightning_diffpipe.graph.step import Step, StepCall
+from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -194,7 +195,8 @@ def assemble(
     Returns:
         One backbone, of the trained path, and one encoder for every top-level module with frozen layers.
     """
-    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    named = module.named_parameters()
+    sizes = {name: sum(plain.nbytes for plain in plain_tensors(p)) for name, p in named}
     samples = graph.num_samples or 1
     boundaries = boundary_bytes(graph)
     path = [graph.layers[index] for index in graph.path]

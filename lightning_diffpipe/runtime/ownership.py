@@ -15,7 +15,7 @@ are those of rank 0.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -224,25 +224,23 @@ def owners_of_state(
 
 def spread(
     tensors: Mapping[str, Tensor], owners: Mapping[str, int], mesh: Mesh
-) -> dict[str, Tensor]:
-    """Gives every rank of a pipeline the tensors it lacks.
+) -> Iterator[tuple[str, Tensor]]:
+    """Gives every rank of a pipeline the tensors it lacks, one at a time.
 
     Args:
         tensors: This rank's by name; placeholders of the right shape and dtype for those of other owners.
         owners: As for `collect`.
         mesh: This rank's groups.
 
-    Returns:
+    Yields:
         The whole tensors on the host, for all names in `owners`.
     """
-    whole = {}
     for name, owner in owners.items():
         tensor = tensors[name]
         own = mesh.local_rank == owner
         value = _on_host(tensor) if own else torch.empty(tensor.shape, dtype=tensor.dtype)
         mesh.broadcast(as_bytes(value), owner)
-        whole[name] = value
-    return whole
+        yield name, value
 
 
 def take_over(

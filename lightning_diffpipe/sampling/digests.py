@@ -5,7 +5,7 @@ hosts. A stale copy would give a wrong picture without an error. So every rank t
 is stored, whichever it will read, and before the first request that needs them of other parts that all ranks read,
 such as a second denoiser or a ControlNet:
 
-    name, type, shape, and SAMPLED_BLOCKS blocks of BLOCK_BYTES, the first, the last and others at equal distances;
+    name, type, shape, and blocks of bytes (`digest_of_tensor`), the first, the last and others at equal distances;
     a tensor that is no longer than these together is read as a whole
 
 That reads 16 KiB of each tensor: some 20 MB, in a second or so, of a model of 24 GB with a thousand tensors.
@@ -34,23 +34,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError, raised_by_all
+from lightning_diffpipe.graph.versions import digest_of_tensor
 from lightning_diffpipe.sampling.world import World
-
-SAMPLED_BLOCKS = 4
-BLOCK_BYTES = 4096
-
-
-def digest_of_tensor(tensor: Tensor) -> str:
-    """Returns the digest of a tensor in memory, mapped or not."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    blocks, rest = [flat], len(flat) - BLOCK_BYTES
-    if len(flat) > SAMPLED_BLOCKS * BLOCK_BYTES:
-        starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
-        blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
-    for block in blocks:
-        found.update(block.cpu().numpy().tobytes())
-    return found.hexdigest()
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:

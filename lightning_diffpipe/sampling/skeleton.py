@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,11 @@ from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_saf
 
 _NAMES_SHOWN = 3
 _STEM = "diffusion_pytorch_model"
+_FLOATS = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.bfloat16, "F8_E5M2": torch.bfloat16},
+}
+"""Types of safetensors headers in which models compute."""
 
 
 class Weights(Protocol):
@@ -125,6 +132,38 @@ def _what_to_do(folder: Path, variant: str | None) -> str:
         "a rank reads only its own tensors, which needs safetensors: write them with "
         "pipeline.save_pretrained(folder)"
     )
+
+
+def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns a type in which models compute, by its name; None as it is.
+
+    Raises:
+        ConfigurationError: There is no such type; `name` says of which setting.
+    """
+    dtype = getattr(torch, value, value) if isinstance(value, str) else value
+    if dtype is not None and dtype not in _FLOATS.values():
+        raise ConfigurationError(
+            f"{name}={value!r}; choose bfloat16, float16, float32 or float64, in which models compute"
+        )
+    return dtype
+
+
+def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None:
+    """Returns the floating type of most values in the safetensors files of a part; None where there is none.
+
+    That of float8, which layers cannot compute with, is bfloat16, which has all its values.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    infix = re.escape(f".{variant}") if variant and any(folder.glob(f"*.{variant}*")) else ""
+    for path in folder.glob("*.safetensors"):
+        if re.fullmatch(rf"({_STEM}|model){infix}(-\d+-of-\d+)?{infix}\.safetensors", path.name):
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    sizes[entry["dtype"]] += math.prod(entry["shape"])
+    floats = {_FLOATS[name]: size for name, size in sizes.items() if name in _FLOATS}
+    return max(floats, key=lambda dtype: floats[dtype], default=None)
 
 
 class StateDict:

@@ -30,7 +30,7 @@ from lightning_diffpipe.errors import (
     DiffPipeError,
     require_number,
 )
-from lightning_diffpipe.graph.placement import is_placeholder, shapes_without_values
+from lightning_diffpipe.graph.placement import is_placeholder, keep_stored, shapes_without_values
 from lightning_diffpipe.sampling.call import Call, dry_run_of
 from lightning_diffpipe.sampling.digests import Identity, as_texts
 from lightning_diffpipe.sampling.ip_adapters import (
@@ -55,6 +55,7 @@ from lightning_diffpipe.sampling.skeleton import (
     check_weights,
     refuse_names,
     skeleton,
+    stored_dtype,
 )
 
 Sample = Callable[[Call], Tensor]
@@ -475,16 +476,18 @@ def load_part(
     path: str,
     name: str,
     entry: Sequence[str],
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> Any:
     """Loads one part of a diffusers folder or hub id, whole: its libraries would fill in random weights.
+
+    In the type they are stored in, weights stay mapped from their files, and take no memory until they are placed.
 
     Args:
         path: Folder or hub id.
         name: Sub-folder of the part, such as `"unet"`; empty if it has none.
         entry: Library and class of the part, a module, tokenizer or scheduler; as in `model_index.json`.
-        dtype: Of its weights.
+        dtype: Of its weights; None for that in which most of them are stored.
         variant: Of its files, where there are such files, as in diffusers.
 
     Raises:
@@ -496,6 +499,8 @@ def load_part(
     if (one := _class_of_each(entry[1])) is not None:
         of_one, folders = (entry[0], one.__name__), _folders_of(Path(path), name)
         return cls([load_part(path, each.name, of_one, dtype, variant) for each in folders])
+    if dtype is None:
+        dtype = stored_dtype(Path(path, name), variant) or torch.float32
     options = {"dtype" if entry[0] == "transformers" else "torch_dtype": dtype}
     if variant is not None and any(Path(path, name).glob(f"*.{variant}*")):
         options["variant"] = variant
@@ -504,6 +509,7 @@ def load_part(
     refuse_names(entry[1], origin, found["missing_keys"], len(part.state_dict()))
     if entry[0] == "diffusers":  # text encoders are often stored in a larger model
         refuse_names(entry[1], origin, found["unexpected_keys"], None)
+    keep_stored(part)
     return part
 
 

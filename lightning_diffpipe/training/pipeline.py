@@ -7,22 +7,28 @@ who trains what.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.mesh import Mesh, broadcast_object, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
-from lightning_diffpipe.graph.placement import is_placeholder, leave_on_host, restore_parameters
+from lightning_diffpipe.graph.placement import (
+    is_placeholder,
+    leave_on_host,
+    restore_parameter,
+    stored_value,
+)
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -253,19 +259,49 @@ class Pipeline:
         Args:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
-        buffers = dict(self.module.named_buffers())
-        # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
-        tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **buffers}
-        whole = spread(tensors, self.owners, self.mesh) if connected else {}
+        if connected:
+            # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
+            parameters = dict(self.module.named_parameters(remove_duplicate=False))
+            tensors = {**parameters, **dict(self.module.named_buffers())}
+            with torch.no_grad():
+                for name, value in self.values_of(self.owners):
+                    tensor = tensors[name]
+                    if is_placeholder(tensor) or stored_value(tensor) is not None:
+                        restore_parameter(name, tensor, value, self.module)
+                    elif name not in parameters:
+                        tensor.copy_(value)
         self.engine.close()
         self._interception.uninstall()
         if not connected:
             self.mesh.abort()
             leave_on_host(self.module)
             return
-        placeholders = [n for n, p in self.module.named_parameters() if is_placeholder(p)]
-        restore_parameters(self.module, {name: whole[name] for name in placeholders})
-        for name in buffers.keys() & whole.keys():
-            buffers[name].copy_(whole[name])
         self.module.cpu()
         self.mesh.disconnect()
+
+    def values_of(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields tensors on the host that not all ranks hold, by name; a collective call of the pipeline.
+
+        What is mapped from a file, and nobody has written, is not sent.
+        """
+        owners = {name: self.owners[name] for name in names}
+        if not owners:
+            return
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        tensors = {**parameters, **dict(self.module.named_buffers())}
+        mapped = {n: v for n in owners if (v := stored_value(tensors[n])) is not None}
+        own = [
+            n for n, owner in owners.items() if owner == self.mesh.local_rank and n not in mapped
+        ]
+        own = {n: is_traceable_wrapper_subclass(tensors[n]) for n in own}
+        sent = dict[str, bool]()
+        for each in gathered_objects(own, self.mesh.transfers):
+            sent |= each
+        yield from ((name, value) for name, value in mapped.items() if name not in sent)
+        plain = {name: owner for name, owner in owners.items() if sent.get(name) is False}
+        yield from spread(tensors, plain, self.mesh)
+        for name, owner in owners.items():
+            if sent.get(name):  # quantized
+                here = tensors[name].detach().cpu() if owner == self.mesh.local_rank else None
+                source = self.mesh.world_rank(owner)
+                yield name, broadcast_object(here, source, self.mesh.transfers)

@@ -358,7 +358,7 @@ def collect_from_a_late_owner(rank, lateness_s, dies):
         whole = collect(own, owners, mesh)
         state = {owner: {"step": 7, "average": own[f"weight{owner}"]} for owner in range(3)}
         states = collect(state, {owner: owner for owner in range(3)}, mesh)
-        everywhere = spread(own, owners, mesh)
+        everywhere = dict(spread(own, owners, mesh))
     if dies:
         raise AssertionError(f"rank {rank} noticed")
     mesh.disconnect()

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torchmetrics import MeanMetric
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError
-from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameters
+from lightning_diffpipe.graph.placement import is_placeholder, place_parameters, restore_parameter
 from lightning_diffpipe.graph.probe import probe, reprobe
 from lightning_diffpipe.graph.trial import untouched
 from tests.graph.steps import Tower, rows, step
@@ -67,7 +67,8 @@ def test_values_come_back_with_their_strides():
     root.blocks[4].linear.weight.data = torch.randn(16, 16).t()
     values = copy.deepcopy(root.state_dict())
     gone = place_parameters(root, first_half(root), "cpu")
-    restore_parameters(root, {name: values[name] for name in gone})
+    for name in gone:
+        restore_parameter(name, root.get_parameter(name), values[name])
     assert all(torch.equal(value, values[name]) for name, value in root.state_dict().items())
     assert root.blocks[4].linear.weight.stride() == (1, 16)
     assert not any(is_placeholder(p) for p in root.parameters())
@@ -92,7 +93,7 @@ def test_impossible_requests_are_refused():
     with pytest.raises(GraphError, match="was freed on this rank"):
         place_parameters(root, {"blocks.0.linear.weight"}, "cpu")
     with pytest.raises(GraphError, match=r"has shape \(16,\), its value \(3,\)"):
-        restore_parameters(root, {"blocks.0.linear.bias": torch.zeros(3)})
+        restore_parameter("bias", root.blocks[0].linear.bias, torch.zeros(3))
 
 
 READS = {
@@ -168,8 +169,8 @@ def test_what_asks_for_shapes_only_goes_on(make):
     assert root.load_state_dict({}, strict=False).unexpected_keys == []
     with untouched(root):
         assert foreign.isnan().all(), "in steps it is read by every stage"
-    restore_parameters(
-        root, {n: p for n, p in whole.named_parameters() if n not in first_half(root)}
-    )
+    for name, value in whole.named_parameters():
+        if name not in first_half(root):
+            restore_parameter(name, root.get_parameter(name), value)
     assert type(foreign) is nn.Parameter
     assert torch.equal(foreign, whole.blocks[4].linear.weight)

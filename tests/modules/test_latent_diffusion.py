@@ -315,10 +315,16 @@ def test_a_saved_folder_does_not_tell_where_its_parts_came_from(make_model, tmp_
         assert str(tmp_path) not in path.read_text(), path.name
 
 
-def test_half_precision_files_load_as_fp32(make_model, tmp_path):
+def test_what_is_trained_has_fp32_and_the_rest_the_type_it_is_stored_in(make_model, tmp_path):
     make_model().save_pretrained(tmp_path, dtype=torch.float16)
     again = LatentDiffusion.from_pretrained(tmp_path)
-    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert {p.dtype for p in again.denoiser.parameters()} == {torch.float32}
+    assert {p.dtype for p in again.text_encoder.parameters()} == {torch.float16}
+    assert {p.dtype for p in again.vae.parameters()} == {torch.float32}, "it asks for that"
+    again = LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="bfloat16")
+    assert {p.dtype for p in again.vae.parameters()} == {torch.bfloat16}
+    with pytest.raises(ConfigurationError, match="frozen_dtype='int4'; choose bfloat16, float16"):
+        LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="int4")
 
 
 @pytest.mark.slow

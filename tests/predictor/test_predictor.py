@@ -481,8 +481,8 @@ def test_hub_ids_on_this_machine(is_pipeline, folder_of, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"device": "gpu0"}, "device='gpu0'; choose cpu or cuda"),
-        ({"dtype": "float32"}, "dtype='float32'; choose torch.float32, torch.bfloat16"),
-        ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; choose torch.float32"),
+        ({"dtype": "fp8"}, "dtype='fp8'; choose bfloat16, float16, float32 or float64"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; choose bfloat16"),
         ({"timeout_s": 0}, "timeout_s must be a number > 0 and <= 100000000; got 0"),
         ({"timeout_s": -2.0}, "timeout_s must be a number > 0 and <= 100000000; got -2.0"),
         ({"timeout_s": math.inf}, "timeout_s must be a number > 0 and <= 100000000; got inf"),

@@ -1,0 +1,179 @@
+"""Anonymous memory of each rank while a large model is opened, trained, saved and sampled, beside the plan.
+
+A Flux-shaped pipeline is written to a folder with random weights in bfloat16; each rank opens it, trains adapters
+on a few batches, and samples. A thread reads RssAnon of Linux: what is mapped from a file does not count, since the
+system can drop those pages and ranks share them.
+
+    python benchmarks/memory/main.py --size 1e9 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import lightning as L
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.harness import main, on_ranks
+from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.comm.watcher import watcher
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.predictor import Predictor
+
+GIB = 2**30
+SIZES = {"1e9": (2048, 3, 8, 8), "3e9": (3072, 4, 13, 8)}
+"""By number of parameters: width, double and single blocks of the transformer, layers of the text encoder."""
+
+
+class Peaks(threading.Thread):
+    """The most anonymous memory of this process in each phase, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.phase: str | None = None
+        self.most: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Looks a hundred times a second."""
+        while True:
+            status = Path("/proc/self/status").read_text()
+            phase = self.phase or watcher.phase
+            now = 1024 * int(re.search(r"RssAnon:\s+(\d+)", status).group(1))
+            self.most[phase] = max(now, self.most.get(phase, 0))
+            time.sleep(0.01)
+
+
+def write_pipeline(folder: Path, size: str) -> None:
+    """Writes a pipeline of Flux' classes in bfloat16, made in that type."""
+    width, doubles, singles, layers = SIZES[size]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    letters = [chr(i) + end for i in range(97, 123) for end in ("", "</w>")]
+    pieces = [*letters, "<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({p: i for i, p in enumerate(pieces)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    clip = transformers.CLIPTextConfig(
+        vocab_size=80, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=12, bos_token_id=52, eos_token_id=53, pad_token_id=53,
+    )  # fmt: skip
+    t5 = transformers.T5Config(
+        vocab_size=384,
+        d_model=width,
+        d_kv=64,
+        d_ff=5 * width // 2,
+        num_layers=layers,
+        num_heads=width // 64,
+    )
+    diffusers.FluxPipeline(
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=16, norm_num_groups=8, shift_factor=0.1,
+        ),
+        text_encoder=transformers.CLIPTextModel(clip),
+        text_encoder_2=transformers.T5EncoderModel(t5),
+        tokenizer=transformers.CLIPTokenizer(*files, model_max_length=12),
+        tokenizer_2=transformers.ByT5Tokenizer(model_max_length=24),
+        transformer=diffusers.FluxTransformer2DModel(
+            in_channels=64, num_layers=doubles, num_single_layers=singles, attention_head_dim=128,
+            num_attention_heads=width // 128, joint_attention_dim=width, pooled_projection_dim=64,
+            guidance_embeds=True,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+    ).to(torch.bfloat16).save_pretrained(folder)  # fmt: skip
+
+
+def measure(rank: int, folder: str, world_size: int, precision: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    peaks = Peaks()
+    peaks.phase = "opening"
+    peaks.start()
+    module = PipelineDiffusion.from_pretrained(
+        folder, lora=Lora(rank=8), call={"max_sequence_length": 16}, caption_dropout=0.0
+    )
+    images = torch.randn(6, 3, 64, 64)
+    data = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
+    peaks.phase = None
+    trainer = L.Trainer(
+        accelerator="cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        strategy=DiffPipeStrategy(num_stages=world_size, num_microbatches=2, seed=0),
+        callbacks=[SaveAndPlan(f"{folder}/../trained.ckpt", peaks)],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, 2))
+    planned = SaveAndPlan.planned
+    peaks.phase = "between"
+    del module, trainer
+    peaks.phase = "opening to sample"
+    with Predictor.from_pretrained(
+        folder, method="pipefusion" if world_size > 1 else "single", device="cpu", verify=False
+    ) as predictor:
+        peaks.phase = "sampling"
+        predictor(["a cat"], num_inference_steps=3, height=64, width=64, max_sequence_length=16)
+    mine = {"planned": planned[rank], **peaks.most}
+    everyone = [None] * world_size
+    torch.distributed.all_gather_object(everyone, mine)
+    return [
+        {"rank": r, "phase": phase, "GiB": most / GIB}
+        for r, numbers in enumerate(everyone)
+        for phase, most in numbers.items()
+    ]
+
+
+class SaveAndPlan(L.Callback):
+    """Saves at the end of training, and keeps what the plan says of memory."""
+
+    planned: tuple[float, ...] = ()
+
+    def __init__(self, path: str, peaks: Peaks) -> None:
+        self.path, self.peaks = path, peaks
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves."""
+        SaveAndPlan.planned = trainer.strategy.plan.planned.peak_memory_bytes
+        self.peaks.phase = "saving"
+        trainer.save_checkpoint(self.path)
+        self.peaks.phase = "teardown"
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each rank and phase."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(arguments.folder or name) / "pipeline"
+        if not (folder / "model_index.json").exists():
+            if pid := os.fork():  # so that what it takes to make weights is not kept
+                os.waitpid(pid, 0)
+            else:
+                write_pipeline(folder, arguments.size)
+                os._exit(0)
+        return on_ranks(arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds what is trained, and how."""
+    parser.add_argument(
+        "--size", choices=SIZES, default="1e9", help="parameters of the transformer"
+    )
+    parser.add_argument("--folder", help="where the pipeline is kept for the next time")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--precision", default="bf16-mixed")
+
+
+if __name__ == "__main__":
+    main(run, __doc__, options)

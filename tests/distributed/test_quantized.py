@@ -1,0 +1,111 @@
+"""Trained layers over a base whose weights are quantized: the numbers of one process with the same weights."""
+
+import bitsandbytes.nn
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.versions import plain_tensors
+from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+WIDTH = 64
+
+
+def int8(layer):
+    """Weights of 8 bits, of torchao: a tensor of a class of its own."""
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer
+
+
+def nf4(layer):
+    """Weights of 4 bits, of bitsandbytes: a parameter with a state beside it."""
+    quantized = bitsandbytes.nn.Linear4bit(
+        WIDTH, WIDTH, compute_dtype=torch.float32, quant_type="nf4"
+    )
+    quantized.load_state_dict(layer.state_dict())
+    return quantized.to("cpu").requires_grad_(False)
+
+
+class Quantized(L.LightningModule):
+    """Layers that are trained beside those of a base."""
+
+    def __init__(self, quantize):
+        super().__init__()
+        layers = [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(4)]
+        self.base = nn.ModuleList(map(quantize, layers))
+        self.trained = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def double(self):
+        return self  # no kernel multiplies quantized weights in double precision
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"]
+        for base, layer in zip(self.base, self.trained, strict=True):
+            x = x + F.silu(base(x) + layer(x))
+        return F.mse_loss(x, batch["y"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trained.parameters(), lr=0.1)
+
+
+class Numbers(L.LightningDataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        values = torch.randn(12, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+        return DataLoader([{"x": x, "y": y} for x, y in values], self.batch_size)
+
+
+def bytes_of_values(tensor):
+    return b"".join(plain.numpy().tobytes() for plain in plain_tensors(tensor))
+
+
+def fit_and_save(rank, settings, world_size, path):
+    """What a run leaves, how many layers of the base a rank has in training, and their bytes after it."""
+    seen = []
+
+    class Look(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.extend([module, sum(not is_placeholder(layer.weight) for layer in module.base)])
+            trainer.save_checkpoint(path)
+
+    settings.trainer["callbacks"] = [Look()]
+    outcome = fit(rank, settings, world_size)
+    module, held = seen
+    outcome.weights = {n: v for n, v in outcome.weights.items() if n.startswith("trained.")}
+    kept = [bytes_of_values(layer.weight.detach()) for layer in module.base]
+    return outcome, held, kept
+
+
+@pytest.mark.parametrize("quantize", [int8, nf4])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_over_a_quantized_base_learn_what_one_process_learns(quantize, tmp_path):
+    """History: tensors of torchao know neither `view` nor `as_strided`: NotImplementedError."""
+    settings = Settings(
+        module={"quantize": quantize},
+        module_class=Quantized,
+        data_class=Numbers,
+        data={"batch_size": 4},
+        trainer={"max_epochs": 1},
+    )
+    expected = reference(settings, 2)
+    expected.weights = {n: v for n, v in expected.weights.items() if n.startswith("trained.")}
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    outcomes, held, kept = zip(
+        *run_ranks(fit_and_save, 2, settings, 2, tmp_path / "a.ckpt"), strict=True
+    )
+    assert_equal_runs(outcomes, expected, 1e-5)
+    assert held == (3, 2), "the first, which reads the batch, runs on both in bubbles"
+    assert kept[0] == kept[1], "the module is whole again on both"
+    assert len(set(kept[0])) == 4
+    state = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
+    assert [bytes_of_values(state[f"base.{i}.weight"]) for i in range(4)] == kept[0]

@@ -1,0 +1,97 @@
+"""Frozen weights stay in the type they are stored in, mapped from their files; the numbers are one process's."""
+
+import sys
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from lightning_diffpipe.graph.placement import stored_value
+from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
+from lightning_diffpipe.modules.parts import load_for_training, read_index
+from lightning_diffpipe.sampling.source import load_networks
+from tests.distributed.scenarios import Settings, assert_equal_runs, build, fit, reference
+from tests.distributed.test_pipeline_diffusion import Pictures
+from tests.predictor import tiny_pipelines as tiny
+from tests.ranks import run_ranks
+from tests.rows import row
+
+pytestmark = pytest.mark.distributed
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="asks the system what is mapped")
+
+
+class Opened(PipelineDiffusion):
+    """A pipeline as `from_pretrained` opens it."""
+
+    def __init__(self, folder, lora):
+        networks = load_networks(folder, read_index(folder), load=load_for_training, dtype=None)
+        super().__init__(
+            DiffusionPipeline.from_pretrained(folder, **networks),
+            lora=Lora(rank=2) if lora else None,
+            call={"max_sequence_length": 8} if "flux" in folder else {},
+            caption_dropout=0.0,
+            optimization=Optimization(lr=1e-2, warmup_steps=0, decay="constant"),
+        )
+        self.train_in_float32()
+
+    def double(self):
+        return self  # types are what is looked at
+
+
+def fit_and_look(rank, settings, world_size):
+    """What a run leaves, types by component, and which frozen weights are mapped from their files after it."""
+    own = []
+
+    class Kept(settings.module_class):
+        def teardown(self, stage):
+            own[:] = [self]
+
+    settings.module_class = Kept
+    outcome = fit(rank, settings, world_size)
+    named = dict(own[0].named_parameters())
+    types = {(n.partition(".")[0], p.requires_grad): p.dtype for n, p in named.items()}
+    mapped = {n: stored_value(p) is not None for n, p in named.items() if not p.requires_grad}
+    return outcome, types, mapped
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("name", "precision", "lora"),
+    [
+        ("flux", "bf16-mixed", True),
+        ("sdxl", "32-true", False),
+        row("flux", "32-true", True),
+        row("flux", "bf16-true", True),
+        row("flux", "bf16-mixed", False),
+        row("flux", "32-true", False),
+        row("sdxl", "bf16-mixed", True),
+        row("sdxl", "32-true", True),
+        row("sdxl", "bf16-true", False),
+    ],
+)
+def test_frozen_weights_keep_their_type(name, precision, lora, tmp_path):
+    """History: each rank read every component in float32, and at the end of training got copies of all others."""
+    folder = str(tmp_path / name)
+    tiny.build(name, tmp_path / "parts").to(torch.bfloat16).save_pretrained(folder)
+    settings = Settings(
+        module={"folder": folder, "lora": lora},
+        module_class=Opened,
+        data_class=Pictures,
+        trainer={"max_steps": 3, "max_epochs": -1, "precision": precision},
+    )
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    outcomes, types, mapped = zip(*run_ranks(fit_and_look, 2, settings, 2), strict=True)
+    assert_equal_runs(outcomes, expected, 2e-2 if precision == "bf16-true" else 1e-3)
+    half = torch.bfloat16
+    denoiser = "transformer" if name == "flux" else "unet"
+    for rank in range(2):
+        assert types[rank][denoiser, True] == half if precision == "bf16-true" else torch.float32
+        assert types[rank]["text_encoder", False] == half
+        assert types[rank]["vae", False] == (half if precision == "bf16-true" else torch.float32)
+        elsewhere = {n for n, is_mapped in mapped[rank].items() if not is_mapped}
+        assert {n.partition(".")[0] for n in elsewhere} <= {"vae"}
+    frozen = dict(build(settings).named_parameters())
+    for outcome in outcomes:
+        for n in mapped[0]:
+            assert torch.equal(outcome.weights[n], frozen[n].to(outcome.weights[n].dtype)), n
