@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -51,6 +52,9 @@ class _Worker:
             del work  # it holds a batch
             with self._lock:
                 self._idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Worker._idle.clear)  # it has none of these threads
 
 
 class Coroutine:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.packing import flat_bytes, take_apart
 from lightning_diffpipe.comm.waiting import in_words, lost
+from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
 from lightning_diffpipe.planning.schedule import Placement
 
@@ -316,14 +317,17 @@ class Mesh:
 
     def send_to_first(self, tensor: Tensor) -> None:
         """Sends a tensor of the host to the first rank of the pipeline."""
+        watcher.note_batch()  # one of many that follow each other, as in the two methods below
         dist.send(tensor, dst=self.world_rank(0), group=self.transfers)
 
     def receive_from(self, tensor: Tensor, owner: int) -> None:
         """Fills a tensor of the host with what the rank at a position of the pipeline sends to the first one."""
+        watcher.note_batch()
         dist.recv(tensor, src=self.world_rank(owner), group=self.transfers)
 
     def broadcast(self, tensor: Tensor, owner: int, on_device: bool = False) -> None:
         """Fills a tensor with that of the rank at a position, on all ranks of the pipeline."""
+        watcher.note_batch()
         group = self.pipeline_group if on_device else self.transfers
         dist.broadcast(tensor, src=self.world_rank(owner), group=group)
 

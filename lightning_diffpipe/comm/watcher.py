@@ -10,8 +10,8 @@ process that ends, one that is stopped falls silent, and one that is busy does n
 
     inside       turns what a lost rank raises, in anybody's collective, into an error with its rank, phase and end
     wait, call   give up a wait, outside of a run, when a rank is lost
-    run          ends a process that would go on without the others, wherever it waits; and one that gets SIGTERM
-                 and does not come to act upon it
+    run          ends a process that would go on without the others, wherever it waits; one that gets SIGTERM
+                 and does not come to act upon it; and all, where every rank waits, in anybody's collective
 
 Threads outside of a run, such as those of a script between two fits, are left alone.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import itertools
 import json
 import logging
 import math
@@ -32,8 +33,10 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,6 +51,7 @@ from lightning_diffpipe.errors import (
     LostRankError,
     PipelineTimeoutError,
 )
+from lightning_diffpipe.graph.side_effects import is_of
 
 LAUNCHER = "DIFFPIPE_LAUNCHER_PID"
 """Environment variable of processes that a rank has started: that rank, and its process."""
@@ -60,6 +64,8 @@ _GRACE_S = 5.0  # for a rank that has lost another, or got SIGTERM, to end by it
 _VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
 _GIVE_UP_S = 0.5  # what ranks that refuse together need at most to arrive
 _EXIT_S = 5.0  # for Python to end, on a busy machine
+_FRAMES_OF_A_WAIT = 5  # of torch's wrappers around a collective, or of a lock around a wait of ours
+_WAITING = ("torch.distributed", "lightning_diffpipe.comm")
 _BY_SIGNAL = 128 + signal.SIGTERM
 _BROKEN = re.compile(
     r"/gloo/|Gloo|ProcessGroup|NCCL|TCPStore|Connection (closed|reset) by peer|Connection refused|Broken pipe"
@@ -82,6 +88,7 @@ class Status:
         turn: Of what ranks of a Predictor do together.
         step: How often it went on in this turn, once it has; 0 when it is done.
         refuses: It raised in this turn, and will say what.
+        waits: It has been in one wait for other ranks for as long as a rank may be silent.
         process: Its process, by host, processes that see each other, and number.
         parent: The process that started it.
     """
@@ -96,6 +103,7 @@ class Status:
     turn: int = 0
     step: int = 0
     refuses: bool = False
+    waits: bool = False
     process: str = ""
     parent: str = ""
 
@@ -155,6 +163,9 @@ class Watcher:
         self._has_given_up = False  # a wait, which may be under way still
         self._signal_phase, self._signal_limit_s = "", _GRACE_S
         self._end_s = self._signalled_s = math.inf
+        self._running = 0  # the thread
+        self._waits_in: tuple[int, int] | None = None  # frame and place, at the last look
+        self._waits_since_s = math.inf
         self._server: socket.socket | None = None
         self._token = ""
         self._thread: threading.Thread | None = None
@@ -216,7 +227,7 @@ class Watcher:
         if in_main:  # a signal is heard of even while the main thread waits outside of Python
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self.begin_run(_STARTING, rank)
-        self._runs += 1
+        self._runs, self._running = self._runs + 1, threading.get_ident()
         try:
             with self.explaining():
                 yield
@@ -376,8 +387,8 @@ class Watcher:
             return called.result()
 
     def note_batch(self) -> None:
-        """Notes, for this process only, that it goes on: after SIGTERM it has as long for every batch."""
-        self._moved_s[self.status.rank] = time.monotonic()
+        """Notes, for this process only, that it goes on: for every batch, or tensor of a model, it has as long."""
+        self._moved_s[self.status.rank], self._waits_in = time.monotonic(), None
 
     def note_signal(self) -> None:
         """Lets all ranks know that this one got SIGTERM; for its handler, which may find it in any call."""
@@ -514,6 +525,7 @@ class Watcher:
                         said_s = now_s
                         self._send(self.status)
                     self._look_around(now_s)
+                    self._look_at_wait(now_s)
                 self._end_if_due(now_s)
             except Exception as error:  # or nobody would watch, and nobody know it
                 _log.exception("the other ranks are watched no more")
@@ -590,6 +602,19 @@ class Watcher:
             for rank in set(ended) - self._statuses.keys():
                 self._note_end(rank)
 
+    def _look_at_wait(self, now_s: float) -> None:
+        """Notes whether this rank's run has been in one wait for others for long, and lets them know."""
+        innermost = sys._current_frames().get(self._running) if self._runs else None
+        frames = itertools.islice(traceback.walk_stack(innermost), _FRAMES_OF_A_WAIT)
+        is_wait = any(is_of(frame.f_code.co_filename, *_WAITING) for frame, _ in frames)
+        # Not the frame: what it refers to would end in this thread, a group perhaps, which takes long.
+        place = (id(innermost), innermost.f_lasti) if innermost and is_wait else None
+        if place is None or place != self._waits_in:
+            self._waits_in, self._waits_since_s = place, now_s
+        waits = now_s - self._waits_since_s > self._silence_s
+        if waits != self.status.waits:
+            self.publish(waits=waits)
+
     def _note_end(self, rank: int) -> None:
         """Takes note of the end of a process, which has said why, or nothing."""
         status, child = self._status(rank), self.children.get(rank)
@@ -611,6 +636,16 @@ class Watcher:
             return
         if now_s > self._end_s and (loss := self.loss()) is not None:
             self._end(f"{self._here} lost {loss}", _BY_SIGNAL if loss.signal else 1)
+        everyone, moved_s = [self.status, *self._statuses.values()], max(self._moved_s.values())
+        all_wait = len(everyone) == self.num_ranks > 1 and all(each.waits for each in everyone)
+        if all_wait and now_s - moved_s > 2 * self._period_s:
+            doing = "; ".join(f"rank {each.rank}: {each.phase}" for each in everyone)
+            self._end(
+                f"{self._here} has waited for {self._silence_s:g} s (timeout_s) in one collective, as all others "
+                f"have ({doing}): they have not all come to the same one, so that it would never end. What "
+                "communicates, in hooks and callbacks, too, belongs on all ranks or on none",
+                1,
+            )
         if self.at_sigterm == "stop" and now_s - self._signalled_s > self._signal_limit_s:
             self._end(f"{self._here} got SIGTERM and stops", _BY_SIGNAL)
         if self.at_sigterm == "agree" and (signals := self.signals):

@@ -25,6 +25,9 @@ import copy
 import functools
 import gc
 import logging
+import operator
+import types
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -36,6 +39,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
@@ -377,6 +381,22 @@ DEVICE_OF = torch.ops.prim.device.default
 SHARED_ATTRIBUTES = ("_trainer", "_fabric", "trainer")
 
 
+class _LeftOvers(TorchFunctionMode):
+    """Copies what an earlier step has left in an attribute, such as a hidden state that the loss reads, as data."""
+
+    def __init__(self, mode: TrackedFakeMode, states: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._mode, self._states = mode, {t.untyped_storage()._cdata for t in states}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copied = (
+            func is Tensor.__deepcopy__ and args[0].grad_fn is not None
+        )  # torch: leaves only
+        if is_copied and args[0].untyped_storage()._cdata not in self._states:
+            return self._mode.like(args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+
 def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     """Copies a module with fake tensors; the original stays untouched.
 
@@ -391,11 +411,17 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
             if value is not None:
                 memo[id(value)] = value
                 shared.append((name, attribute, value))
-    for tensor in [*root.parameters(), *root.buffers()]:
-        memo[id(tensor)] = mode.like(tensor)
-    duplicate = copy.deepcopy(root, memo)
+    states = [*root.parameters(), *root.buffers()]
+    memo |= {id(tensor): mode.like(tensor) for tensor in states}
+    with _LeftOvers(mode, states):
+        duplicate = copy.deepcopy(root, memo)
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
+    for module in duplicate.modules():
+        hooks = [held for held in vars(module).values() if isinstance(held, OrderedDict)]
+        for held in (vars(module), *hooks):
+            for name in [n for n, x in held.items() if isinstance(x, types.FunctionType)]:
+                held[name] = _closed_over(held[name], memo)
     for name, module in root.named_modules():
         if getattr(module._parameters.get("weight"), "quant_state", None) is not None:
             packed: Any = duplicate.get_submodule(name)
@@ -407,6 +433,27 @@ def _of_shape(packed: Any, x: Tensor) -> Tensor:
     """Computes as a linear layer whose weight is packed with others into bytes (bitsandbytes), on fake tensors."""
     weight = x.new_empty(packed.out_features, packed.in_features)
     return F.linear(x, weight, None if packed.bias is None else packed.bias.to(x.dtype))
+
+
+def _closed_over(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns what a closure, a hook perhaps, shall know in a copy: the copies of `self` and of what is there."""
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    if id(value) in memo or not isinstance(value, types.FunctionType):
+        return memo.get(id(value), value)
+    memo[id(value)] = value  # it may know itself
+    cells = list(value.__closure__ or ())
+    for index, cell in enumerate(cells):
+        with contextlib.suppress(ValueError):  # of one that is empty
+            known = _closed_over(cell.cell_contents, memo)
+            cells[index] = cell if known is cell.cell_contents else types.CellType(known)
+    if all(map(operator.is_, cells, value.__closure__ or ())):
+        return value
+    given = value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    memo[id(value)] = copied = types.FunctionType(*given)
+    copied.__kwdefaults__ = value.__kwdefaults__
+    vars(copied).update(vars(value))
+    return copied
 
 
 def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:

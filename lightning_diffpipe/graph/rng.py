@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diffpipe.errors import GraphError
+
 _SEED_BOUND = 2**63 - 1
 
 
@@ -72,8 +74,8 @@ def restore(state: RandomState) -> None:
 
 
 def moved(before: RandomState) -> RandomState | None:
-    """Returns the states of all global generators; None if they are what they were, with those of the host."""
-    now = capture(host=True)
+    """Returns the states of those global generators now; None if they are what they were."""
+    now = capture(before.host is not None)
     cuda = before.cuda is None or now.cuda is None or torch.equal(now.cuda, before.cuda)
     same = cuda and torch.equal(now.cpu, before.cpu)
     return None if same and pickle.dumps(now.host) == pickle.dumps(before.host) else now
@@ -145,6 +147,30 @@ def private_stream(host: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
+    """Runs a layer that takes so many numbers from the stream of the glue, as its stub does on other stages.
+
+    Kernels of one's own draw past the dispatcher, perhaps on a GPU only, where no probe has seen them.
+
+    Raises:
+        GraphError: It has drawn something else: the streams of its stage and of others would differ from now on.
+    """
+    before = capture(host=False)
+    yield
+    now = capture(host=False)
+    restore(before)
+    for _ in range(num_seeds):
+        draw_seed()
+    if (expected := moved(now)) is not None:
+        raise GraphError(
+            f"{name} draws random numbers on the {'GPU' if now.cpu.equal(expected.cpu) else 'host'}, which it did "
+            "not when it was probed: by a kernel of its own perhaps, as dropout of flash attention, or from some "
+            "step on only; other stages would go on with other numbers. Draw one by an operator of torch in its "
+            "forward from the first step on (torch.rand(())), and it gets a stream of its own; or draw nothing"
+        )
+
+
 def is_global(generator: torch.Generator) -> bool:
     """Returns whether a generator is torch's own for a device."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
@@ -162,7 +188,9 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     The tag of the operator alone says too much: attention without dropout and dropout outside training are tagged,
     but draw nothing.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags or "backward" in func.__name__:
+    is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+    is_torchs = func.namespace in ("aten", "prims")
+    if (is_torchs and not is_tagged) or "backward" in func.__name__:
         return False
     schema = func._schema.arguments
     values = {a.name: kwargs.get(a.name, a.default_value) for a in schema}
@@ -172,6 +200,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     if any(values.get(name) is False for name in _TRAINING_ARGUMENTS):
         return False
+    if not is_tagged:  # nobody tags flash attention
+        return any(values.get(argument) for argument in ("dropout_p", "dropout"))
     name = func.overloadpacket.__name__
     if "dropout" in name or "attention" in name or "rnn" in name:
         return not any(values.get(argument) in (0, 0.0) for argument in _DROPOUT_ARGUMENTS)

@@ -250,19 +250,20 @@ class StubbedRun(Run):
         """Calls an own layer, or remembers what it gave for these arguments."""
         memo = self._view.memo
         if memo is None or not layer.frozen:
-            return self._execute(site, args, kwargs)
-        run = partial(self._execute, site, args, kwargs)
+            return self._execute(layer, site, args, kwargs)
+        run = partial(self._execute, layer, site, args, kwargs)
         return memo.call(layer, site.module, args, kwargs, run)
 
-    def _execute(self, site: Site, args: Any, kwargs: Any) -> Any:
+    def _execute(self, layer: Layer, site: Site, args: Any, kwargs: Any) -> Any:
         checkpointing = self.checkpointing and torch.is_grad_enabled()
         self._inside = True
         try:
-            if checkpointing:
-                return torch.utils.checkpoint.checkpoint(
-                    self.call_inside, site, args, kwargs, use_reentrant=False
-                )
-            return self.call_inside(site, args, kwargs)
+            with rng.only_seeds_drawn(layer.name, layer.num_seeds):
+                if checkpointing:
+                    return torch.utils.checkpoint.checkpoint(
+                        self.call_inside, site, args, kwargs, use_reentrant=False
+                    )
+                return self.call_inside(site, args, kwargs)
         finally:
             self._inside = False
 

@@ -134,7 +134,12 @@ def with_more_samples(
         for name, v in arguments.items()
         if isinstance(v, Tensor) and v.ndim and len(v) == prompts and name != "latents"
     }
-    yield of((prompts + 1) * each, longer(object) | tensors)
+    every = longer(object) | tensors
+    numbers = {n for n, v in every.items() if isinstance(v, list) and isinstance(v[0], int | float)}
+    # Two layers to skip are not those of two prompts, unless the pipeline wants three for three.
+    if numbers := numbers.difference(_OF_PROMPTS):
+        yield of((prompts + 1) * each, {n: v for n, v in every.items() if n not in numbers})
+    yield of((prompts + 1) * each, every)
     plain = (str, int, float, list, tuple, dict, Tensor, torch.Generator, type(None))
     alone = {n: [v] * (prompts + 1) for n, v in arguments.items() if not isinstance(v, plain)}
     yield of((prompts + 1) * each, longer((str, int)))

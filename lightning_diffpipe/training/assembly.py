@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import raised_by_all
+from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.cut import Cut, require_hooks_within_stages
 from lightning_diffpipe.graph.forms import FormView, StepForm
@@ -91,6 +92,9 @@ def assemble(
     """
     probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
     module, graph, placement = probed.module, probed.graph, schedule.placement
+    if any(map(is_compiled, module.modules())):
+        # A stage compiles its forward when those before it have, and its backward when those after it have.
+        process = replace(process, timeout_s=2 * schedule.num_stages * process.timeout_s)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
     residents = residents_of(module, pieces, placement)
     resident = residents[mesh.local_rank]

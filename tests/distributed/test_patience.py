@@ -1,5 +1,6 @@
 """Between steps ranks wait for one that is busy much longer than for a message, and name one that never comes."""
 
+import os
 import time
 
 import lightning as L
@@ -65,6 +66,29 @@ def test_a_rank_that_is_busy_between_steps_is_waited_for(hook):
     assert run_ranks(fit_while_rank_0_is_busy, 2, hook) == [(True, 4)] * 2
 
 
+def slow_compiler(graph, inputs):
+    time.sleep(4.0)
+    return graph.forward
+
+
+def fit_compiled_blocks(rank):
+    module = build(Settings(module={"num_blocks": 6}))
+    for block in module.blocks:
+        block.compile(backend=slow_compiler)
+    strategy = quick_strategy(num_stages=3, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S)
+    trainer = quiet_trainer(devices=3, strategy=strategy, max_epochs=1)
+    trainer.fit(module, Data().loader(12))
+    return trainer.global_step
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [row(3)])
+def test_stages_that_compile_one_after_the_other_are_waited_for(num_ranks):
+    """History: the last stage missed the first one in the first step, when the second had compiled as well."""
+    assert min(run_ranks(fit_compiled_blocks, num_ranks)) > 0
+
+
 class SlowAtTheEnd(Samples):
     """One rank waits for its last samples."""
 
@@ -108,3 +132,47 @@ def test_ranks_that_are_waited_for_together_are_named(num_ranks, message):
     mesh = Mesh(layout, 1, torch.device("cpu"), "gloo", 2.0)
     with pytest.raises(PipelineTimeoutError, match=message), mesh.naming(mesh.pipeline_ranks):
         raise RuntimeError("Connection closed by peer")
+
+
+class OnOneRank(L.Callback):
+    """Does something collective on rank 0 only, where a hook of a kind comes first."""
+
+    def __init__(self, hook, act):
+        self.act = act
+        setattr(self, hook, self.work)
+
+    def work(self, trainer, *arguments):
+        if trainer.is_global_zero:
+            {
+                "torch": torch.distributed.barrier,
+                "Lightning": trainer.strategy.barrier,
+                "ours": trainer.strategy.pipeline.mesh.barrier,
+            }[self.act]()
+
+
+def fit_with_a_collective_of_one_rank(rank, hook, act, folder):
+    os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    strategy = quick_strategy(num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S)
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[OnOneRank(hook, act)])
+    trainer.fit(build(Settings()), datamodule=Data())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("hook", "act"),
+    [
+        ("on_train_batch_end", "Lightning"),
+        row("on_train_epoch_start", "ours"),
+        row("on_validation_end", "torch"),
+        row("on_validation_batch_start", "Lightning"),
+    ],
+)
+def test_ranks_that_all_wait_for_each_other_end(hook, act, tmp_path):
+    """History: they waited for half an hour, as one that is busy between steps is waited for."""
+    with pytest.raises(RankError, match="ranks failed"):
+        run_ranks(
+            fit_with_a_collective_of_one_rank, 2, hook, act, str(tmp_path), timeout_s=90.0, group_timeout_s=1800.0
+        )  # fmt: skip
+    said = (tmp_path / "screen").read_text()
+    assert "has waited for 10 s (timeout_s) in one collective, as all others have (rank" in said

@@ -1,8 +1,11 @@
 """Frozen layers run in advance: at once, in pieces beside a stage, for some of the samples."""
 
 import itertools
+import os
 import random
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from lightning_diffpipe import coroutine
+from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView, join_samples
@@ -454,3 +459,19 @@ def test_encoders_that_cannot_be_split_say_why():
         assert reason in view.why_not_splittable
         with pytest.raises(GraphError, match=reason):
             view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_coroutines_of_its_own():
+    """History: it gave them to a thread that only its parent has, and waited for ever."""
+    Coroutine(lambda: None).resume()
+    until_s = time.monotonic() + 10.0
+    while not coroutine._Worker._idle:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        Coroutine(lambda: None).resume()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

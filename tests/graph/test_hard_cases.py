@@ -134,6 +134,49 @@ class FeaturesTakenFromAnAttribute(Plain):
         return (self.run(self.keeper(x)) + self.keeper.bank).pow(2).mean()
 
 
+class KeepsHiddenStates(Plain):
+    """An alignment loss (REPA) reads what the third block gave, where the model has kept it."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.kept, self.project = place, {}, nn.Linear(16, 16)
+        keep = {
+            "attribute": lambda out: setattr(self, "hidden", out),
+            "attribute of a block": lambda out: setattr(self.blocks[2], "hidden", out),
+            "reshaped attribute": lambda out: setattr(self, "hidden", out.view(-1, 4, 4)),
+            "dict": lambda out: self.kept.update(hidden=out),
+        }[place]
+        if place == "attribute of a block":  # inside its own forward
+            self.blocks[2].linear.register_forward_hook(lambda module, args, out: keep(out))
+        else:
+            self.blocks[2].register_forward_hook(lambda module, args, out: keep(out))
+
+    def training_step(self, x, i):
+        out = self.run(x)
+        found = [
+            vars(self).get("hidden"),
+            vars(self.blocks[2]).get("hidden"),
+            self.kept.get("hidden"),
+        ]
+        hidden = next(it for it in found if it is not None).reshape(-1, 16)
+        return out.pow(2).mean() + 0.5 * (self.project(hidden) - x).pow(2).mean()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    "place", ["attribute", "attribute of a block", "reshaped attribute", "dict"]
+)
+def test_hidden_states_kept_in_attributes_for_the_loss(place, steps_before, caplog):
+    """History: what an earlier step had left there could not be copied, so that the whole model ran on values."""
+    root = KeepsHiddenStates(place).double()
+    for _ in range(steps_before):
+        root.training_step(rows().double(), 0)
+    graph = check_stages(root, rows().double(), mode="auto", max_share=1 / 4)
+    assert not graph.needs_values
+    assert "without values" not in caplog.text
+    assert {"blocks.5.linear", "blocks.5"} & set(graph.layer_names)
+
+
 @case
 class SelfConditioning(Plain):
     def training_step(self, x, i):

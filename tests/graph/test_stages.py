@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import fold, probe
 from tests.graph.emulate import (
@@ -107,6 +108,69 @@ def test_random_numbers_of_python_and_numpy(mode):
     assert got_loss == loss
     assert relative_error(expected, got)[0] < 1e-12
     assert random.random() == random.Random(99).random()
+
+
+def noisy_kernel(name, argument):
+    """A kernel of one's own, which draws where neither the dispatcher nor a tag tells."""
+
+    def kernel(x, p):
+        return x * torch.rand(x.shape, dtype=x.dtype) if p else x.clone()
+
+    schema = f"(Tensor x, float {argument}) -> Tensor"
+    operator = torch.library.custom_op(
+        f"diffpipe_tests::{name}", kernel, mutates_args=(), schema=schema
+    )
+    operator.register_fake(lambda x, p: torch.empty_like(x))
+    operator.register_autograd(lambda context, gradient: (gradient, None))
+    return operator
+
+
+KERNELS = {
+    name: noisy_kernel(*name) for name in [("dropping", "dropout_p"), ("noising", "strength")]
+}
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("asks", ["nothing", "one number of torch"])
+def test_kernels_of_ones_own_draw_from_a_stream_of_their_layer_or_are_refused(
+    mode, kernel, folds, draws, asks
+):
+    """Dropout of flash attention drew from the stream of the glue, on the stage that ran it only."""
+
+    class Noisy(Block):
+        def forward(self, x):
+            if asks != "nothing":
+                torch.rand(())
+            return KERNELS[kernel](super().forward(x), 0.5 * draws)
+
+    class Noisies(Tower):
+        block = Noisy
+
+        def training_step(self, batch, batch_idx):
+            return (self.run(batch) * torch.rand_like(batch)).pow(2).mean()
+
+    root, batch = Noisies().double(), rows().double()
+    graph = probe(root, step, batch, max_share=1 / 4, mode=mode)
+    is_seen = asks != "nothing" or (draws and (mode == "real" or kernel[1] == "dropout_p"))
+    assert len(graph.seeded) == 6 * is_seen
+
+    def split():
+        pieces = fold(root, step, batch, graph, [2, 4]) if folds else (graph, [2, 4])
+        return emulate(root, *pieces, step, batch, SEED)
+
+    if draws and not is_seen:
+        with pytest.raises(
+            GraphError, match=r"blocks\.0 draws random numbers on the host.*torch\.rand"
+        ):
+            split()
+        return
+    loss, expected = reference(root, step, batch, SEED, graph)
+    got_loss, got = split()
+    assert got_loss == loss
+    assert relative_error(expected, got)[0] < 1e-12
 
 
 @pytest.mark.slow

@@ -248,6 +248,15 @@ def test_a_step_whose_calls_differ_in_size_is_drawn_on_two_ranks(
         on_two(folder_of("sd3"), "single", given, guidance=2)
 
 
+def test_a_list_of_numbers_as_long_as_the_prompts_is_shared_by_them(folder_of, on_two):
+    """History: of two layers to skip and two prompts, each rank skipped one, and samples were off by a tenth."""
+    given = {**options_of("sd3"), **SKIPPED, "num_inference_steps": 3, "output_type": "latent"}
+    given |= {"prompts": ["a", "b"], "skip_guidance_layers": [0, 1]}
+    expected = Predictor.from_pretrained(folder_of("sd3"), "single")(**given)
+    found = on_two(folder_of("sd3"), "single", given, data=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("ends", ["a batch", "a call"])
 @pytest.mark.parametrize("options", METHODS[1:3])
 def test_a_callback_that_ends_guidance_is_refused_by_name(options, ends, changing, folder_of):

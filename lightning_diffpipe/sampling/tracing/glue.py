@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -243,9 +243,6 @@ Run = Callable[..., Tensor]
 StoredShapes = dict[Place, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
-_CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
-_SEARCHES = {"bucketize", "searchsorted"}
-
 
 def find_invariants(
     run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
@@ -267,7 +264,7 @@ def find_invariants(
     in_step, in_request = _same(here, known), set[Place]()
     if not torch.equal(t, other_t):
         dtype, timeless = t.dtype if t.is_floating_point() else torch.get_default_dtype(), {}
-        with contextlib.suppress(Exception), _NoIndexOfNaN():  # not every model can take NaN
+        with contextlib.suppress(Exception):  # not every model can take NaN
             timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), here)
         if timeless.keys() == here.keys():
             unreached = {place for place, call in timeless.items() if call.copies}
@@ -282,22 +279,6 @@ def find_invariants(
             stored[where, name, turns[where, name]] = call.shapes
         turns[where, name] += 1
     return constants, step_constants
-
-
-class _NoIndexOfNaN(TorchFunctionMode):
-    """Refuses whole numbers made of NaN, which stand nowhere in a table: a lookup would end the CUDA context."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _CASTS | _SEARCHES and isinstance(out, Tensor):
-            if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
-                return out
-            given = (*args, *(kwargs or {}).values())
-            if any(map(has_nan, given)):
-                raise ValueError("an index would be made of a timestep that is not known")
-        return out
 
 
 @dataclass

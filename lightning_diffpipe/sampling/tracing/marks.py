@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, tensors_in
 from lightning_diffpipe.graph.placement import is_placeholder
 
@@ -45,6 +46,8 @@ _ATTENTION = F.scaled_dot_product_attention  # its name may stand for something 
 _GROWTH = 1.001
 # They pick what they return, so that its share of NaN says nothing.
 _PICKING = ("index", "gather", "select", "slice", "embedding", "split", "where", "masked_fill")
+_CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
+_SEARCHES = {"bucketize", "searchsorted"}
 _LINEAR = {"linear": 0, "mm": 0, "addmm": 1}  # position of the tokens among their arguments
 
 
@@ -117,7 +120,8 @@ def finite_placeholders(model: nn.Module) -> Iterator[None]:
 class WithoutProducts(TorchFunctionMode):
     """Runs linear layers without multiplying: NaN goes where it would go, all other numbers mean nothing.
 
-    Weights that are NaN themselves, and types that are cast on the way, are left to torch.
+    Weights that are NaN themselves, and types that are cast on the way, are left to torch. Whole numbers made of
+    NaN are refused: they stand nowhere in a table, and a lookup would end the CUDA context.
 
     Args:
         exactly: Skip only what is NaN throughout, so that all numbers are those of torch; but features differ where
@@ -137,9 +141,18 @@ class WithoutProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _CASTS | _SEARCHES and isinstance(out, Tensor):
+            if out.is_floating_point() or out.is_complex() or out.dtype == torch.bool:
+                return out
+            if any(map(has_nan, (*args, *(kwargs or {}).values()))):
+                raise LayoutError(
+                    "whole numbers, such as an index into a codebook, are made of latents, a hidden state or a "
+                    "timestep: what reads which tokens cannot be followed through them; sample with method=single"
+                )
+        return out
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         plain = input.is_floating_point() and input.dtype == weight.dtype and weight.ndim == 2

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention_taken_early
 
+from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN
@@ -139,6 +140,29 @@ def test_no_index_is_made_of_nan(index_of, looked_up_as_nan):
     assert indices
     assert all(not torch.equal(index.reshape(()), looked_up_as_nan) for index in indices)
     assert {place[1] for place in layout.constants} == set()
+
+
+class Coded(nn.Module):
+    """Adds what a table has for the code of its input."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.indices = inner, []
+
+    def forward(self, x, *arguments):
+        self.indices.append((16 * x.sigmoid()).long())
+        return self.inner(x + torch.eye(17).double()[self.indices[-1], :8].mean(-2), *arguments)
+
+
+@pytest.mark.parametrize("place", ["enter", "blocks.1"])
+def test_no_index_is_made_of_marked_latents(place):
+    """On a GPU a lookup of their code would end the CUDA context, too."""
+    request = request_of()
+    coded = Coded(request.model.get_submodule(place))
+    request.model.set_submodule(place, coded)
+    with pytest.raises(LayoutError, match="whole numbers, such as an index into a codebook"):
+        probe(request)
+    assert all(bool((index >= 0).all()) for index in coded.indices[:-1])
 
 
 class CallsMoreWithoutTime(Denoiser):
