@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
+from lightning_diffpipe.graph.versions import plain_tensors
 
 BASE_KEY = "diffpipe_base"
 _SAMPLES = 16  # of a tensor
@@ -57,8 +58,14 @@ class BaseModel:
 
         Raises:
             ConfigurationError: There is a path, and it needs none.
+            CheckpointError: It was written by an earlier state of this project.
         """
         found = checkpoint.get(BASE_KEY, {"path": "", "samples": {}})
+        if "samples" not in found:
+            raise CheckpointError(
+                f"the checkpoint leaves weights to {found.get('path')} as earlier states of this project did; save "
+                "the whole model with the one that wrote it: from_checkpoint(path).save_pretrained(FOLDER)"
+            )
         if path is not None and not found["samples"]:
             raise ConfigurationError(
                 f"base={path} is for checkpoints that leave weights to another model, and this one has all of its "
@@ -137,7 +144,7 @@ def sampled(tensor: Tensor) -> Tensor:
         >>> sampled(torch.arange(31).reshape(1, 31)).tolist()
         [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30]
     """
-    flat = tensor.detach().reshape(-1)
+    flat = plain_tensors(tensor.detach())[0].reshape(-1)
     number = min(_SAMPLES, flat.numel())
     places = torch.arange(number) * (flat.numel() - 1) // max(number - 1, 1)
     return flat[places.to(flat.device)].cpu()

@@ -105,11 +105,14 @@ def calls_answered(model: nn.Module, names: Collection[str], answer: CallAnswer)
 
 @contextlib.contextmanager
 def finite_placeholders(model: nn.Module) -> Iterator[None]:
-    """Gives placeholders, which are NaN, a small number for some time."""
+    """Gives placeholders, which are NaN, a number for some time: so small that wide layers give no larger ones.
+
+    Otherwise numbers grow from block to block, until the variance of a norm is infinite.
+    """
     absent = [p for p in model.parameters() if is_placeholder(p) and p.is_floating_point()]
     scalars = [p.data.as_strided((), ()) for p in absent]
-    for scalar in scalars:
-        scalar.fill_(0.01)
+    for scalar, p in zip(scalars, absent, strict=True):
+        scalar.fill_(min(0.01, len(p) / p.numel()) if p.ndim > 1 else 0.01)
     try:
         yield
     finally:
