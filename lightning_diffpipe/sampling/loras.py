@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.utils.state_dict_utils import StateDictType, convert_state_dict_to_peft
 from torch import Tensor, nn
 
@@ -141,6 +140,8 @@ class StoredLora:
         return layers
 
     def _load(self, name: str, part: nn.Module) -> None:
+        from diffusers.loaders.peft import PeftAdapterMixin  # with all of transformers' generation
+
         weights, settings = self._weights, self._settings
         if name.startswith("text_encoder"):
             weights = _in_names_of_peft(weights, part)

@@ -319,7 +319,8 @@ def test_what_is_trained_has_fp32_and_the_rest_the_type_it_is_stored_in(make_mod
     make_model().save_pretrained(tmp_path, dtype=torch.float16)
     again = LatentDiffusion.from_pretrained(tmp_path)
     assert {p.dtype for p in again.denoiser.parameters()} == {torch.float32}
-    assert {p.dtype for p in again.text_encoder.parameters()} == {torch.float16}
+    own = again.text_encoder.encoder.block[0].layer[0].SelfAttention.q.weight
+    assert own.dtype == torch.float16, "T5 asks for float32 in some others"
     assert {p.dtype for p in again.vae.parameters()} == {torch.float32}, "it asks for that"
     again = LatentDiffusion.from_pretrained(tmp_path, frozen_dtype="bfloat16")
     assert {p.dtype for p in again.vae.parameters()} == {torch.bfloat16}
