@@ -266,7 +266,7 @@ class Pipeline:
             with torch.no_grad():
                 for name, value in self.values_of(self.owners):
                     tensor = tensors[name]
-                    if is_placeholder(tensor) or stored_value(tensor) is not None:
+                    if is_placeholder(tensor) or value is stored_value(tensor):
                         restore_parameter(name, tensor, value, self.module)
                     elif name not in parameters:
                         tensor.copy_(value)
@@ -289,7 +289,9 @@ class Pipeline:
             return
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         tensors = {**parameters, **dict(self.module.named_buffers())}
-        mapped = {n: v for n in owners if (v := stored_value(tensors[n])) is not None}
+        # Optimizers may write through `.data`, which no version counts.
+        frozen = [n for n in owners if n not in self.graph.trained and not tensors[n].requires_grad]
+        mapped = {n: v for n in frozen if (v := stored_value(tensors[n])) is not None}
         own = [
             n for n, owner in owners.items() if owner == self.mesh.local_rank and n not in mapped
         ]

@@ -95,3 +95,38 @@ def test_frozen_weights_keep_their_type(name, precision, lora, tmp_path):
     for outcome in outcomes:
         for n in mapped[0]:
             assert torch.equal(outcome.weights[n], frozen[n].to(outcome.weights[n].dtype)), n
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes weights so that no version counts it, as many published optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+        return loss
+
+
+class Unseen(Opened):
+    def configure_optimizers(self):
+        return ThroughData([p for p in self.parameters() if p.requires_grad])
+
+
+def test_trained_weights_are_never_taken_from_their_file(tmp_path):
+    """Stored in float32 they are mapped as well, and written where they lie."""
+    folder = str(tmp_path / "flux")
+    tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
+    settings = Settings(
+        module={"folder": folder, "lora": False},
+        module_class=Unseen,
+        data_class=Pictures,
+        trainer={"max_steps": 2, "max_epochs": -1},
+    )
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-4)
