@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+QUANTIZED := $(VENV)/quantized
 export OMP_NUM_THREADS ?= 1
 # Nothing here may look for the network once packages are installed.
 export HF_HUB_OFFLINE := 1
@@ -40,8 +41,14 @@ test: setup  ## all tests but the rows of tables
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 3 --dist worksteal -m "not distributed and not table" $(ARGS)
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 4 --dist worksteal -m "distributed and not table" $(ARGS)
 
-test-tables: setup  ## every row of docs/models.md (each denoiser and pipeline of diffusers), more ways to lose a rank, more combinations
+test-tables: setup $(QUANTIZED)/.installed  ## every row of docs/models.md (each denoiser and pipeline of diffusers), more ways to lose a rank, more combinations
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m table $(ARGS)
+	PYTHONPATH=$(QUANTIZED) $(BIN)/python -m pytest -q --tb=short tests/distributed/test_quantized.py
+
+# In a folder of their own: where they are installed, every process of diffusers and transformers imports them.
+$(QUANTIZED)/.installed: constraints.txt | setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(QUANTIZED) -c constraints.txt torchao bitsandbytes
+	@touch $@
 
 test-fast: setup  ## the tests that take about a minute together
 	$(BIN)/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)

@@ -1,31 +1,44 @@
-"""Trained layers over a base whose weights are quantized: the numbers of one process with the same weights."""
+"""Trained layers over a base whose weights are quantized: the numbers of one process with the same weights.
 
-import bitsandbytes.nn
+Run by `make test-tables`, which installs both libraries in a folder of their own.
+"""
+
+from importlib.util import find_spec
+
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not all(map(find_spec, ("torchao", "bitsandbytes"))),
+        reason="needs torchao and bitsandbytes",
+    ),
+]
 WIDTH = 64
 
 
 def int8(layer):
     """Weights of 8 bits, of torchao: a tensor of a class of its own."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
     quantize_(layer, Int8WeightOnlyConfig())
     return layer
 
 
 def nf4(layer):
     """Weights of 4 bits, of bitsandbytes: a parameter with a state beside it."""
+    import bitsandbytes.nn
+
     quantized = bitsandbytes.nn.Linear4bit(
         WIDTH, WIDTH, compute_dtype=torch.float32, quant_type="nf4"
     )
