@@ -919,7 +919,7 @@ GLYPHS = ["digit four, serif", "digit five, serif"]  # of one length, so that no
 
 def glyph_pipeline(folder, name, **more):
     """The built-in U-Net in a pipeline of diffusers."""
-    module = LatentDiffusion.from_pretrained("examples/glyphs")
+    module = LatentDiffusion.from_pretrained("examples/glyphs", frozen_dtype="float32")
     module.tokenizer.model_max_length = len(GLYPHS[0]) + 1
     parts = {n: getattr(module, n) for n in ("unet", "vae", "text_encoder", "tokenizer")}
     parts["scheduler"] = Flow.from_config(module.scheduler.config)

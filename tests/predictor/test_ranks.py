@@ -610,7 +610,9 @@ def test_a_rank_that_is_killed_or_frozen_is_named_with_what_it_did(
         run_ranks(lost, 3, *arguments, group_timeout_s=None, grace_s=grace_s)
     errors = {rank: (tmp_path / str(rank)).read_text() for rank in {0, 1, 2} - {victim}}
     for rank, each in errors.items():
-        why = "nothing was heard of it for 10 s" if how == SIGSTOP else "its process has ended"
+        silence_s = max(timeout_s, 10.0)
+        why = f"nothing was heard of it for {silence_s:g} s"
+        why = why if how == SIGSTOP else "its process has ended"
         assert each.startswith(f"LostRankError: rank {rank} "), each
         assert re.search(rf"rank {rank} \([\w ]+\) lost rank {victim} \({phase}\): {why}", each), (
             each
