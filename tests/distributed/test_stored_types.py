@@ -82,7 +82,7 @@ def test_frozen_weights_keep_their_type(name, precision, lora, tmp_path):
     expected = reference(settings, 2)
     settings.strategy = {"num_stages": 2, "num_microbatches": 2}
     outcomes, types, mapped = zip(*run_ranks(fit_and_look, 2, settings, 2), strict=True)
-    assert_equal_runs(outcomes, expected, 5e-2 if precision == "bf16-true" else 1e-3)
+    assert_equal_runs(outcomes, expected, 0.2 if precision == "bf16-true" else 1e-3)
     half = torch.bfloat16
     denoiser = "transformer" if name == "flux" else "unet"
     for rank in range(2):
