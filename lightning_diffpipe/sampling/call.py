@@ -277,7 +277,14 @@ class Call:
         own = self._own_rows(num_rows)
         if own is None:
             return model(**arguments)
-        out = model(**self._cut(arguments))[0]
+        cut, times = self._cut(arguments), arguments.get("timestep")
+        several = isinstance(times, Tensor) and times.ndim and len(times) > 1
+        if self.divided == "batch" and several and cut["timestep"] is times:
+            raise ConfigurationError(
+                f"guidance=2 divides {num_rows} rows, but the pipeline gives its denoiser {len(times)} times "
+                "that are not one for each row; leave guidance at 1"
+            )
+        out = model(**cut)[0]
         if self.divided == "batch":
             num_rows //= 2
             own = [row - self.index * num_rows for row in own]

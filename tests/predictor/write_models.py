@@ -56,6 +56,7 @@ def request_of(case):
 
 
 REASONS = {
+    "that are not one for each row": "times of branches",
     "mixes rows of the latents outside": "rows are mixed outside attention",
     "there is no rule for it": "{operator} has no rule",
     "computes something else than on": "other results",
