@@ -213,6 +213,8 @@ def place_parameters(
         )
     foreign = []
     for name, parameter in parameters.items():
+        if stored_value(parameter) is None:
+            forget_stored(parameter)
         if name in resident:
             if parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
@@ -282,10 +284,17 @@ def keep_stored(root: nn.Module) -> None:
 
 
 def stored_value(parameter: Tensor) -> Tensor | None:
-    """Returns the value of a parameter that is mapped from a file; None if it is not, or written since."""
+    """Returns the value of a parameter that is mapped from a file; None if it is not, or was written or replaced.
+
+    Of a placeholder it is the value that the parameter had when it was placed.
+    """
     value, version = getattr(parameter, _STORED, (None, 0))
-    is_current = value is not None and (is_placeholder(parameter) or parameter._version == version)
-    return value if is_current and value.dtype == parameter.dtype else None
+    if value is None or is_placeholder(parameter):
+        return value
+    is_same = parameter._version == version and parameter.dtype == value.dtype
+    # On another device it was put by `place_parameters`.
+    is_there = parameter.device != value.device or parameter.data_ptr() == value.data_ptr()
+    return value if is_same and is_there else None
 
 
 def forget_stored(parameter: Tensor) -> None:

@@ -53,6 +53,13 @@ class Weights(Protocol):
         """Returns the digests of stored tensors, from samples of each: what ranks compare, see `digests.py`."""
 
 
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
 class SafetensorsFolder:
     """Weights of one part of a diffusers folder: one file, or several with an index.
 
@@ -87,11 +94,8 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{index} names {missing[0].name}, which is not there")
         self._file_of: dict[str, Path] = {}
         for path in paths:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._file_of |= dict.fromkeys(file.keys(), path)
-            except Exception as error:
-                raise CheckpointError(f"cannot read {path}: {error}") from error
+            with _opened(path) as file:
+                self._file_of |= dict.fromkeys(file.keys(), path)
 
     def names(self) -> set[str]:
         """Returns all stored names."""
@@ -152,16 +156,17 @@ def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None
     """Returns the floating type of most values in the safetensors files of a part; None where there is none.
 
     That of float8, which layers cannot compute with, is bfloat16, which has all its values.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
     sizes: dict[str, int] = defaultdict(int)
     infix = re.escape(f".{variant}") if variant and any(folder.glob(f"*.{variant}*")) else ""
     for path in folder.glob("*.safetensors"):
         if re.fullmatch(rf"({_STEM}|model){infix}(-\d+-of-\d+)?{infix}\.safetensors", path.name):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    sizes[entry["dtype"]] += math.prod(entry["shape"])
+            with _opened(path) as file:
+                for tensor in map(file.get_slice, file.keys()):
+                    sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
     floats = {_FLOATS[name]: size for name, size in sizes.items() if name in _FLOATS}
     return max(floats, key=lambda dtype: floats[dtype], default=None)
 

@@ -150,6 +150,11 @@ class Pipeline:
     basis: Basis | None = None
     runs_ahead: bool = True
 
+    def __post_init__(self) -> None:
+        frozen = self.resident - self.graph.trained
+        # Not of trained ones: optimizers may write through `.data`.
+        self._mapped = Versions(self.module, frozen, ())
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Stores none of what only this process has: threads, groups, messages."""
         return Ended, ()
@@ -289,15 +294,13 @@ class Pipeline:
             return
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         tensors = {**parameters, **dict(self.module.named_buffers())}
-        # Optimizers may write through `.data`, which no version counts.
         frozen = [n for n in owners if n not in self.graph.trained and not tensors[n].requires_grad]
-        mapped = {n: v for n in frozen if (v := stored_value(tensors[n])) is not None}
-        own = [
-            n for n, owner in owners.items() if owner == self.mesh.local_rank and n not in mapped
-        ]
-        own = {n: is_traceable_wrapper_subclass(tensors[n]) for n in own}
+        mapped = {n: value for n in frozen if (value := stored_value(tensors[n])) is not None}
+        own = [n for n, owner in owners.items() if owner == self.mesh.local_rank]
+        written = own if self._mapped.changed() else [n for n in own if n not in mapped]
+        is_quantized = {n: is_traceable_wrapper_subclass(tensors[n]) for n in written}
         sent = dict[str, bool]()
-        for each in gathered_objects(own, self.mesh.transfers):
+        for each in gathered_objects(is_quantized, self.mesh.transfers):
             sent |= each
         yield from ((name, value) for name, value in mapped.items() if name not in sent)
         plain = {name: owner for name, owner in owners.items() if sent.get(name) is False}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from lightning_diffpipe.graph.placement import stored_value
+from lightning_diffpipe.graph.placement import is_placeholder, stored_value
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.parts import load_for_training, read_index
 from lightning_diffpipe.sampling.source import load_networks
@@ -82,11 +82,12 @@ def test_frozen_weights_keep_their_type(name, precision, lora, tmp_path):
     expected = reference(settings, 2)
     settings.strategy = {"num_stages": 2, "num_microbatches": 2}
     outcomes, types, mapped = zip(*run_ranks(fit_and_look, 2, settings, 2), strict=True)
-    assert_equal_runs(outcomes, expected, 0.2 if precision == "bf16-true" else 1e-3)
+    # AdamW makes a whole step of a gradient that rounding has given the other sign.
+    assert_equal_runs(outcomes, expected, 0.1 if precision == "bf16-true" else 1e-3)
     half = torch.bfloat16
     denoiser = "transformer" if name == "flux" else "unet"
     for rank in range(2):
-        assert types[rank][denoiser, True] == half if precision == "bf16-true" else torch.float32
+        assert types[rank][denoiser, True] == (half if precision == "bf16-true" else torch.float32)
         assert types[rank]["text_encoder", False] == half
         assert types[rank]["vae", False] == (half if precision == "bf16-true" else torch.float32)
         elsewhere = {n for n, is_mapped in mapped[rank].items() if not is_mapped}
@@ -124,6 +125,39 @@ def test_trained_weights_are_never_taken_from_their_file(tmp_path):
     settings = Settings(
         module={"folder": folder, "lora": False},
         module_class=Unseen,
+        data_class=Pictures,
+        trainer={"max_steps": 2, "max_epochs": -1},
+    )
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-4)
+
+
+class Replaced(Opened):
+    """Replaces frozen weights before training, past all counts."""
+
+    def __init__(self, folder, lora):
+        super().__init__(folder, lora)
+        for block in self.transformer.single_transformer_blocks:
+            block.proj_mlp.weight.data = block.proj_mlp.weight.data * 2
+
+
+class Rewritten(Opened):
+    """Writes frozen weights at the end of training, past all counts."""
+
+    def on_train_end(self):
+        for parameter in self.transformer.parameters():
+            if not parameter.requires_grad and not is_placeholder(parameter):
+                parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("module_class", [Replaced, Rewritten])
+def test_frozen_weights_that_a_user_writes_are_not_taken_from_their_file(module_class, tmp_path):
+    folder = str(tmp_path / "flux")
+    tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
+    settings = Settings(
+        module={"folder": folder, "lora": True},
+        module_class=module_class,
         data_class=Pictures,
         trainer={"max_steps": 2, "max_epochs": -1},
     )

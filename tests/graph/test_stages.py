@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import library
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.cut import cut
@@ -117,9 +118,7 @@ def noisy_kernel(name, argument):
         return x * torch.rand(x.shape, dtype=x.dtype) if p else x.clone()
 
     schema = f"(Tensor x, float {argument}) -> Tensor"
-    operator = torch.library.custom_op(
-        f"diffpipe_tests::{name}", kernel, mutates_args=(), schema=schema
-    )
+    operator = library.custom_op(f"diffpipe_tests::{name}", kernel, mutates_args=(), schema=schema)
     operator.register_fake(lambda x, p: torch.empty_like(x))
     operator.register_autograd(lambda context, gradient: (gradient, None))
     return operator
