@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## train on two processes as a pipeline, sample with both, show pictures and timeline
+demo: setup  ## train on two processes as a pipeline, sample with both, show images and timeline
 	$(BIN)/diffpipe train -cd examples/conf experiment=demo $(ARGS)
 
 # For two cores: some tests of one process wait, and those of several half of the time, which do not run beside them.

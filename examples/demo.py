@@ -1,7 +1,7 @@
 """`make demo`: what this package does, shown by one short run (`examples/conf/experiment/demo.yaml`).
 
 Draws prompts with the model as it is, trains it as a pipeline on two processes while showing the plan
-and its timeline, draws the same prompts again with both processes together, and lays the pictures side by side.
+and its timeline, draws the same prompts again with both processes together, and lays the images side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lightning_diffpipe.callbacks.sample_images import picture_grid
+from lightning_diffpipe.callbacks.sample_images import image_grid
 from lightning_diffpipe.data.glyphs import GlyphDataset, font_files
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.modules import LatentDiffusion
@@ -27,7 +27,7 @@ from lightning_diffpipe.predictor import Predictor
 _LABEL_WIDTH = 110
 
 
-def wanted_pictures(captions: Sequence[str], resolution: int) -> Tensor:
+def wanted_images(captions: Sequence[str], resolution: int) -> Tensor:
     """Draws what captions ask for with the fonts themselves.
 
     Args:
@@ -49,13 +49,13 @@ def wanted_pictures(captions: Sequence[str], resolution: int) -> Tensor:
 
 
 def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
-    """Lays rows of pictures under each other, each with its label on the left.
+    """Lays rows of images under each other, each with its label on the left.
 
     Args:
         rows: `(N, 3, H, W)` in [0, 1] by label.
         scale: Enlargement.
     """
-    strips = [picture_grid(images, columns=len(images)) for images in rows.values()]
+    strips = [image_grid(images, columns=len(images)) for images in rows.values()]
     width, height = strips[0].width * scale, strips[0].height * scale
     page = Image.new("RGB", (_LABEL_WIDTH + width, height * len(strips)), "white")
     pen, font = ImageDraw.Draw(page), ImageFont.truetype(str(font_files()["sans"]), 16)
@@ -67,12 +67,12 @@ def labelled_rows(rows: dict[str, Tensor], scale: int = 2) -> Image.Image:
 
 
 class DemoStory(L.Callback):
-    """Narrates a training run: plan, timeline, loss, pictures before and after.
+    """Narrates a training run: plan, timeline, loss, images before and after.
 
     Args:
-        folder: Where pictures go.
+        folder: Where images go.
         prompts: What to draw.
-        sampler: Options of `Predictor.from_pretrained` for the pictures after training.
+        sampler: Options of `Predictor.from_pretrained` for the images after training.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
     """
@@ -145,20 +145,18 @@ class DemoStory(L.Callback):
         rank_zero_only(print)("4. Drawing the same prompts on all processes together.", flush=True)
         settings = (self.prompts, self.num_inference_steps, self.guidance_scale)
         with Predictor.from_pretrained(checkpoint, **self.sampler) as predictor:
-            pictures = predictor(*settings, seed=0)
-        if pictures is None:  # rank 0 narrates
+            images = predictor(*settings, seed=0)
+        if images is None:  # rank 0 narrates
             return
         print("\nDrew them with the trained checkpoint, all processes together:")
         print(predictor.report, flush=True)
-        after = torch.stack(
-            [torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures]
-        )
-        rows = {"font": wanted_pictures(self.prompts, after.shape[-1])}
+        after = torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in images])
+        rows = {"font": wanted_images(self.prompts, after.shape[-1])}
         if self._before is not None:
             rows["before"] = self._before
         rows["after"] = after
         labelled_rows(rows).save(self.folder / "before_after.png")
-        picture_grid(after, columns=min(8, len(after))).save(self.folder / "samples.png")
+        image_grid(after, columns=min(8, len(after))).save(self.folder / "samples.png")
         losses = torch.stack(self._losses).float().cpu()
         figure = Figure(figsize=(6, 3), layout="constrained")
         axes = figure.subplots()
@@ -180,7 +178,7 @@ trained      {len(losses)} steps, {self._num_samples} samples in {elapsed_s:.0f}
 ({self._num_samples / elapsed_s:.1f} samples/s)
 loss         {losses[:some].mean():.4f} over the first {some} steps, \
 {losses[-some:].mean():.4f} over the last {some}
-pictures     {self.folder / "before_after.png"}   what was asked for, before, after
+images     {self.folder / "before_after.png"}   what was asked for, before, after
              {self.folder / "samples.png"}, {self.folder / "loss.png"}
 plan         {self.folder / "plan.json"}
 checkpoint   {checkpoint}

@@ -1,6 +1,6 @@
-"""How good are glyph weights? Pictures for a person, and numbers that agree with them.
+"""How good are glyph weights? Images for a person, and numbers that agree with them.
 
-    python examples/evaluate_glyphs.py [FOLDER] [--pictures DIR] [--alphabets digits latin]
+    python examples/evaluate_glyphs.py [FOLDER] [--images DIR] [--alphabets digits latin]
 
 Draws three rows per glyph: the font's, the autoencoder's reconstruction, and the sample for its
 caption. Half of the glyphs are (character, face) pairs that the data module holds back. Reported are
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_diffpipe.callbacks.sample_images import picture_grid
+from lightning_diffpipe.callbacks.sample_images import image_grid
 from lightning_diffpipe.data.glyphs import Glyph, GlyphDataset
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.modules.parts import built_in
@@ -30,7 +30,7 @@ ALPHABETS = ["digits", "latin", "greek", "cyrillic"]
 
 
 class Judge:
-    """Compares pictures with drawings of every glyph, at half resolution, under shifts of 6 pixels."""
+    """Compares images with drawings of every glyph, at half resolution, under shifts of 6 pixels."""
 
     def __init__(self, dataset: GlyphDataset) -> None:
         self.glyphs = dataset.glyphs
@@ -43,11 +43,11 @@ class Judge:
         overlap = F.conv2d(F.pad(halves, (3, 3, 3, 3)), self.templates).flatten(2).amax(2)
         return halves.square().flatten(1).sum(1, keepdim=True) + self.energy - 2 * overlap
 
-    def __call__(self, pictures: Tensor, wanted: list[Glyph]) -> tuple[float, float]:
-        """Returns the shares of pictures with the right character, and with the right face too."""
+    def __call__(self, images: Tensor, wanted: list[Glyph]) -> tuple[float, float]:
+        """Returns the shares of images with the right character, and with the right face too."""
         index = {glyph: i for i, glyph in enumerate(self.glyphs)}
         places = [index[glyph] for glyph in wanted]
-        distances = self.distances(F.avg_pool2d(pictures[:, :1], 2))
+        distances = self.distances(F.avg_pool2d(images[:, :1], 2))
         between = self.distances(self.templates[places])
         right_character = right_face = 0
         for row, (place, glyph) in enumerate(zip(places, wanted, strict=True)):
@@ -83,16 +83,16 @@ def evaluate(model: LatentDiffusion, judge: Judge, chosen: list[dict], steps: in
     )
     rate = len(chosen) / (time.perf_counter() - start_s)
     glyphs = [sample["glyph"] for sample in chosen]
-    for name, pictures in (("reconstruction", reconstructions), ("sample", samples)):
-        character, face = judge(pictures, glyphs)
+    for name, images in (("reconstruction", reconstructions), ("sample", samples)):
+        character, face = judge(images, glyphs)
         print(f"  {name:15} character {character:.2f}   and face {face:.2f}")
     print(f"  PSNR of reconstructions {psnr:.1f} dB   samples/s {rate:.1f}")
     return torch.stack([truth, reconstructions, samples], dim=1)
 
 
-def rows_of(pictures: Tensor, columns: int = 16) -> Tensor:
+def rows_of(images: Tensor, columns: int = 16) -> Tensor:
     """Orders `(N, 3, 3, H, W)` so that a grid shows truth, reconstruction and sample in rows."""
-    groups = [part.transpose(0, 1).flatten(0, 1) for part in pictures.split(columns)]
+    groups = [part.transpose(0, 1).flatten(0, 1) for part in images.split(columns)]
     return torch.cat(groups)
 
 
@@ -100,20 +100,20 @@ def main() -> None:
     """Evaluates on pairs trained on and on pairs held back."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", default=built_in("glyphs"))
-    parser.add_argument("--pictures", type=Path, default=Path("outputs/evaluate"))
+    parser.add_argument("--images", type=Path, default=Path("outputs/evaluate"))
     parser.add_argument("--count", type=int, default=96)
     parser.add_argument("--alphabets", nargs="+", default=ALPHABETS)
     parser.add_argument("--steps", type=int, default=25)
     arguments = parser.parse_args()
     model = LatentDiffusion.from_pretrained(arguments.folder).eval()
     judge = Judge(GlyphDataset("all", alphabets=ALPHABETS, shifts_per_axis=1))
-    arguments.pictures.mkdir(parents=True, exist_ok=True)
+    arguments.images.mkdir(parents=True, exist_ok=True)
     for split, title in (("train", "training pairs"), ("validation", "pairs held back")):
         chosen = choose(split, arguments.count, arguments.alphabets)
         print(f"{title}, {len(chosen)} glyphs:")
-        pictures = evaluate(model, judge, chosen, arguments.steps)
-        path = arguments.pictures / f"{split}.png"
-        picture_grid(rows_of(pictures), columns=16).save(path)
+        images = evaluate(model, judge, chosen, arguments.steps)
+        path = arguments.images / f"{split}.png"
+        image_grid(rows_of(images), columns=16).save(path)
         print(f"  wrote {path}: rows are font, reconstruction, sample")
 
 

@@ -23,7 +23,7 @@ from lightning_diffpipe.modules.parts import PartsModule
 class AutoencoderTraining(PartsModule):
     """The `AutoencoderKL` of a latent diffusion model in training.
 
-    Loss: L1 + L2 between picture and reconstruction, plus a small KL term that keeps the latents near a standard
+    Loss: L1 + L2 between image and reconstruction, plus a small KL term that keeps the latents near a standard
     normal. There is no adversary and no perceptual network: for line art such as glyphs the pixel losses are sharp
     enough, and nothing has to be downloaded.
 
@@ -57,7 +57,7 @@ class AutoencoderTraining(PartsModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes the loss of pictures, `(B, 3, H, W)` in [-1, 1], and its terms."""
+        """Computes the loss of images, `(B, 3, H, W)` in [-1, 1], and its terms."""
         image = batch["image"]
         posterior = self.vae.encode(image).latent_dist
         mean, log_variance = posterior.mean.float(), posterior.logvar.float()
@@ -117,8 +117,8 @@ def look_at_neighbours(encoder: T5EncoderModel, strength: float = 8.0) -> None:
         bias[head + 1 if head < num_back else num_buckets // 2 + ahead, head] = strength
 
 
-def picture_features(width: int) -> nn.Sequential:
-    """Builds the throw-away network: grey pictures of any size to `(B, width)`."""
+def image_features(width: int) -> nn.Sequential:
+    """Builds the throw-away network: grey images of any size to `(B, width)`."""
     return nn.Sequential(
         nn.AdaptiveAvgPool2d(32),
         nn.Conv2d(1, 24, 3, stride=2, padding=1),
@@ -133,15 +133,15 @@ def picture_features(width: int) -> nn.Sequential:
 
 
 class TextAlignment(PartsModule):
-    """A small byte-level text encoder in contrastive training against pictures: a tiny CLIP.
+    """A small byte-level text encoder in contrastive training against images: a tiny CLIP.
 
     A denoiser can only draw what its text states tell apart. A randomly initialised T5 attends almost uniformly, so
     in "latin small letter a" the last letter drowns among the others. Two remedies:
 
     1. Local heads: the relative position bias starts such that every head looks at one neighbour. The layers then
        hash growing n-grams, which already separates captions.
-    2. A contrastive loss pulls the state of a caption towards the features of its picture and pushes it away from
-       other pictures of the batch. The picture network is thrown away afterwards.
+    2. A contrastive loss pulls the state of a caption towards the features of its image and pushes it away from
+       other images of the batch. The image network is thrown away afterwards.
 
     Pairs of other microbatches are not contrasted: the loss of a batch depends on how it is split.
 
@@ -170,7 +170,7 @@ class TextAlignment(PartsModule):
         self.tokenizer = tokenizer
         self.optimization = optimization or Optimization(lr=1e-3, warmup_steps=50)
         width = text_encoder.config.d_model
-        self.pictures = picture_features(width)
+        self.images = image_features(width)
         self.projection = nn.Linear(width, width)
         self.query = nn.Parameter(0.1 * torch.randn(width))
         self.log_scale = nn.Parameter(torch.tensor(2.5))
@@ -178,15 +178,15 @@ class TextAlignment(PartsModule):
             look_at_neighbours(text_encoder)
 
     def _similarities(self, batch: Batch) -> Tensor:
-        """Returns scaled cosines, `(B captions, B pictures)`."""
+        """Returns scaled cosines, `(B captions, B images)`."""
         grey = (batch["image"].mean(dim=1, keepdim=True) + 1) / 2
-        pictures = F.normalize(self.pictures(grey).float(), dim=-1)
+        images = F.normalize(self.images(grey).float(), dim=-1)
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
         states = text_states(self.text_encoder, tokens)
         logits = (states @ self.query).float() + (tokens.attention_mask - 1) * 1e4
         pooled = (states * logits.softmax(dim=1)[..., None]).sum(dim=1)
         captions = F.normalize(self.projection(pooled).float(), dim=-1)
-        return captions @ pictures.T * self.log_scale.exp()
+        return captions @ images.T * self.log_scale.exp()
 
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
@@ -198,7 +198,7 @@ class TextAlignment(PartsModule):
         return {"loss": loss}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Logs how often the right picture is the nearest one."""
+        """Logs how often the right image is the nearest one."""
         similarities = self._similarities(batch)
         pairs = torch.arange(len(similarities), device=similarities.device)
         right = (similarities.argmax(dim=1) == pairs).float().mean()

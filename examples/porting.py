@@ -82,7 +82,7 @@ class TextToImage(Denoising):
 
 
 class TextToImageXL(Denoising):
-    """SDXL: two text encoders, and a U-Net that is given how each picture was cut.
+    """SDXL: two text encoders, and a U-Net that is given how each image was cut.
 
     Batches: `image` `(B, 3, H, W)` in [-1, 1], `input_ids` and `input_ids_2` `(B, L)`, `original_size` and `crop`
     `(B, 2)`, in pixels.
@@ -112,7 +112,7 @@ class TextToImageXL(Denoising):
 class DreamBoothLoRA(TextToImage):
     """DreamBooth with prior preservation; adapters are trained, in the U-Net and, if wanted, the text encoder.
 
-    Batches: as `TextToImage`, first all pictures of the subject, then as many of its class.
+    Batches: as `TextToImage`, first all images of the subject, then as many of its class.
     """
 
     def __init__(

@@ -24,11 +24,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path())
     arguments = parser.parse_args()
     with Predictor.from_pretrained(arguments.path, arguments.method, warmup_steps=4) as predictor:
-        pictures = predictor(PROMPTS, num_inference_steps=arguments.steps, seed=0)
-        if pictures is None:  # rank 0 has them
+        images = predictor(PROMPTS, num_inference_steps=arguments.steps, seed=0)
+        if images is None:  # rank 0 has them
             return
-        for number, picture in enumerate(pictures):
-            picture.save(arguments.output / f"sample_{number}.png")
+        for number, image in enumerate(images):
+            image.save(arguments.output / f"sample_{number}.png")
         print(predictor.report)
 
 

@@ -43,12 +43,12 @@ class Discs(L.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Flow matching, as anybody would write it."""
-        picture, radius = batch
-        noise, t = torch.randn_like(picture), torch.rand_like(radius)
-        h = self.enter(torch.lerp(picture, noise, t[:, None, None, None]))
+        image, radius = batch
+        noise, t = torch.randn_like(image), torch.rand_like(radius)
+        h = self.enter(torch.lerp(image, noise, t[:, None, None, None]))
         for block in self.blocks:
             h = block(h, torch.stack([t, radius], 1))
-        loss = F.mse_loss(self.leave(h), noise - picture)
+        loss = F.mse_loss(self.leave(h), noise - image)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
@@ -58,7 +58,7 @@ class Discs(L.LightningModule):
 
 
 def discs(number: int, size: int = 16) -> TensorDataset:
-    """Pictures in [-1, 1], and radii as shares of the size."""
+    """Images in [-1, 1], and radii as shares of the size."""
     radius = torch.rand(number) * 0.3 + 0.1
     grid = torch.stack(torch.meshgrid(*[torch.linspace(-0.5, 0.5, size)] * 2, indexing="ij"))
     inside = grid.norm(dim=0) < radius[:, None, None]

@@ -28,8 +28,8 @@ from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.latent_diffusion import (
     LORA_LOADER,
     LatentDiffusion,
+    as_pil,
     latent_size,
-    pictures,
 )
 from lightning_diffpipe.modules.parts import (
     PartOutline,
@@ -172,10 +172,10 @@ def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
     """
     if "controlnet" in parts:
         raise ConfigurationError(
-            f"{origin} has a ControlNet, which takes a picture. Draw in one process: "
+            f"{origin} has a ControlNet, which takes an image. Draw in one process: "
             "ControlNetDiffusion.from_checkpoint(path), or from_pretrained, and .sample(prompts, condition=...). "
             "One of Stable Diffusion can be saved as a folder (save_pretrained(folder), or save_to=folder), and "
-            "several ranks draw with it: diffpipe sample path=folder 'images={image: picture.png}'"
+            "several ranks draw with it: diffpipe sample path=folder 'images={image: image.png}'"
         )
 
 
@@ -281,7 +281,7 @@ def check_request(
         rows = _checked_rows(source, settings)
     if method == "pipefusion" and rows is not None and (num_patches or 0) > rows:
         raise ConfigurationError(
-            f"num_patches={num_patches} is more than the {rows} rows of tokens of these pictures; choose between 1 "
+            f"num_patches={num_patches} is more than the {rows} rows of tokens of these images; choose between 1 "
             f"and {rows}"
         )
 
@@ -333,7 +333,7 @@ def _checked(
 
 
 def _checked_rows(source: DiffusersFolder, settings: Settings) -> int | None:
-    """Returns the rows of tokens in a picture, where configs have them."""
+    """Returns the rows of tokens in an image, where configs have them."""
     (pipeline, checked), denoiser = _checked(source, settings), source.denoiser.config
     channels = getattr(getattr(pipeline, "vae", None), "config", {}).get("latent_channels")
     names = ("vae_scale_factor", "vae_scale_factor_spatial")
@@ -369,7 +369,7 @@ class ModuleSource:
     _parts: dict[str, nn.Module] = field(default_factory=dict)
 
     def check(self, settings: Settings) -> int | None:
-        """Refuses what the module does not draw; returns the rows of tokens in a picture, if it has latents.
+        """Refuses what the module does not draw; returns the rows of tokens in an image, if it has latents.
 
         Raises:
             ConfigurationError: It takes no such size or option.
@@ -398,7 +398,7 @@ class ModuleSource:
         arguments = _DEFAULTS | settings.given() | {"generator": settings.generator()}
         call = module.drawing(settings.prompts or (), **arguments)
         with module.evaluating():
-            return pictures(drawn_by(call, sample))
+            return as_pil(drawn_by(call, sample))
 
     def part(self, name: str) -> nn.Module:
         """Returns the second denoiser of a cascade, with its weights."""

@@ -1,14 +1,14 @@
-"""`Predictor`: prompts in, pictures out, on all ranks together.
+"""`Predictor`: prompts in, images out, on all ranks together.
 
     predictor = Predictor.from_pretrained("path/to/PixArt", method="pipefusion", num_patches=4)
-    pictures = predictor(["a lighthouse in fog"], num_inference_steps=20, seed=0)   # PIL on rank 0, else None
+    images = predictor(["a lighthouse in fog"], num_inference_steps=20, seed=0)   # PIL on rank 0, else None
 
 The journey of a request:
 
     rank 0     prompts -> text encoders -> start noise -> Call          sampling/call.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
-    rank 0     latents -> autoencoder -> pictures, report               sampling/report.py
+    rank 0     latents -> autoencoder -> images, report               sampling/report.py
 
 Text encoders and autoencoder live on rank 0 only. Under PipeFusion a rank reads only the weights of its own
 layers; under the other methods each has the whole denoiser.
@@ -146,8 +146,8 @@ class Predictor:
             ema: Take the averaged weights of a checkpoint that has some.
             alone: In this process only, whatever process groups there are.
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
-            vae_tiling: Decode tile by tile, in less memory; pictures differ a little.
-            vae_slicing: Decode picture by picture.
+            vae_tiling: Decode tile by tile, in less memory; images differ a little.
+            vae_slicing: Decode image by image.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
@@ -208,10 +208,10 @@ class Predictor:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> list[Any] | None:
-        """Draws pictures.
+        """Draws images.
 
         Args:
-            prompts: One picture each; class numbers for class-conditional models.
+            prompts: One image each; class numbers for class-conditional models.
             num_inference_steps: Denoising steps; None takes the pipeline's default.
             guidance_scale: Strength of guidance; None takes the pipeline's default.
             seed: Of the start noise: as `generator=torch.Generator().manual_seed(seed)` in diffusers.
@@ -222,7 +222,7 @@ class Predictor:
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:
-            Pictures on rank 0, a list of frames for each video, several of one prompt (`num_images_per_prompt`) in
+            Images on rank 0, a list of frames for each video, several of one prompt (`num_images_per_prompt`) in
             a row; None elsewhere.
 
         Raises:
@@ -247,11 +247,11 @@ class Predictor:
         self._on_step = on_step
         self._functions = {name: value for name, value in options.items() if callable(value)}
         started_s = time.perf_counter()
-        pictures = self._lead(settle) if self._world.rank == 0 else self._follow(settle)
+        images = self._lead(settle) if self._world.rank == 0 else self._follow(settle)
         self._world.enter("between two requests")
         if self.report is not None:
             self.report = replace(self.report, total_s=time.perf_counter() - started_s)
-        return pictures
+        return images
 
     def close(self) -> None:
         """Ends the process groups of this predictor, which draws no more; collective."""
@@ -355,7 +355,7 @@ class Predictor:
                     f"method={method} on {len(reports)} ranks: please report it"
                 )
             with raised_by_all():
-                raise SamplingError(  # pictures would be black
+                raise SamplingError(  # images would be black
                     f"final latents are not finite (ranks {', '.join(ranks)}; {reports[0].num_steps} steps in "
                     f"{dtype}): {advice}"
                 )

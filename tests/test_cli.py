@@ -354,7 +354,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (["profile", "output=/dev/null/p.json"], "cannot write /dev/null/p.json: Not a directory"),
         (
             ["train", "data=image_folder", "strategy=single_device", "model=glyph_unet"],
-            "diffpipe train: Missing mandatory value: data.folder; it holds pictures",
+            "diffpipe train: Missing mandatory value: data.folder; it holds images",
         ),
     ],
 )
@@ -535,7 +535,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "ckpt_path=best",
             "ckpt_path=best is of a run that goes on in one process, and this one begins",
         ),
-        # History: black pictures.
+        # History: black images.
         (
             "callbacks.samples.guidance_scale=nan",
             "callbacks.samples.guidance_scale must be a number; got nan",
@@ -568,7 +568,7 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
         (["profile", "sample_counts=[]"], "such as [1,4,16]; got []"),
         (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "value: path (cluster.path)"),
         (["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
-         "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per picture"),
+         "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per image"),
         (["sample", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
         (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number >= 1; got"),
         (["sample", "sampler.warmup_steps=-1"], "sampler.warmup_steps must be a whole number >= 0; got -1"),
@@ -581,13 +581,13 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
         (["sample", "prompts=[]"], "prompts must be a list with at least one prompt; got []"),
         (["sample", "path=nowhere"], "'nowhere' is neither a folder with a model_index.json nor"),
         (["sample", "prompts=3"], "prompts must be a list with at least one prompt; got 3"),
-        (["sample", "height=7"], "height=7 is no multiple of 8, by which the autoencoder shrinks pictures; take 8"),
+        (["sample", "height=7"], "height=7 is no multiple of 8, by which the autoencoder shrinks images; take 8"),
         (["sample", "path=${built_in:glyphs_transformer}", "sampler.num_patches=99"],
-         "sampler.num_patches=99 is more than the 8 rows of tokens of these pictures; choose between 1 and 8"),
+         "sampler.num_patches=99 is more than the 8 rows of tokens of these images; choose between 1 and 8"),
         (["train", "data.resolution=63", "trainer.devices=2"],
-         "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks pictures; take 56 or 64"),
+         "data.resolution=63 is no multiple of 8, by which the autoencoder shrinks images; take 56 or 64"),
         (["train", "experiment=glyphs_cascade", "data.resolution=63"],
-         "the upscaler draws 128 pixels, but pictures have 63; set data.resolution"),
+         "the upscaler draws 128 pixels, but images have 63; set data.resolution"),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_are_refused_before_processes_start(
@@ -820,13 +820,13 @@ def plan_for(num_stages, profile_path, capsys, monkeypatch, *more):
 
 
 def test_a_rank_that_is_slow_to_end_does_not_make_a_failure_of_a_result(capsys, monkeypatch):
-    """History: it was killed after the pictures had been written, and then named by its exit code, -9."""
+    """History: it was killed after the images had been written, and then named by its exit code, -9."""
     others = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])]
     monkeypatch.setattr(launch, "_start_others", lambda *_: others)
     monkeypatch.setattr(launch, "_GRACE_S", 0.1)
     monkeypatch.setattr(launch.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert launch.on_ranks(3, lambda: "pictures") == "pictures"
+    assert launch.on_ranks(3, lambda: "images") == "images"
     assert "rank 1 had not ended 0.1 s after rank 0, and was killed" in capsys.readouterr().err
 
 
@@ -888,12 +888,12 @@ def test_a_plan_is_found_printed_written_and_shown(profile_path, capsys, monkeyp
             "cannot read plan.png: it is not text",
         ),
         (
-            ["show", "plan.json", "as=picture", "output=plan.doc"],
-            "is no name for a picture; choose an ending of ",
+            ["show", "plan.json", "as=image", "output=plan.doc"],
+            "is no name for an image; choose an ending of ",
         ),
         (
-            ["show", "plan.json", "as=picture", "output=plan"],
-            "is no name for a picture; choose an ending of ",
+            ["show", "plan.json", "as=image", "output=plan"],
+            "is no name for an image; choose an ending of ",
         ),
         (
             ["show", "plan.json", "as=trace", "output=profile.json/t"],
@@ -940,11 +940,11 @@ def test_folders_of_outputs_are_made(profile_path, capsys, monkeypatch):
     plan = profile_path.parent / "plans" / "plan.json"
     costs = [f"profile={profile_path}", "global_batch_size=4", "explain=false"]
     call(capsys, monkeypatch, "plan", *costs, f"output={plan}")
-    trace, picture = plan.parent / "traces" / "t.json", plan.parent / "pictures" / "p.svg"
+    trace, image = plan.parent / "traces" / "t.json", plan.parent / "images" / "p.svg"
     call(capsys, monkeypatch, "show", str(plan), "as=trace", f"output={trace}")
-    call(capsys, monkeypatch, "show", str(plan), "as=picture", f"output={picture}")
+    call(capsys, monkeypatch, "show", str(plan), "as=image", f"output={image}")
     assert trace.read_bytes().startswith(b"{")
-    assert b"<svg" in picture.read_bytes()
+    assert b"<svg" in image.read_bytes()
 
 
 @pytest.mark.slow
@@ -1054,13 +1054,13 @@ def test_advice_for_a_run_is_found_again_with_its_links(profile_path, capsys, mo
     [
         ("trace", b"{"),
         pytest.param("chrome", b"{", marks=pytest.mark.slow),
-        pytest.param("picture", b"\x89PNG", marks=pytest.mark.slow),
+        pytest.param("image", b"\x89PNG", marks=pytest.mark.slow),
         ("plot", b"\x89PNG"),
     ],
 )
 def test_a_plan_can_be_drawn(form, start, profile_path, capsys, monkeypatch):
     path, _ = plan_for(3, profile_path, capsys, monkeypatch)
-    output = path.with_suffix(".png" if form in ("picture", "plot") else ".trace.json")
+    output = path.with_suffix(".png" if form in ("image", "plot") else ".trace.json")
     call(capsys, monkeypatch, "show", str(path), f"as={form}", f"output={output}")
     assert output.read_bytes().startswith(start)
 

@@ -37,7 +37,7 @@ SAMPLERS = sorted(path.stem for path in CONF.glob("sampler/*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
 # What a user has to say, or hardware that not every machine has.
 NEEDED = {
-    ("data", "image_folder"): ["data.folder=pictures"],
+    ("data", "image_folder"): ["data.folder=images"],
     ("data", "webdataset"): ["data.train_shards=x.tar", "data.samples_per_epoch=8"],
     ("trainer", "gpu"): ["trainer.accelerator=cpu", "trainer.devices=1"],
 }

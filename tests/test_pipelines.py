@@ -73,7 +73,7 @@ def test_the_table_of_pipelines_is_large_enough():
 
 
 @pytest.mark.parametrize("name", refused_by_class())
-def test_pipelines_that_draw_from_pictures_are_refused_before_weights_are_read(name, tmp_path):
+def test_pipelines_that_draw_from_images_are_refused_before_weights_are_read(name, tmp_path):
     (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
     assert hasattr(diffusers, name)
     with pytest.raises(ConfigurationError, match=f"{name} draws from "):

@@ -66,9 +66,9 @@ DRAWN = (
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Eight pictures with captions."""
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory):
+    """Eight images with captions."""
+    folder = tmp_path_factory.mktemp("images")
     lines = []
     for i in range(8):
         pixels = np.random.default_rng(i).integers(0, 255, (40, 40, 3), dtype=np.uint8)
@@ -91,7 +91,7 @@ def videos(folder):
     return folder
 
 
-def arguments_of(name, tmp_path, pictures):
+def arguments_of(name, tmp_path, images):
     pipeline, further = RECIPES[name]
     build(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
     saved = "save_lora" if name.endswith("_lora") else "save_to"
@@ -99,7 +99,7 @@ def arguments_of(name, tmp_path, pictures):
         "train",
         f"experiment={name}",
         f"model.path={tmp_path / 'model'}",
-        f"data.folder={pictures}",
+        f"data.folder={images}",
         f"{saved}={tmp_path / 'saved'}",
         f"hydra.run.dir={tmp_path / 'run'}",
         *SMALL,
@@ -128,8 +128,8 @@ def opens_in_diffusers(name, tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "flux_lora" else [pytest.mark.slow]) for n in RECIPES]
 )
-def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, pictures, capsys, monkeypatch):
-    folder = videos(tmp_path) if name == "wan_lora" else pictures
+def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, images, capsys, monkeypatch):
+    folder = videos(tmp_path) if name == "wan_lora" else images
     arguments = arguments_of(name, tmp_path, folder)
     single = ("strategy=single_device", "trainer.devices=1", "callbacks=training")
     code, out, err = call(capsys, monkeypatch, *arguments, *single)
@@ -207,16 +207,16 @@ def test_adapters_learn_a_face_that_the_built_in_transformer_has_not_seen(
     )
     assert code == 0, out + err
     with Predictor.from_pretrained(tmp_path / "saved", method="single", alone=True) as predictor:
-        picture = predictor(["digit four, stix italic"], num_inference_steps=1)[0]
-    assert picture.size == (64, 64)
+        image = predictor(["digit four, stix italic"], num_inference_steps=1)[0]
+    assert image.size == (64, 64)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("run", "profile"), [(run_on_forks, "flops"), row(run, "measure")])
-def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, pictures):
+def test_a_recipe_trains_and_draws_on_two_processes(run, profile, tmp_path, images):
     """Adapters of a U-Net; those of Flux are trained on two ranks in `distributed/test_adapters.py`."""
-    arguments = arguments_of("sdxl_lora", tmp_path, pictures)
+    arguments = arguments_of("sdxl_lora", tmp_path, images)
     two = ("trainer.devices=2", "strategy=two_stages", f"strategy.profile={profile}")
     done = run(*arguments, *two, *DRAWN, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,7 +40,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a picture."""
+        """Tokens of an image."""
         return (LATENTS // self.patch) ** 2
 
 

@@ -1,6 +1,6 @@
 """Loading with one rank of a pipeline: samples per second, and processor time of the loader, over all ranks.
 
-Two ranks train on pictures that are decoded again and again until a batch costs so many steps. Workers decode; on
+Two ranks train on images that are decoded again and again until a batch costs so many steps. Workers decode; on
 two cores they compete with the steps, as they do wherever a host has no core to spare.
 
     python benchmarks/data_loading/main.py --json out.json
@@ -34,8 +34,8 @@ from lightning_diffpipe import DiffPipeStrategy
 BATCH = 4
 
 
-class Pictures(Dataset):
-    """Pictures to be decoded; counts how many were, and the processor time of it, in all workers."""
+class Images(Dataset):
+    """Images to be decoded; counts how many were, and the processor time of it, in all workers."""
 
     def __init__(self, size: int, repeats: int) -> None:
         noise = np.random.default_rng(0).integers(0, 256, (TOKENS, WIDTH, 3), np.uint8)
@@ -48,14 +48,14 @@ class Pictures(Dataset):
         return self.size
 
     def decode(self) -> np.ndarray:
-        """Decodes a picture once."""
+        """Decodes an image once."""
         return np.asarray(Image.open(io.BytesIO(self.encoded)), np.float32)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start_s = time.process_time()
         for _ in range(self.repeats):
-            picture = self.decode()
-        x = torch.from_numpy(picture[..., 0] / 255 - 0.5)
+            image = self.decode()
+        x = torch.from_numpy(image[..., 0] / 255 - 0.5)
         self.counted += torch.tensor([1.0, time.process_time() - start_s])
         return {"x": x, "y": x.flip(0)}
 
@@ -69,7 +69,7 @@ class Trained(Model):
 
 def fit(steps: int, repeats: int) -> tuple[float, list[float]]:
     """Returns seconds of a step, and over all ranks samples read and processor time."""
-    clock, data = Clock(), Pictures(steps * BATCH, repeats)
+    clock, data = Clock(), Images(steps * BATCH, repeats)
     loader = DataLoader(data, BATCH, num_workers=1, multiprocessing_context="spawn")
     L.Trainer(
         accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -86,7 +86,7 @@ def measure(rank: int, rounds: int) -> list[dict[str, Any]]:
     # Lightning starts processes of its own unless the environment says that they are there.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.manual_seed(0)
-    data, start_s = Pictures(1, 1), time.process_time()
+    data, start_s = Images(1, 1), time.process_time()
     for _ in range(10):
         data.decode()
     decode_s = (time.process_time() - start_s) / 10

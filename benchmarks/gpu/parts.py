@@ -270,7 +270,7 @@ def patches(place: Place, report: Report) -> None:
 
 
 def _request(config: Mapping[str, Any], model: nn.Module, place: Place, resolution: int) -> Request:
-    """A square picture without guidance, given random texts."""
+    """A square image without guidance, given random texts."""
     width = config.get("joint_attention_dim") or config["caption_channels"]
     normal = partial(torch.randn, device=place.device, dtype=place.dtype)
     if "joint_attention_dim" in config:

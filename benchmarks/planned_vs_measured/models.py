@@ -211,7 +211,7 @@ class Flux(Base):
         edge = noisy.shape[-1]
         rows, columns = torch.meshgrid(torch.arange(edge), torch.arange(edge), indexing="ij")
         places = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
-        tokens = lambda picture: picture.flatten(2).transpose(1, 2)
+        tokens = lambda image: image.flatten(2).transpose(1, 2)
         predicted = self.transformer(
             hidden_states=tokens(noisy),
             timestep=t / 1000,
@@ -224,7 +224,7 @@ class Flux(Base):
 
 
 def batch_of(size: int) -> dict[str, Any]:
-    """Random pictures, hints and token ids."""
+    """Random images, hints and token ids."""
     generator = torch.Generator().manual_seed(2)
     shape = (size, 3, PIXELS, PIXELS)
     return {

@@ -97,7 +97,7 @@ class Samples(L.Callback):
 
 
 def sample(method: str) -> None:
-    """Draws two pictures."""
+    """Draws two images."""
     begin, enter = World.agree, World.enter
 
     def agree_and_come_to_harm(world: World, phase: str, *arguments: Any) -> Any:

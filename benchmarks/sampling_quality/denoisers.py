@@ -151,12 +151,12 @@ def pixel_unet(folder: Path, num_steps: int = 400) -> UNet2DModel:
 
     def make(model: nn.Module) -> nn.Module:
         dataset = GlyphDataset("all", alphabets=("latin",), resolution=32, shifts_per_axis=1)
-        pictures = torch.stack([dataset[i]["image"][:1] for i in range(len(dataset))])
+        images = torch.stack([dataset[i]["image"][:1] for i in range(len(dataset))])
         betas = torch.linspace(1e-4, 0.02, 1000)
         kept_share = (1 - betas).cumprod(0)
 
         def loss(model: nn.Module) -> Tensor:
-            clean, noise = pictures[torch.randint(len(pictures), (16,))], torch.randn(16, 1, 32, 32)
+            clean, noise = images[torch.randint(len(images), (16,))], torch.randn(16, 1, 32, 32)
             t = torch.randint(0, 1000, (16,))
             share = kept_share[t][:, None, None, None]
             noisy = share.sqrt() * clean + (1 - share).sqrt() * noise

@@ -1,8 +1,8 @@
-"""How far from one process do PipeFusion, DistriFusion and naive patches end up? PSNR of their pictures.
+"""How far from one process do PipeFusion, DistriFusion and naive patches end up? PSNR of their images.
 
-    python benchmarks/sampling_quality/main.py [--part transformer|unet|norms] [--json FILE] [--pictures FOLDER]
+    python benchmarks/sampling_quality/main.py [--part transformer|unet|norms] [--json FILE] [--images FOLDER]
 
-All ranks are emulated in this process, which gives the very pictures that as many ranks give. Weights that do
+All ranks are emulated in this process, which gives the very images that as many ranks give. Weights that do
 not come with the package are trained first (some minutes) and kept in `outputs/sampling_quality`.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.sampling_quality.denoisers import (  # noqa: E402
     pixel_unet,
 )
 from lightning_diffpipe import LatentDiffusion  # noqa: E402
-from lightning_diffpipe.callbacks.sample_images import picture_grid  # noqa: E402
+from lightning_diffpipe.callbacks.sample_images import image_grid  # noqa: E402
 from lightning_diffpipe.data.glyphs import GlyphDataset  # noqa: E402
 from lightning_diffpipe.modules.encoders import tokenize  # noqa: E402
 from lightning_diffpipe.sampling.distrifusion import emulate  # noqa: E402
@@ -39,7 +39,7 @@ from lightning_diffpipe.sampling.request import OneProcess, Request  # noqa: E40
 
 PARTS = (2, 4, 8)
 WARMUPS = (0, 1, 2, 4)
-NUM_PICTURES = 12
+NUM_IMAGES = 12
 Rows = list[dict[str, Any]]
 Method = Callable[[Request, int, int], Tensor]
 """(request, number of patches or bands, synchronous steps) -> final latents"""
@@ -65,8 +65,8 @@ def glyph_request(model: LatentDiffusion, num_steps: int, scale: float = 4.0) ->
     """Twelve captions with guidance in the batch, as `LatentDiffusion.sample` does it."""
     dataset = GlyphDataset("all", alphabets=("digits", "latin"), shifts_per_axis=1)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(1))
-    captions = [dataset.glyphs[i].caption for i in order[:NUM_PICTURES].tolist()]
-    tokens = tokenize(model.tokenizer, [""] * NUM_PICTURES + captions, torch.device("cpu"))
+    captions = [dataset.glyphs[i].caption for i in order[:NUM_IMAGES].tolist()]
+    tokens = tokenize(model.tokenizer, [""] * NUM_IMAGES + captions, torch.device("cpu"))
     states = model.encode_text(tokens)
 
     def denoise(latents: Tensor, t: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def glyph_request(model: LatentDiffusion, num_steps: int, scale: float = 4.0) ->
         return free + scale * (conditional - free)
 
     model.scheduler.set_timesteps(num_steps)
-    noise = torch.randn(NUM_PICTURES, 4, 8, 8, generator=torch.Generator().manual_seed(2))
+    noise = torch.randn(NUM_IMAGES, 4, 8, 8, generator=torch.Generator().manual_seed(2))
     return Request(
         model.denoiser,
         denoise,
@@ -87,16 +87,16 @@ def glyph_request(model: LatentDiffusion, num_steps: int, scale: float = 4.0) ->
     )
 
 
-def psnr(pictures: Tensor, wanted: Tensor, peak: float = 1.0) -> Tensor:
-    """Of each picture, in dB."""
-    error = (pictures - wanted).square().flatten(1).mean(1).clamp_min(1e-12)
+def psnr(images: Tensor, wanted: Tensor, peak: float = 1.0) -> Tensor:
+    """Of each image, in dB."""
+    error = (images - wanted).square().flatten(1).mean(1).clamp_min(1e-12)
     return 10 * torch.log10(peak**2 / error)
 
 
 def compare(
     model: LatentDiffusion, methods: dict[str, Method], parts: tuple[int, ...], num_steps: int
 ) -> tuple[Rows, dict[str, Tensor]]:
-    """Every method at every number of parts and synchronous steps, and the pictures of the hardest setting."""
+    """Every method at every number of parts and synchronous steps, and the images of the hardest setting."""
     request = glyph_request(model, num_steps)
     wanted = model.decode_latents(OneProcess().sample(request))
     rows: Rows = []
@@ -105,31 +105,31 @@ def compare(
         for warmup_steps in WARMUPS:
             row: dict[str, Any] = {"method": name, "W": warmup_steps}
             for num_parts in parts:
-                pictures = model.decode_latents(method(request, num_parts, warmup_steps))
-                row[f"{num_parts} parts, dB"] = round(float(psnr(pictures, wanted).mean()), 1)
+                images = model.decode_latents(method(request, num_parts, warmup_steps))
+                row[f"{num_parts} parts, dB"] = round(float(psnr(images, wanted).mean()), 1)
                 if num_parts == parts[-1] and warmup_steps == 1:
-                    shown[name] = pictures
+                    shown[name] = images
             rows.append(row)
             print(row, flush=True)
     floor = float(psnr(wanted, wanted.roll(1, 0)).mean())
-    print(f"PSNR of two different pictures: {floor:.1f} dB")
+    print(f"PSNR of two different images: {floor:.1f} dB")
     return rows, shown
 
 
 def compare_norms(folder: Path, settings: list[tuple[int, ...]]) -> Rows:
-    """Group norm rules, paired picture by picture: gain over "stale" with its standard error.
+    """Group norm rules, paired image by image: gain over "stale" with its standard error.
 
     Args:
         folder: Of trained weights.
-        settings: (steps, bands, pictures).
+        settings: (steps, bands, images).
     """
     model = pixel_unet(folder)
     rows: Rows = []
-    for num_steps, num_bands, num_pictures in settings:
+    for num_steps, num_bands, num_images in settings:
         scheduler = DDIMScheduler()
         scheduler.set_timesteps(num_steps)
         noise = torch.randn(
-            num_pictures, 1, 32, 32, generator=torch.Generator().manual_seed(num_steps)
+            num_images, 1, 32, 32, generator=torch.Generator().manual_seed(num_steps)
         )
         request = Request(
             model,
@@ -151,7 +151,7 @@ def compare_norms(folder: Path, settings: list[tuple[int, ...]]) -> Rows:
                 {
                     "steps": num_steps,
                     "bands": num_bands,
-                    "pictures": num_pictures,
+                    "images": num_images,
                     "rule": rule,
                     "PSNR, dB": round(float(scores[rule].mean()), 2),
                     "over stale, dB": f"{statistics.mean(gain):+.2f} ± {_standard_error(gain):.2f}",
@@ -175,14 +175,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("transformer", "unet", "norms"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--pictures", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--images", type=Path, default=Path(__file__).parent)
     parser.add_argument("--weights", type=Path, default=ROOT / "outputs" / "sampling_quality")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
         "--norms",
         nargs="+",
         default=["50:2:16", "50:4:16", "50:8:24", "10:2:16", "10:4:16", "10:8:24"],
-        help="steps:bands:pictures of the comparison of group norm rules",
+        help="steps:bands:images of the comparison of group norm rules",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -193,13 +193,13 @@ def main() -> None:
         model = built_in_model("glyphs_transformer")
         rows, shown = compare(model, methods, PARTS, arguments.steps)
         results["transformer"] = rows
-        grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
-        grid.save(arguments.pictures / "transformer.png")
+        grid = image_grid(torch.cat(list(shown.values())), columns=NUM_IMAGES)
+        grid.save(arguments.images / "transformer.png")
     if arguments.part in (None, "unet"):
         rows, shown = compare(built_in_model("glyphs"), bands, (2, 4), arguments.steps)
         results["unet"] = rows
-        grid = picture_grid(torch.cat(list(shown.values())), columns=NUM_PICTURES)
-        grid.save(arguments.pictures / "unet.png")
+        grid = image_grid(torch.cat(list(shown.values())), columns=NUM_IMAGES)
+        grid.save(arguments.images / "unet.png")
     if arguments.part in (None, "norms"):
         settings = [tuple(map(int, setting.split(":"))) for setting in arguments.norms]
         results["norms"] = compare_norms(arguments.weights, settings)

@@ -75,7 +75,7 @@ class Denoiser(nn.Module):
 
 
 def request_for(model: nn.Module) -> Request:
-    """One picture of `ROWS` tokens."""
+    """One image of `ROWS` tokens."""
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(STEPS)
     latents = torch.randn(1, ROWS, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,7 @@
 
 All candidates sample the same Flux transformer from the same noise. PipeFusion's result is compared with its
 emulator bit for bit, the exact methods with one process; that is also what warms everything up. What two
-processes cost each other on one machine is measured, too: both compute the whole picture at once. And so is what
+processes cost each other on one machine is measured, too: both compute the whole image at once. And so is what
 patches cost in one process, without any messages or waiting: the formula takes it for nothing.
 
     python benchmarks/sampling_speed/main.py --tokens 576 1024 --json out.json
@@ -51,7 +51,7 @@ def build() -> FluxTransformer2DModel:
 
 
 def request_for(model: FluxTransformer2DModel, tokens: int) -> Request:
-    """A square picture of so many tokens; guidance is distilled, so the batch is one."""
+    """A square image of so many tokens; guidance is distilled, so the batch is one."""
     side = int(tokens**0.5)
     draw = torch.Generator().manual_seed(1)
     text, pooled = torch.randn(1, TEXT, 64, generator=draw), torch.randn(1, 32, generator=draw)

@@ -1,12 +1,12 @@
 """Planned and measured, side by side: what the ranks of a pipeline do with their time.
 
     rank 0   notes its instructions  --.
-    rank 1   notes its instructions  --+-- every n steps --> one timeline -> numbers, picture, trace
+    rank 1   notes its instructions  --+-- every n steps --> one timeline -> numbers, image, trace
     rank 2   notes its instructions  --'                     at the end   -> why it differs from the plan
 
 Every rank stamps its instructions anyway. Now and then, at the same step on all ranks, the stamps of
 that one step are brought to the first rank, where clocks are aligned and waits taken out. So a number that
-is logged describes one whole step, and the steps between pay nothing. Pictures take longer than a step
+is logged describes one whole step, and the steps between pay nothing. Images take longer than a step
 may, and are drawn only as long as drawing stays below a given share of the run.
 
 `Throughput` logs samples per second alone, with any strategy.
@@ -48,7 +48,7 @@ from lightning_diffpipe.viewing.measured import (
 from lightning_diffpipe.viewing.plot import chrome_trace, plot
 
 _EARLY_STEPS = (3, 10)
-_PICTURE_S = 2.0  # what the first picture is expected to take, matplotlib's import included
+_IMAGE_S = 2.0  # what the first image is expected to take, matplotlib's import included
 
 
 @dataclass
@@ -90,9 +90,9 @@ class PipelineMonitor(L.Callback):
     Args:
         every_n_steps: Steps between two looks; the first looks are at steps 3 and 10.
         peak_flops: FLOP/s one device can do, for the MFU; looked up by the device's name if not given.
-        pictures_share: Most of the run's time that may go into drawing pictures of timelines, the
+        images_share: Most of the run's time that may go into drawing images of timelines, the
             last one excepted, which is drawn when training is over.
-        folder: Where report, picture and trace go, and the plan with the profile and the cluster it was
+        folder: Where report, image and trace go, and the plan with the profile and the cluster it was
             made from; the run's, as the logger has it, if not given. Without either nothing is written.
         progress_bar: Show bubble ratio and samples/s there.
 
@@ -107,17 +107,17 @@ class PipelineMonitor(L.Callback):
         self,
         every_n_steps: int = 50,
         peak_flops: float | None = None,
-        pictures_share: float = 0.005,
+        images_share: float = 0.005,
         folder: str | Path | None = None,
         progress_bar: bool = True,
     ) -> None:
         if every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps must be at least 1; got {every_n_steps}")
-        if not 0 <= pictures_share <= 1:
-            raise ConfigurationError(f"pictures_share must be in [0, 1]; got {pictures_share}")
+        if not 0 <= images_share <= 1:
+            raise ConfigurationError(f"images_share must be in [0, 1]; got {images_share}")
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
-        self.pictures_share = pictures_share
+        self.images_share = images_share
         self.folder = Path(folder) if folder is not None else None
         self.progress_bar = progress_bar
         self.samples: deque[MeasuredStep] = deque(maxlen=64)
@@ -332,7 +332,7 @@ class PipelineMonitor(L.Callback):
         named = {f"planned_peak_memory_bytes/rank_{rank}": b for rank, b in enumerate(planned)}
         return numbers | named
 
-    # ----------------------------------------------------------------------- pictures and report
+    # ----------------------------------------------------------------------- images and report
 
     def settled(self) -> list[MeasuredStep]:
         """Returns the sampled steps; the first ones, which warm up, only if there is no other."""
@@ -362,24 +362,24 @@ class PipelineMonitor(L.Callback):
         if plan is None or self._written_to is None or not self.samples:
             return
         now_s = time.perf_counter()
-        allowed_s = self.pictures_share * (now_s - clock.started_s)
-        if clock.drawing_s + _PICTURE_S <= allowed_s:
+        allowed_s = self.images_share * (now_s - clock.started_s)
+        if clock.drawing_s + _IMAGE_S <= allowed_s:
             self._draw(trainer, plan)
             clock.drawing_s += time.perf_counter() - now_s
 
     def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
-        """Writes the picture and the trace of a typical step, and gives them to loggers that take them."""
+        """Writes the image and the trace of a typical step, and gives them to loggers that take them."""
         assert self._written_to is not None
         measured = typical_step(self.settled()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
-        picture, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
+        image, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
         with _going_on(self._written_to):
             self._written_to.mkdir(parents=True, exist_ok=True)
-            plot({**planned, "measured": without_posts(measured)}, picture)
+            plot({**planned, "measured": without_posts(measured)}, image)
             write_atomically(trace, chrome_trace({**planned, "measured": measured}), durable=False)
             for logger in trainer.loggers:
                 if hasattr(logger, "log_image"):
-                    logger.log_image("pipeline/timeline", [str(picture)], step=trainer.global_step)
+                    logger.log_image("pipeline/timeline", [str(image)], step=trainer.global_step)
             _log_artifact(trainer, trace, "trace")
 
 

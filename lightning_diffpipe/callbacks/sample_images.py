@@ -1,10 +1,10 @@
-"""Pictures drawn while training, so that a person sees what the loss does not say.
+"""Images drawn while training, so that a person sees what the loss does not say.
 
 Under a pipeline the denoiser is divided, so that all ranks draw together, on the partition of the training and with
 the averaged weights that each rank holds for its own layers. A transformer is sampled by PipeFusion
 (`StageDrawer`); what that refuses, such as a U-Net, layer by layer, in lock step: `strategy.whole_model()`,
 where the strategy has it, makes the divided model callable as a whole. The start noise has its own generator, so
-training goes on exactly as without pictures. By PipeFusion:
+training goes on exactly as without images. By PipeFusion:
 
     all ranks     prompts -> text encoders -> start noise     in lock step, layers answered by who has them
     each rank     denoising steps through its own blocks      sampling/pipefusion/
@@ -58,15 +58,15 @@ _NUM_CAPTIONS = 8
 _NUM_FRAMES = 8  # at most, of a video
 
 
-def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
-    """Lays pictures out in rows.
+def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
+    """Lays images out in rows.
 
     Args:
         images: `(N, 3, H, W)` in [0, 1].
-        columns: Pictures per row.
+        columns: Images per row.
 
     Returns:
-        One picture of `columns * W` pixels width, filled up with black.
+        One image of `columns * W` pixels width, filled up with black.
     """
     missing = -len(images) % columns
     padded = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
@@ -77,7 +77,7 @@ def picture_grid(images: Tensor, columns: int = 8) -> Image.Image:
 
 
 class SampleImages(L.Callback):
-    """Draws prompts every few steps, or at every validation: a PNG in the output folder, pictures for the logger.
+    """Draws prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
 
     Both are called `samples`; those of a second such callback `samples_2`.
 
@@ -90,10 +90,10 @@ class SampleImages(L.Callback):
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise; the same at every drawing, so that pictures can be compared.
-        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the pictures follow each
+        seed: Of the start noise; the same at every drawing, so that images can be compared.
+        num_patches: Of PipeFusion, for a transformer under `strategy="diffpipe"`. With 1, the images follow each
             other through the stages, and are those of one process but for rounding. More keep ranks busy that draw
-            fewer pictures than there are stages, and are not exact.
+            fewer images than there are stages, and are not exact.
 
     Raises:
         ConfigurationError: There is nothing to draw, or a number is none that can be.
@@ -157,7 +157,7 @@ class SampleImages(L.Callback):
         if not draws_itself and not callable(getattr(pl_module, "sample", None)):
             raise ConfigurationError(
                 "SampleImages draws with the module's own sample(prompts, num_inference_steps, guidance_scale, "
-                f"generator), and {type(pl_module).__name__} has none; write one that returns pictures, "
+                f"generator), and {type(pl_module).__name__} has none; write one that returns images, "
                 "(N, 3, H, W) in [0, 1], or leave the callback out (callbacks.samples=null)"
             )
         if self._wish is not None and _draws_to_conditions(pl_module):
@@ -240,7 +240,7 @@ class SampleImages(L.Callback):
             return
         self._last_step = step
         images = self.draw(trainer, pl_module)
-        if trainer.fast_dev_run:  # tries everything and leaves the pictures of other runs alone
+        if trainer.fast_dev_run:  # tries everything and leaves the images of other runs alone
             return
         number = [c for c in trainer.callbacks if isinstance(c, SampleImages)].index(self)
         name = f"samples_{number + 1}" if number else "samples"
@@ -256,13 +256,11 @@ class SampleImages(L.Callback):
             rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
         if self.conditions is not None:  # on top of what is drawn to them
             rows, columns = [self.conditions.to(images) / 255, images], len(images)
-        picture_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
-        pictures = [
-            picture_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)
-        ]
+        image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
+        grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
-                logger.log_image(name, pictures, step=step, caption=self.prompts)
+                logger.log_image(name, grids, step=step, caption=self.prompts)
 
     @torch.no_grad()
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:

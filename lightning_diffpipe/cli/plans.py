@@ -211,11 +211,9 @@ def _read_plan(path: str) -> Any:
     return PipelinePlan.from_json(_read(path), path)
 
 
-@verb(
-    "print a plan or a profile, or draw a plan: diffpipe show plan.json as=picture output=plan.svg"
-)
+@verb("print a plan or a profile, or draw a plan: diffpipe show plan.json as=image output=plan.svg")
 def show(config: DictConfig) -> None:
-    """Shows `plan` as a report, a timeline, a trace or a picture; a profile as a table of its layers."""
+    """Shows `plan` as a report, a timeline, a trace or an image; a profile as a table of its layers."""
     from lightning_diffpipe.planning.plan import PipelinePlan
     from lightning_diffpipe.planning.profile import FORMAT, ModelProfile
     from lightning_diffpipe.viewing.plot import chrome_trace, plot
@@ -224,12 +222,12 @@ def show(config: DictConfig) -> None:
 
     values = plain(config)
     form, output = values["as"], values["output"]
-    form = {"chrome": "trace", "plot": "picture"}.get(form, form)
-    if form not in ("report", "timeline", "trace", "picture"):
+    form = {"chrome": "trace", "plot": "image"}.get(form, form)
+    if form not in ("report", "timeline", "trace", "image"):
         raise ConfigurationError(
-            f"as={form!r}; choose report, timeline, trace (or chrome) or picture (or plot)"
+            f"as={form!r}; choose report, timeline, trace (or chrome) or image (or plot)"
         )
-    if (output is None) == (form in ("trace", "picture")):
+    if (output is None) == (form in ("trace", "image")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")
     if output is not None:
@@ -250,7 +248,7 @@ def show(config: DictConfig) -> None:
             print(render(found.timeline, max_columns=values["max_columns"]))
         case "trace":
             _write(output, chrome_trace({"planned": found.timeline}))
-        case "picture":
+        case "image":
             with file_errors("write", output):
                 Path(output).parent.mkdir(parents=True, exist_ok=True)
                 plot({"planned": found.timeline}, output, f"plan {found.digest}")

@@ -92,15 +92,15 @@ def _refuse_values(values: dict[str, Any]) -> None:
             raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")
     if values["report"] and values["output_type"] != "pil":
         raise ConfigurationError(
-            f"report=true compares pictures, and output_type={values['output_type']} has none; leave one out"
+            f"report=true compares images, and output_type={values['output_type']} has none; leave one out"
         )
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns further arguments of the pipeline's call, with the pictures among them.
+    """Returns further arguments of the pipeline's call, with the images among them.
 
     Raises:
-        ConfigurationError: An argument is none of the call's, or given twice, or a picture cannot be read.
+        ConfigurationError: An argument is none of the call's, or given twice, or an image cannot be read.
     """
     options = dict(values["options"] or {})
     for group in ("options", "images"):
@@ -120,15 +120,15 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
             raise ConfigurationError(
                 f"images.{name} has {len(files)} files for {num} prompts; give one for each, or one for all"
             )
-        pictures = [_opened(name, file) for file in (files if several else [files])]
-        options[name] = pictures if several else pictures[0]
+        images = [_opened(name, file) for file in (files if several else [files])]
+        options[name] = images if several else images[0]
     if values["output_type"] != "pil":
         options["output_type"] = values["output_type"]
     return options
 
 
 def _has_several_controlnets(path: str) -> bool:
-    """Returns whether the pipeline of a diffusers folder takes a list of pictures, one for each ControlNet."""
+    """Returns whether the pipeline of a diffusers folder takes a list of images, one for each ControlNet."""
     file = Path(path) / "model_index.json"
     try:
         entry = json.loads(file.read_text()).get("controlnet")
@@ -215,37 +215,37 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
 
 def _sample(values: dict[str, Any]) -> Any:
     rank = int(os.environ.get("RANK", "0"))
-    pictures, report = _draw(values, rank)
+    images, report = _draw(values, rank)
     if rank:
         return None
-    assert pictures is not None
+    assert images is not None
     assert report is not None
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _written_earlier(folder):  # which might be taken for pictures of this run
+    for name in _written_earlier(folder):  # which might be taken for images of this run
         (folder / name).unlink(missing_ok=True)
 
     def write_numbers(found: dict[str, Any]) -> None:
         text = json.dumps(found, indent=2, default=str, allow_nan=False)
         write_atomically(folder / _REPORT, text + "\n")
 
-    files = [_REPORT, *_write_drawn(pictures, values, folder)]
+    files = [_REPORT, *_write_drawn(images, values, folder)]
     if values["output_type"] == "pil":
         files.append(_GRID)
-        pictures = _as_pictures(pictures)
-        _rows([pictures], min(_MAX_COLUMNS, len(pictures))).save(folder / _GRID)
+        images = _as_images(images)
+        _rows([images], min(_MAX_COLUMNS, len(images))).save(folder / _GRID)
         say(f"{folder / _GRID}  all of them")
     say(f"\n{report}")
     numbers = report.to_dict() | {"files": files}
     write_numbers(numbers)  # before what may fail, or be killed for memory
     if values["report"]:
         files.append(_DIFFERENCE)
-        write_numbers(numbers | _compared(pictures, values, folder))
-    return pictures
+        write_numbers(numbers | _compared(images, values, folder))
+    return images
 
 
 def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
-    """Returns pictures and report of the request, without the model, which is gone when this returns."""
+    """Returns images and report of the request, without the model, which is gone when this returns."""
     from tqdm import tqdm
 
     from lightning_diffpipe.predictor import Predictor
@@ -283,7 +283,7 @@ def _request(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
-    """Writes a file for each picture, video or array; returns their names."""
+    """Writes a file for each image, video or array; returns their names."""
     prompts, ending = values["prompts"], _OUTPUT_TYPES[values["output_type"]]
     if isinstance(drawn[0], list):
         ending = f".{values['video_format']}"
@@ -310,7 +310,7 @@ def _write(drawn: Any, path: Path, fps: int) -> None:
     """Writes one of a request as the ending of its file says.
 
     Args:
-        drawn: A picture, the frames of a video, an array, or a tensor.
+        drawn: An image, the frames of a video, an array, or a tensor.
         path: Of the file.
         fps: Frames that a video shows in a second.
     """
@@ -342,28 +342,28 @@ def _write(drawn: Any, path: Path, fps: int) -> None:
                 file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
             file.mux(stream.encode())
     else:
-        _as_pictures([drawn])[0].save(path)
+        _as_images([drawn])[0].save(path)
 
 
-def _as_pictures(drawn: list[Any]) -> list[Any]:
-    """Returns pictures as they are; a video as its frames, side by side."""
+def _as_images(drawn: list[Any]) -> list[Any]:
+    """Returns images as they are; a video as its frames, side by side."""
     return [_rows([each], len(each)) if isinstance(each, list) else each for each in drawn]
 
 
 def _rows(rows: list[list[Any]], columns: int) -> Any:
-    """Lays pictures out like a page, each list on lines of its own."""
+    """Lays images out like a page, each list on lines of its own."""
     from PIL import Image
 
     width, height = rows[0][0].size
     lines = [row[i : i + columns] for row in rows for i in range(0, len(row), columns)]
     page = Image.new("RGB", (width * columns, height * len(lines)))
     for y, line in enumerate(lines):
-        for x, picture in enumerate(line):
-            page.paste(picture, (x * width, y * height))
+        for x, image in enumerate(line):
+            page.paste(image, (x * width, y * height))
     return page
 
 
-def _compared(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _compared(images: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns what `_compare` finds; nothing, and the reason in a line, if one process cannot draw the request."""
     import torch
 
@@ -371,15 +371,15 @@ def _compared(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     try:
-        return _compare(pictures, values, folder)
+        return _compare(images, values, folder)
     except (DiffPipeError, RuntimeError, MemoryError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         say(f"{'one process':13} not compared: {reason}")
         return {}
 
 
-def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Draws the same in this process alone, on as many threads, and says how far the pictures are from that."""
+def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Draws the same in this process alone, on as many threads, and says how far the images are from that."""
     import torch
     from PIL import Image
 
@@ -393,15 +393,15 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
     reference = alone(**_request(values))
     assert reference is not None
     assert alone.report is not None
-    reference = _as_pictures(reference)
-    pairs = list(zip(pictures, reference, strict=True))
+    reference = _as_images(reference)
+    pairs = list(zip(images, reference, strict=True))
     differences = [Image.fromarray(difference(a, b)) for a, b in pairs]
-    page = _rows([list(pictures), reference, differences], min(_MAX_COLUMNS, len(pictures)))
+    page = _rows([list(images), reference, differences], min(_MAX_COLUMNS, len(images)))
     page.save(folder / _DIFFERENCE)
     decibels = [psnr(a, b) for a, b in pairs]
     seconds = f"{alone.report.step_s:.3g} s a step on {threads} thread{'s' if threads > 1 else ''}"
     distance = _how_far(decibels)
-    say(f"{'one process':13} {distance} the pictures of one process, which takes {seconds}")
+    say(f"{'one process':13} {distance} the images of one process, which takes {seconds}")
     found: dict[str, Any] = {
         "psnr_db": [None if math.isinf(x) else x for x in decibels],  # JSON has no infinity
         "one_process_step_s": alone.report.step_s,
@@ -412,7 +412,7 @@ def _compare(pictures: list[Any], values: dict[str, Any], folder: Path) -> dict[
 
 
 def _how_far(decibels: list[float]) -> str:
-    """Returns what to say about pictures by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
+    """Returns what to say about images by their PSNR; equal ones, whose PSNR is infinite, are counted apart.
 
     Example:
         >>> _how_far([41.0, math.inf, 40.0])

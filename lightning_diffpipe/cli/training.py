@@ -120,7 +120,7 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
 
 
 def _data_for(module: Any, config: DictConfig) -> Any:
-    """Builds the data, of pictures that the module can learn from."""
+    """Builds the data, of images that the module can learn from."""
     resolution = config.data.get("resolution")
     if hasattr(module, "require_size") and isinstance(resolution, int):
         with raised_by_all(), named({"height": "data.resolution"}):

@@ -2,7 +2,7 @@
 
 A sample is `{"image": (3, H, W) float in [-1, 1], "caption": str}`; a batch stacks the images and
 lists the captions. Captions stay text, because only the model knows its tokenizer. For a ControlNet there is a
-`"condition"` besides, `(3, H, W)` in [0, 1], made from the picture itself (`"edges"`) or read with it. Pictures
+`"condition"` besides, `(3, H, W)` in [0, 1], made from the image itself (`"edges"`) or read with it. Images
 that were scaled and cropped come with their size before (`"original_size"`, height and width) and where the crop
 begins (`"crops_coords_top_left"`), `(2,)` each.
 """
@@ -88,18 +88,18 @@ def edges(image: Tensor) -> Tensor:
         `(3, H, W)` in [0, 1], three times the same.
     """
     grey = F.pad(image.mean(0)[None], (1, 1, 1, 1), mode="replicate")[0]
-    # Slices: a convolution of one small picture takes five times as long.
+    # Slices: a convolution of one small image takes five times as long.
     down, across = (part[:-2] + 2 * part[1:-1] + part[2:] for part in (grey, grey.T))
     gradient = torch.hypot(down[:, 2:] - down[:, :-2], (across[:, 2:] - across[:, :-2]).T) / 8
     return gradient.clamp(max=1).expand(3, -1, -1)
 
 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
-"""Conditions that are made from the picture, by name."""
+"""Conditions that are made from the image, by name."""
 
 
 def require_made(condition: str) -> None:
-    """Refuses a condition that cannot be made from pictures.
+    """Refuses a condition that cannot be made from images.
 
     Raises:
         ConfigurationError: Its name is not in `MADE`.
@@ -111,7 +111,7 @@ def require_made(condition: str) -> None:
 
 
 class Conditioned(Dataset[Sample]):
-    """Samples of another data set, with conditions made from their pictures by what has this name in `MADE`.
+    """Samples of another data set, with conditions made from their images by what has this name in `MADE`.
 
     Raises:
         ConfigurationError: The name is unknown.
@@ -196,7 +196,7 @@ class CaptionedDataModule(L.LightningDataModule):
     def _use(
         self, train_set: Dataset[Sample], validation_set: Dataset[Sample], condition: str | None
     ) -> None:
-        """Sets both data sets, with conditions that are made from the pictures if one is asked for."""
+        """Sets both data sets, with conditions that are made from the images if one is asked for."""
         made = (train_set, validation_set)
         if condition is not None:
             made = tuple(Conditioned(samples, condition) for samples in made)

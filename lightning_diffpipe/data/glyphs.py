@@ -130,7 +130,7 @@ def draw(glyph: Glyph, resolution: int) -> Tensor:
 
     Args:
         glyph: What to draw.
-        resolution: Width and height of the picture, in pixels.
+        resolution: Width and height of the image, in pixels.
 
     Returns:
         Grey levels, uint8, `(resolution, resolution)`.
@@ -185,10 +185,10 @@ class GlyphDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         glyph = self.glyphs[index // len(self.shifts)]
-        picture = draw(glyph, self.resolution)
+        pixels = draw(glyph, self.resolution)
         # Rolling is shifting: glyphs keep an empty border.
-        picture = torch.roll(picture, self.shifts[index % len(self.shifts)], dims=(0, 1))
-        image = (picture.float() / 127.5 - 1).expand(3, -1, -1)
+        pixels = torch.roll(pixels, self.shifts[index % len(self.shifts)], dims=(0, 1))
+        image = (pixels.float() / 127.5 - 1).expand(3, -1, -1)
         return {"image": image, "caption": glyph.caption}
 
 
@@ -203,7 +203,7 @@ class GlyphDataModule(CaptionedDataModule):
         shifts_per_axis: Each training glyph is seen at this number of shifts, squared.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes; drawing a glyph takes about a tenth of a millisecond.
-        condition: What a ControlNet is shown: `"edges"` of the picture, or None.
+        condition: What a ControlNet is shown: `"edges"` of the image, or None.
 
     Raises:
         ConfigurationError: A value that cannot be, such as an unknown condition.

@@ -1,11 +1,11 @@
-"""A folder of pictures with captions in `metadata.jsonl`, the layout of Hugging Face's ImageFolder.
+"""A folder of images with captions in `metadata.jsonl`, the layout of Hugging Face's ImageFolder.
 
     folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one per line
     folder/cat.png
 
-Pictures are turned upright, converted to sRGB, put on a background where they are transparent, scaled so that the
-shorter side fits, then cropped in the middle. Which pictures are held back follows from a hash of their path in the
-folder. For a ControlNet, or a pipeline that edits pictures, a line may name a second picture of the same shape
+Images are turned upright, converted to sRGB, put on a background where they are transparent, scaled so that the
+shorter side fits, then cropped in the middle. Which images are held back follows from a hash of their path in the
+folder. For a ControlNet, or a pipeline that edits images, a line may name a second image of the same shape
 (`condition="conditioning_image"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
@@ -42,51 +42,51 @@ from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample,
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 
 _LONGEST = 8
-"""Sides of a picture in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
+"""Sides of an image in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
 
 
-def to_square(picture: Image.Image, resolution: int, background: str = "white") -> Tensor:
+def to_square(image: Image.Image, resolution: int, background: str = "white") -> Tensor:
     """Scales the shorter side to `resolution` and crops the middle square.
 
     Args:
-        picture: Any picture of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
+        image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
         resolution: Width and height wanted, in pixels.
-        background: Colour that shows where the picture is transparent, as PIL knows it.
+        background: Colour that shows where the image is transparent, as PIL knows it.
 
     Returns:
         Float32 in [-1, 1], `(3, resolution, resolution)`.
 
     Raises:
-        ConfigurationError: The picture has values of 32 bits, of which nobody knows where white is.
+        ConfigurationError: The image has values of 32 bits, of which nobody knows where white is.
     """
-    # Cameras keep the sensor's rows and note how the picture was held; every viewer turns it.
-    picture = ImageOps.exif_transpose(picture)
-    icc, key = picture.info.get("icc_profile"), picture.info.get("transparency")
-    most = _LONGEST * min(picture.size)
-    if max(picture.size) > most:  # a line of 60000 pixels would take 20 s to scale
-        width, height = (min(side, most) for side in picture.size)
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        picture = picture.crop((left, top, left + width, top + height))
-    if picture.mode in ("I", "F"):
+    # Cameras keep the sensor's rows and note how the image was held; every viewer turns it.
+    image = ImageOps.exif_transpose(image)
+    icc, key = image.info.get("icc_profile"), image.info.get("transparency")
+    most = _LONGEST * min(image.size)
+    if max(image.size) > most:  # a line of 60000 pixels would take 20 s to scale
+        width, height = (min(side, most) for side in image.size)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
+    if image.mode in ("I", "F"):
         raise ConfigurationError(
-            f"a picture has values of 32 bits (mode {picture.mode}), of which nobody knows where white is; write "
+            f"an image has values of 32 bits (mode {image.mode}), of which nobody knows where white is; write "
             "it with 8 or 16 bits"
         )
-    if picture.mode.startswith("I;16"):
+    if image.mode.startswith("I;16"):
         # Depth maps and others, of which a conversion to RGB would make white.
-        values = np.asarray(picture)
+        values = np.asarray(image)
         levels = (values.astype(np.float32) / 257).round().astype(np.uint8)
-        picture = Image.fromarray(levels)
+        image = Image.fromarray(levels)
         if key is not None:
-            picture.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
-    is_grey = picture.mode in ("1", "L", "LA")
-    if picture.has_transparency_data:
-        picture = picture.convert("LA" if is_grey else "RGBA")
-    elif picture.mode != "CMYK":
-        picture = picture.convert("L" if is_grey else "RGB")
-    size, (left, top) = _scaled_and_cropped(picture.size, resolution)
+            image.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    is_grey = image.mode in ("1", "L", "LA")
+    if image.has_transparency_data:
+        image = image.convert("LA" if is_grey else "RGBA")
+    elif image.mode != "CMYK":
+        image = image.convert("L" if is_grey else "RGB")
+    size, (left, top) = _scaled_and_cropped(image.size, resolution)
     # With an alpha channel, colours are weighted by it: those that nobody sees do not bleed into others.
-    square = picture.resize(size, Image.Resampling.LANCZOS)
+    square = image.resize(size, Image.Resampling.LANCZOS)
     square = square.crop((left, top, left + resolution, top + resolution))
     seen = _in_srgb(square.convert(square.mode.removesuffix("A")), icc)
     if "A" in square.getbands():
@@ -95,7 +95,7 @@ def to_square(picture: Image.Image, resolution: int, background: str = "white") 
     return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
 
 
-def _in_srgb(picture: Image.Image, icc: bytes | None) -> Image.Image:
+def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
     """Converts grey, RGB or CMYK to sRGB; as in viewers, a broken profile or one of other channels does nothing."""
     if icc:
         with contextlib.suppress(ImageCms.PyCMSError, OSError):
@@ -103,12 +103,12 @@ def _in_srgb(picture: Image.Image, icc: bytes | None) -> Image.Image:
             mode = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}.get(
                 profile.profile.xcolor_space.strip()
             )
-            if (picture.mode, mode) == ("L", "RGB"):
-                picture = picture.convert("RGB")
-            if picture.mode == mode:
+            if (image.mode, mode) == ("L", "RGB"):
+                image = image.convert("RGB")
+            if image.mode == mode:
                 srgb = ImageCms.createProfile("sRGB")
-                return ImageCms.profileToProfile(picture, profile, srgb, outputMode="RGB")
-    return picture.convert("RGB")
+                return ImageCms.profileToProfile(image, profile, srgb, outputMode="RGB")
+    return image.convert("RGB")
 
 
 def require_color(name: str) -> None:
@@ -124,34 +124,34 @@ def require_color(name: str) -> None:
 def _scaled_and_cropped(
     size: tuple[int, int], resolution: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns width and height of a picture once it is scaled, and left and top of its middle square."""
+    """Returns width and height of an image once it is scaled, and left and top of its middle square."""
     scale = resolution / min(size)
     width, height = (max(resolution, round(scale * side)) for side in size)
     return (width, height), ((width - resolution) // 2, (height - resolution) // 2)
 
 
 def read_sample(
-    picture: IO[bytes] | Path,
+    file: IO[bytes] | Path,
     caption: str,
     condition: IO[bytes] | Path | None,
     resolution: int,
     background: str,
     names: tuple[str, str],
 ) -> Sample:
-    """Reads a picture and that of its condition, if there is one.
+    """Reads an image and that of its condition, if there is one.
 
     Args:
-        picture: A file in any form that PIL knows.
-        caption: Of the picture.
+        file: In any form that PIL knows.
+        caption: Of the image.
         condition: A file, too.
         resolution: Width and height wanted, in pixels.
         background: As for `to_square`.
-        names: What to call picture and condition.
+        names: What to call image and condition.
 
     Raises:
         DataError: A file cannot be read, or the two have other shapes; names what they are called.
     """
-    with _reading(names[0]), Image.open(picture) as image:
+    with _reading(names[0]), Image.open(file) as image:
         sample: Sample = {"image": to_square(image, resolution, background), "caption": caption}
         # What models such as SDXL are told; section 2.2 of https://arxiv.org/abs/2307.01952
         upright = ImageOps.exif_transpose(image)
@@ -170,7 +170,7 @@ def read_video(path: Path, num_frames: int, resolution: int, background: str = "
     """Reads successive frames out of the middle of a video.
 
     Args:
-        path: A file, or a folder whose pictures are the frames, in the order of the numbers in their names.
+        path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
         num_frames: How many.
         resolution: Width and height wanted, in pixels.
         background: As for `to_square`.
@@ -189,8 +189,8 @@ def read_video(path: Path, num_frames: int, resolution: int, background: str = "
         files, frames = sorted(files, key=_by_number), []
         first = max(0, (len(files) - num_frames) // 2)
         for file in files[first : first + num_frames]:
-            with Image.open(file) as picture:
-                frames.append(to_square(picture, resolution, background))
+            with Image.open(file) as image:
+                frames.append(to_square(image, resolution, background))
     if len(frames) < num_frames:
         raise DataError(
             f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
@@ -213,8 +213,8 @@ def _decoded(path: Path, num_frames: int, resolution: int, background: str) -> l
     with av.open(str(path)) as container:
         # Packets of some codecs show nothing: where frames end early, those are read that there are.
         frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
-        pictures = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
-        return [to_square(picture, resolution, background) for picture in pictures]
+        images = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
+        return [to_square(image, resolution, background) for image in images]
 
 
 @contextlib.contextmanager
@@ -236,7 +236,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 class _Listed(NamedTuple):
-    """A line of `metadata.jsonl`: a picture, its caption, and the picture of its condition, if there is one."""
+    """A line of `metadata.jsonl`: an image, its caption, and the image of its condition, if there is one."""
 
     path: Path
     caption: str
@@ -252,7 +252,7 @@ def require_listing(folder: Path) -> None:
     """
     if not (folder / "metadata.jsonl").is_file():
         raise ConfigurationError(
-            f"folder={folder}: {folder / 'metadata.jsonl'} does not exist; write one line per picture, such as "
+            f"folder={folder}: {folder / 'metadata.jsonl'} does not exist; write one line per image, such as "
             '{"file_name": "cat.png", "text": "a cat"}, or per video ("cat.mp4", or a folder of frames) with '
             "num_frames"
         )
@@ -295,7 +295,7 @@ class _Lines:
             )
         if not found:
             raise ConfigurationError(
-                f"{path} lists no picture{' that can be used' if errors else ''}; write one line for each"
+                f"{path} lists no image{' that can be used' if errors else ''}; write one line for each"
             )
         return found
 
@@ -321,7 +321,7 @@ class _Lines:
         for path in paths:
             if self.may_be_folders and path.is_dir():
                 continue
-            try:  # from outside, as pictures are opened in training only
+            try:  # from outside, as images are opened in training only
                 status = path.stat()
             except OSError as error:
                 raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
@@ -333,7 +333,7 @@ class _Lines:
 
 
 @dataclass(eq=False)
-class _Pictures(Dataset[Sample]):
+class _Images(Dataset[Sample]):
     entries: list[_Listed]
     resolution: int
     background: str
@@ -356,12 +356,12 @@ class _Pictures(Dataset[Sample]):
 
 
 def require_same_shape(
-    picture: Image.Image, name: str, condition: Image.Image, its_name: str
+    image: Image.Image, name: str, condition: Image.Image, its_name: str
 ) -> None:
     """Refuses a condition that would be cut out elsewhere; it may be larger or smaller.
 
     Args:
-        picture: What is learnt.
+        image: What is learnt.
         name: Of it, for the message.
         condition: What belongs to it.
         its_name: Of the condition.
@@ -369,7 +369,7 @@ def require_same_shape(
     Raises:
         DataError: Width and height have another ratio.
     """
-    width, height = ImageOps.exif_transpose(picture).size
+    width, height = ImageOps.exif_transpose(image).size
     its_width, its_height = ImageOps.exif_transpose(condition).size
     scale, shape = its_height / height, width / height
     # Where one was made from the other, in pixels of the condition.
@@ -377,29 +377,29 @@ def require_same_shape(
     if abs(its_width - width * scale) > rounding:
         raise DataError(
             f"{its_name} has {its_width}x{its_height} pixels, and {name} {width}x{height}: a condition must have "
-            "the shape of its picture, as it says where in it something shall be. Scale it to the picture's size: "
+            "the shape of its image, as it says where in it something shall be. Scale it to the image's size: "
             "tools that make conditions may have rounded its sides"
         )
 
 
 class ImageFolderDataModule(CaptionedDataModule):
-    """Pictures of a folder, captioned by its `metadata.jsonl`.
+    """Images of a folder, captioned by its `metadata.jsonl`.
 
     Args:
-        folder: Holds `metadata.jsonl` and the pictures it names.
+        folder: Holds `metadata.jsonl` and the images it names.
         resolution: Width and height of the images, in pixels.
         caption_key: The key of `metadata.jsonl` that holds the caption.
-        validation_share: Share of the pictures that is held back.
+        validation_share: Share of the images that is held back.
         batch_size: Samples per batch on each data-parallel rank.
-        num_workers: Worker processes that decode pictures.
-        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the picture, or the key of
-            `metadata.jsonl` that names a second picture of the same shape; None for nothing.
-        on_error: What becomes of lines and pictures that cannot be used: `"raise"` ends the run with an error that
-            names file and line, `"skip"` leaves them out and says their number. Broken pictures are found when
+        num_workers: Worker processes that decode images.
+        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of
+            `metadata.jsonl` that names a second image of the same shape; None for nothing.
+        on_error: What becomes of lines and images that cannot be used: `"raise"` ends the run with an error that
+            names file and line, `"skip"` leaves them out and says their number. Broken images are found when
             they are loaded; the next one takes the place of each.
         num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; None for
-            pictures.
-        background: Colour that shows where pictures are transparent: a name, or such as `"#ff8000"`.
+            images.
+        background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             require_number("num_frames", num_frames, 1, whole=True)
             if condition is not None:
                 raise ConfigurationError(
-                    f"condition={condition!r} is for pictures; leave it or num_frames={num_frames} out"
+                    f"condition={condition!r} is for images; leave it or num_frames={num_frames} out"
                 )
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
@@ -440,9 +440,9 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Reads `metadata.jsonl` and splits its lines.
 
         Raises:
-            ConfigurationError: The file is missing, or all of its pictures are held back, or videos need a package
+            ConfigurationError: The file is missing, or all of its images are held back, or videos need a package
                 that is missing.
-            DataError: A line of it is malformed, or names a picture that is not there.
+            DataError: A line of it is malformed, or names an image that is not there.
         """
         h = self.hparams
         split: dict[bool, list[_Listed]] = {False: [], True: []}
@@ -463,11 +463,10 @@ class ImageFolderDataModule(CaptionedDataModule):
             split[share_of(name) < h.validation_share].append(entry)
         if stage == "fit" and not split[False]:
             raise ConfigurationError(
-                f"all {len(split[True])} pictures of {h.folder} are held back, and none is left to train on: add "
-                f"pictures, or lower validation_share={h.validation_share} (data.validation_share)"
+                f"all {len(split[True])} images of {h.folder} are held back, and none is left to train on: add "
+                f"images, or lower validation_share={h.validation_share} (data.validation_share)"
             )
         train_set, validation_set = (
-            _Pictures(split[held], h.resolution, h.background, h.num_frames)
-            for held in (False, True)
+            _Images(split[held], h.resolution, h.background, h.num_frames) for held in (False, True)
         )
         self._use(train_set, validation_set, h.condition if h.condition in MADE else None)

@@ -1,6 +1,6 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
-For a ControlNet a second picture may lie beside each: `000.cond.png`, if the condition is called `"cond.png"`.
+For a ControlNet a second image may lie beside each: `000.cond.png`, if the condition is called `"cond.png"`.
 
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
@@ -28,7 +28,7 @@ from lightning_diffpipe.errors import ConfigurationError, DataError, require_num
 from lightning_diffpipe.graph.rng import derived_seed
 
 _log = logging.getLogger(__name__)
-_PICTURES = ("jpg", "jpeg", "png", "webp")
+_IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class _Epochs(IterableDataset[Batch]):
                 yield sample
             if sample is None or (self.leaves_out and self._num_read == read_before):
                 raise ConfigurationError(
-                    "training shards hold no sample with a picture (jpg, jpeg, png or webp) and a txt that can be "
+                    "training shards hold no sample with an image (jpg, jpeg, png or webp) and a txt that can be "
                     "read; warnings above say what was left out, if on_error=skip"
                 )
 
@@ -114,7 +114,7 @@ class _Once(IterableDataset[Batch]):
 
 
 class WebDatasetDataModule(CaptionedDataModule):
-    """Captioned pictures from tar shards.
+    """Captioned images from tar shards.
 
     Each pipeline reads its own samples, on one of its ranks: shards are dealt out by what the strategy names.
 
@@ -126,14 +126,14 @@ class WebDatasetDataModule(CaptionedDataModule):
         resolution: Width and height of the images, in pixels.
         shuffle_buffer: Samples held in memory to be drawn from.
         batch_size: Samples per batch on each data-parallel rank.
-        num_workers: Worker processes that decode pictures; no more than a rank has shards are started.
+        num_workers: Worker processes that decode images; no more than a rank has shards are started.
         seed: Order of shards and samples; the same on every rank.
-        condition: What a ControlNet is shown: `"edges"` of the picture, or the extension under which shards have a
-            second picture, such as `"cond.png"`; None for nothing.
+        condition: What a ControlNet is shown: `"edges"` of the image, or the extension under which shards have a
+            second image, such as `"cond.png"`; None for nothing.
         on_error: What becomes of samples that cannot be used, and of the rest of shards that are cut short:
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
-        background: Colour that shows where pictures are transparent: a name, or such as `"#ff8000"`.
+        background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
 
     Raises:
         ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
@@ -222,11 +222,11 @@ class WebDatasetDataModule(CaptionedDataModule):
         h = self.hparams
         where = f"sample {files['__key__']!r} of {files['__url__']}"
         wanted = None if h.condition is None or h.condition in MADE else h.condition
-        picture = next((end for end in _PICTURES if end in files), None)
+        image = next((end for end in _IMAGES if end in files), None)
         missing = [
             name
             for name, end in (
-                (f"picture ({', '.join(_PICTURES)})", picture),
+                (f"image ({', '.join(_IMAGES)})", image),
                 ("txt", "txt"),
                 (wanted, wanted),
             )
@@ -239,9 +239,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         except UnicodeDecodeError as error:
             raise DataError(f"the caption of {where} is no UTF-8 ({error.reason})") from error
         condition = None if wanted is None else io.BytesIO(files[wanted])
-        names = f"the picture of {where}", f"{wanted} of {where}"
-        # Not by webdataset, which cuts pictures of 16 bits off at 255.
-        given = io.BytesIO(files[picture]), caption, condition, h.resolution, h.background
+        names = f"the image of {where}", f"{wanted} of {where}"
+        # Not by webdataset, which cuts images of 16 bits off at 255.
+        given = io.BytesIO(files[image]), caption, condition, h.resolution, h.background
         sample = read_sample(*given, names)
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])

@@ -209,8 +209,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def host_state() -> tuple[Any, ...]:
-    """Returns a comparable picture of the states of `random` and `numpy.random`."""
+    """Returns a comparable image of the states of `random` and `numpy.random`."""
     numpy_random = _numpy_random()
     numpy_state = numpy_random.get_state() if numpy_random else None
-    picture = (numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None
-    return random.getstate(), picture
+    image = (numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None
+    return random.getstate(), image

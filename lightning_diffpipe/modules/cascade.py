@@ -1,6 +1,6 @@
-"""A cascade: a denoiser of small pictures, and one that draws them larger, both in pixels and conditioned on text.
+"""A cascade: a denoiser of small images, and one that draws them larger, both in pixels and conditioned on text.
 
-Both are trained at once, each on a loss of its own. The upscaler sees the training picture made small, with noise
+Both are trained at once, each on a loss of its own. The upscaler sees the training image made small, with noise
 of a random level, which is an input, too (noise-conditioning augmentation): what the base draws later is no more
 perfect than that. As neither reads what the other gives, stages of both run in opposite directions under
 `schedule=bidirectional`.
@@ -42,15 +42,15 @@ class CascadedDiffusion(PartsModule):
     """A text-conditional cascade of two pixel denoisers in training, and a plain sampler.
 
     Args:
-        unet: The base: takes and gives `3 p p` channels for patches of `p` pixels, or `p p` of grey pictures; draws
+        unet: The base: takes and gives `3 p p` channels for patches of `p` pixels, or `p p` of grey images; draws
             `sample_size * p` pixels.
-        upscaler: Takes twice as many channels, of the noisy picture and the small one as large as that, and gives
+        upscaler: Takes twice as many channels, of the noisy image and the small one as large as that, and gives
             half of them; has `class_embed_type="timestep"`, for the level of noise in the small one.
         text_encoder: Frozen text encoder, for both.
         tokenizer: Its tokenizer, with a `model_max_length`.
         scheduler: Names the prediction target of both, and samples.
         caption_dropout: Share of the training samples that lose their caption.
-        most_noise: Highest level of noise in the small picture, in [0, 1]; levels are drawn evenly below it.
+        most_noise: Highest level of noise in the small image, in [0, 1]; levels are drawn evenly below it.
         optimization: Optimizer and learning rate.
 
     Raises:
@@ -90,10 +90,10 @@ class CascadedDiffusion(PartsModule):
     # ------------------------------------------------------------------ training
 
     def require_size(self, height: int, width: int) -> None:
-        """Raises ConfigurationError unless pictures of a size, in pixels, are what the upscaler draws."""
+        """Raises ConfigurationError unless images of a size, in pixels, are what the upscaler draws."""
         if {height, width} != {self._pixels(self.upscaler)}:
             raise ConfigurationError(
-                f"the upscaler draws {self._pixels(self.upscaler)} pixels, but pictures have {width}; "
+                f"the upscaler draws {self._pixels(self.upscaler)} pixels, but images have {width}; "
                 "set data.resolution, or the upscaler's sample_size"
             )
 
@@ -133,7 +133,7 @@ class CascadedDiffusion(PartsModule):
     def _upscaler_inputs(
         self, small: Tensor, level: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the small picture with noise, as large as the upscaler draws, and the level of the noise."""
+        """Returns the small image with noise, as large as the upscaler draws, and the level of the noise."""
         spread = level.view(-1, 1, 1, 1)
         noisy = (1 - spread.square()).sqrt() * small + spread * noise
         size = (self._pixels(self.upscaler),) * 2
@@ -165,7 +165,7 @@ class CascadedDiffusion(PartsModule):
         return F.pixel_unshuffle(images, _patch(denoiser.config))
 
     def _pixels(self, denoiser: UNet2DConditionModel) -> int:
-        """Returns the width of the pictures that a denoiser draws."""
+        """Returns the width of the images that a denoiser draws."""
         return denoiser.config.sample_size * _patch(denoiser.config)
 
     # ------------------------------------------------------------------ sampling
@@ -180,7 +180,7 @@ class CascadedDiffusion(PartsModule):
         noise_level: float = 0.1,
         small: Tensor | None = None,
     ) -> Tensor:
-        """Draws one picture per prompt: first the base, then the upscaler.
+        """Draws one image per prompt: first the base, then the upscaler.
 
         Args:
             prompts: What to draw.
@@ -229,7 +229,7 @@ class CascadedDiffusion(PartsModule):
 
 
 def _colors(config: Mapping[str, Any]) -> int:
-    """Returns 1 for a denoiser of grey pictures, of which the mean of the colors is trained, and 3 for others.
+    """Returns 1 for a denoiser of grey images, of which the mean of the colors is trained, and 3 for others.
 
     It gives `p p` or `3 p p` channels, and three times a square is no square.
     """
@@ -247,7 +247,7 @@ def _check_denoiser(name: str, config: Mapping[str, Any]) -> None:
     takes, gives = config["in_channels"], config["out_channels"]
     is_upscaler = name == "upscaler"
     if _colors(config) * _patch(config) ** 2 != gives or takes != gives * (1 + is_upscaler):
-        inputs = " and takes twice as many, half of them of the small picture" * is_upscaler
+        inputs = " and takes twice as many, half of them of the small image" * is_upscaler
         raise ConfigurationError(
             f"{name} takes {takes} channels and gives {gives}: in a cascade it gives 3 p p, for colors of "
             f"patches of p x p pixels, or p p for grey ones{inputs}"
@@ -259,18 +259,18 @@ def _check_denoiser(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_cascade(configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConfigurationError unless both denoisers can be, and draw one picture together."""
+    """Raises ConfigurationError unless both denoisers can be, and draw one image together."""
     for name, config in configs.items():
         _check_denoiser(name, config)
     colors = {name: _colors(config) for name, config in configs.items()}
     if colors["unet"] != colors["upscaler"]:
         raise ConfigurationError(
             f"by their output channels the unet draws {colors['unet']} colors and the upscaler "
-            f"{colors['upscaler']}; both draw colored pictures (3 p p channels), or grey ones (p p)"
+            f"{colors['upscaler']}; both draw colored images (3 p p channels), or grey ones (p p)"
         )
     if configs["upscaler"].get("class_embed_type") != "timestep":
         raise ConfigurationError(
-            "the upscaler takes the level of noise in the small picture by class_embed_type=timestep; got "
+            "the upscaler takes the level of noise in the small image by class_embed_type=timestep; got "
             f"{configs['upscaler'].get('class_embed_type')!r}"
         )
     small, large = (

@@ -1,4 +1,4 @@
-"""ControlNet: a second picture says where things shall be, and a trained copy of half a U-Net listens to it.
+"""ControlNet: a second image says where things shall be, and a trained copy of half a U-Net listens to it.
 
     condition ──> ControlNet (trained) ──┬─ residuals of every level
                       ▲                  ▼
@@ -37,8 +37,8 @@ _EMBEDDING = (16, 32, 96, 256)  # channels of the condition on its way down to t
 class ControlNetDiffusion(LatentDiffusion):
     """A ControlNet in training on a locked latent diffusion model, and a plain sampler.
 
-    Batches have a `condition` besides `image` and `caption`: `(B, 3, H, W)` in [0, 1], of the size of the pictures.
-    The data modules of this package add one (`condition="edges"`, or pictures of your own).
+    Batches have a `condition` besides `image` and `caption`: `(B, 3, H, W)` in [0, 1], of the size of the images.
+    The data modules of this package add one (`condition="edges"`, or images of your own).
 
     Parts and settings are those of `LatentDiffusion`, whose U-Net is locked, and:
 
@@ -151,14 +151,14 @@ class ControlNetDiffusion(LatentDiffusion):
         condition = batch.get("condition")
         if condition is None:
             raise ConfigurationError(
-                "batches have no 'condition', the picture that a ControlNet is shown: (B, 3, H, W) in [0, 1]. "
+                "batches have no 'condition', the image that a ControlNet is shown: (B, 3, H, W) in [0, 1]. "
                 "Data modules of this package add one with condition='edges' (data.condition=edges), or with "
-                "pictures of your own, see docs/pretrained.md"
+                "images of your own, see docs/pretrained.md"
             )
         if "image" in batch and condition.shape[-2:] != batch["image"].shape[-2:]:
             raise ConfigurationError(
-                f"conditions of {_size(condition)} pixels beside pictures of {_size(batch['image'])}: they must be "
-                "of one size, as a ControlNet says where in the picture something shall be"
+                f"conditions of {_size(condition)} pixels beside images of {_size(batch['image'])}: they must be "
+                "of one size, as a ControlNet says where in the image something shall be"
             )
         return {"condition": condition}
 
@@ -171,7 +171,7 @@ class ControlNetDiffusion(LatentDiffusion):
         generator: torch.Generator | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
-        """Draws one picture per prompt and condition, of the condition's size, as that of `LatentDiffusion`.
+        """Draws one image per prompt and condition, of the condition's size, as that of `LatentDiffusion`.
 
         Guidance sees the condition, `(len(prompts), 3, H, W)` in [0, 1], with and without the prompt.
 
@@ -182,7 +182,7 @@ class ControlNetDiffusion(LatentDiffusion):
         if condition is None or there != len(prompts):
             raise ConfigurationError(
                 f"{len(prompts)} prompts and {there} conditions: a ControlNet draws each prompt to a condition. "
-                "Give condition=(len(prompts), 3, H, W) in [0, 1]; pictures drawn while training take captions and "
+                "Give condition=(len(prompts), 3, H, W) in [0, 1]; images drawn while training take captions and "
                 "conditions of the data where no prompts are named (callbacks.samples.prompts=null)"
             )
         height, width = condition.shape[-2:]
@@ -213,7 +213,7 @@ def _check_controlnet(
     if len(channels) != vae_levels:
         raise ConfigurationError(
             f"this ControlNet shrinks conditions by {2 ** (len(channels) - 1)}, but the autoencoder shrinks "
-            f"pictures by {2 ** (vae_levels - 1)}; make one with {vae_levels} conditioning_embedding_out_channels"
+            f"images by {2 ** (vae_levels - 1)}; make one with {vae_levels} conditioning_embedding_out_channels"
         )
 
 

@@ -1,6 +1,6 @@
 """Latent diffusion: a denoiser trained on the latents of a frozen autoencoder, conditioned on text.
 
-`training_step` is an ordinary one: encode pictures, encode captions, add noise, predict, compare. It
+`training_step` is an ordinary one: encode images, encode captions, add noise, predict, compare. It
 has no control flow on values of tensors and never reads one on the host, so a strategy may run any
 stretch of it on any rank, and a GPU is never waited for.
 
@@ -68,7 +68,7 @@ _DENOISERS: dict[str, tuple[type, ...]] = {
 def latent_size(
     vae: Mapping[str, Any], denoiser: Mapping[str, Any], height: int | None, width: int | None
 ) -> tuple[int, int]:
-    """Returns rows and columns of the latents of a picture.
+    """Returns rows and columns of the latents of an image.
 
     Args:
         vae: Config of the autoencoder.
@@ -77,7 +77,7 @@ def latent_size(
         width: In pixels.
 
     Raises:
-        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink pictures by; or
+        ConfigurationError: A size is no multiple of what autoencoder and patches of tokens shrink images by; or
             none is given, and the model has none.
     """
     trained, patch = denoiser["sample_size"], denoiser.get("patch_size") or 1
@@ -95,7 +95,7 @@ def latent_size(
             by = by if patch > 1 else "the autoencoder shrinks"
             near = dict.fromkeys(max(unit, n * unit) for n in (pixels // unit, pixels // unit + 1))
             raise ConfigurationError(
-                f"{name}={pixels} is no multiple of {unit}, by which {by} pictures; take "
+                f"{name}={pixels} is no multiple of {unit}, by which {by} images; take "
                 + " or ".join(map(str, near))
             )
         found.append(rows if pixels is None else pixels // scale)
@@ -235,7 +235,7 @@ class LatentDiffusion(PartsModule):
     # ------------------------------------------------------------------ the four computations
 
     def encode_images(self, images: Tensor, sample: bool = True) -> Tensor:
-        """Encodes pictures.
+        """Encodes images.
 
         Args:
             images: `(B, 3, H, W)` in [-1, 1].
@@ -245,7 +245,7 @@ class LatentDiffusion(PartsModule):
             fp32 latents of about unit variance, `(B, C, h, w)`.
 
         Raises:
-            ConfigurationError: The model has no latents for pictures of this size.
+            ConfigurationError: The model has no latents for images of this size.
         """
         self.require_size(*images.shape[-2:])
         with in_own_precision(self.vae, images.device):
@@ -254,7 +254,7 @@ class LatentDiffusion(PartsModule):
         return (latents - (self.vae.config.shift_factor or 0)) * self.vae.config.scaling_factor
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decodes latents to pictures, `(B, 3, H, W)` in [0, 1]."""
+        """Decodes latents to images, `(B, 3, H, W)` in [0, 1]."""
         latents = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0)
         with in_own_precision(self.vae, latents.device):
             images = self.vae.decode(latents.to(self.vae.dtype)).sample.float()
@@ -290,7 +290,7 @@ class LatentDiffusion(PartsModule):
         kwargs = {"encoder_attention_mask": seen, **conditions}
         if not hasattr(self, "unet"):
             size: tuple[Tensor | None, ...] = None, None
-            # The config says None where the class decides, by the size of the pictures.
+            # The config says None where the class decides, by the size of the images.
             if self.transformer.use_additional_conditions:
                 scale = 2 ** (len(self.vae.config.block_out_channels) - 1)
                 height, width = scale * noisy.shape[-2], scale * noisy.shape[-1]
@@ -315,7 +315,7 @@ class LatentDiffusion(PartsModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes the loss of pictures, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings."""
+        """Computes the loss of images, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings."""
         is_training = generator is None
         latents = self.encode_images(batch["image"], sample=is_training)
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
@@ -353,21 +353,21 @@ class LatentDiffusion(PartsModule):
         height: int | None = None,
         width: int | None = None,
     ) -> Tensor:
-        """Draws one picture per prompt, in this process; `Predictor` does it with several.
+        """Draws one image per prompt, in this process; `Predictor` does it with several.
 
         Args:
             prompts: What to draw.
             num_inference_steps: Denoising steps.
             guidance_scale: Strength of classifier-free guidance; 1 for none.
             generator: Of the start noise (and of a stochastic scheduler); its device may be another.
-            height: In pixels; that of the training pictures if not given.
+            height: In pixels; that of the training images if not given.
             width: In pixels.
 
         Returns:
             `(len(prompts), 3, H, W)` in [0, 1].
 
         Raises:
-            ConfigurationError: The model has no latents for pictures of this size.
+            ConfigurationError: The model has no latents for images of this size.
         """
         return self._drawn(prompts, num_inference_steps, guidance_scale, generator, (height, width))
 
@@ -402,7 +402,7 @@ class LatentDiffusion(PartsModule):
             return self.decode_latents(denoised(self.scheduler, start, predict, *settings))
 
     def require_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Returns rows and columns of the latents of pictures of a size in pixels; see `latent_size`."""
+        """Returns rows and columns of the latents of images of a size in pixels; see `latent_size`."""
         return latent_size(self.vae.config, self.denoiser.config, height, width)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[Image.Image]:
@@ -414,10 +414,10 @@ class LatentDiffusion(PartsModule):
         Args:
             batch: Captions, or a batch of training data with `caption`.
             batch_idx: Of the batches of this share. With its place among those of all shares, it makes the seed of
-                the start noise, so that with one caption in a batch pictures do not depend on their number.
+                the start noise, so that with one caption in a batch images do not depend on their number.
 
         Returns:
-            One picture per caption.
+            One image per caption.
         """
         prompts = batch["caption"] if isinstance(batch, dict) else batch
         settings = dict(self.sampling)
@@ -428,7 +428,7 @@ class LatentDiffusion(PartsModule):
         number, place = (share["num_replicas"], share["rank"]) if share else (1, 0)
         seed = settings.pop("seed", 0) + batch_idx * number + place
         generator = torch.Generator().manual_seed(seed)
-        return pictures(self.sample(list(prompts), generator=generator, **settings))
+        return as_pil(self.sample(list(prompts), generator=generator, **settings))
 
 
 def start_noise(
@@ -478,10 +478,10 @@ def denoised(
     return samples
 
 
-def pictures(images: Tensor) -> list[Image.Image]:
-    """Turns `(N, 3, H, W)` in [0, 1] into N pictures of 8 bits."""
+def as_pil(images: Tensor) -> list[Image.Image]:
+    """Turns `(N, 3, H, W)` in [0, 1] into N images of 8 bits."""
     pixels = (images.permute(0, 2, 3, 1) * 255).round().byte().cpu().numpy()
-    return [Image.fromarray(picture) for picture in pixels]
+    return [Image.fromarray(image) for image in pixels]
 
 
 def _other_denoiser(name: str, cls: type) -> str:
@@ -522,6 +522,6 @@ def _check_channels(
     )
     raise ConfigurationError(
         f"this denoiser takes {takes} channels, and latents of the autoencoder have {there}: models for "
-        "inpainting, depth or upscaling are given pictures besides, and LatentDiffusion has none. Write a "
+        "inpainting, depth or upscaling are given images besides, and LatentDiffusion has none. Write a "
         f"LightningModule whose training_step gives them; the strategy runs it unchanged{also}"
     )

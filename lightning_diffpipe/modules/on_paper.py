@@ -292,7 +292,7 @@ class OnPaper:
             batch["condition"] = make(num_samples, 3, height, width)
         if getattr(self.module, "draws_from", "caption") == "class_labels":
             return batch | {"class_labels": torch.zeros(num_samples, dtype=torch.long)}
-        return batch | {"caption": ["a picture"] * num_samples}
+        return batch | {"caption": ["an image"] * num_samples}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Any diffusers pipeline in training, without a class for its model.
 
-    pictures -> vae.encode -> latents, normalised by what the pipeline's own tail undoes
+    images -> vae.encode -> latents, normalised by what the pipeline's own tail undoes
     latents + noise -> the pipeline's own call with one step (pipelines/one_step.py) -> prediction -> loss
 
 Which conditions the denoiser gets, and in what layout, is up to the pipeline; what it shall predict, to its
@@ -49,16 +49,16 @@ class PipelineDiffusion(PartsModule):
 
     A batch has `image`, `(B, 3, H, W)` in [-1, 1], or `video`, `(B, 3, F, H, W)`; and `caption`, B strings, or
     `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
-    `original_size` and `crops_coords_top_left` of SDXL, are those of each picture where the batch has them,
-    `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit pictures learn from `condition`, the picture
+    `original_size` and `crops_coords_top_left` of SDXL, are those of each image where the batch has them,
+    `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit images learn from `condition`, the image
     before, `(B, 3, H, W)` in [0, 1].
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
-            prompts or classes alone, or edits pictures.
+            prompts or classes alone, or edits images.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
-        condition_dropout: Share of the training samples that lose the picture before, where the pipeline guides by
+        condition_dropout: Share of the training samples that lose the image before, where the pipeline guides by
             it (`image_guidance_scale`); None takes 0.1, and none elsewhere. With equal shares half of them lose
             their caption, too.
         train_text_encoder: Train the text encoders along.
@@ -96,13 +96,13 @@ class PipelineDiffusion(PartsModule):
         require_number("caption_dropout", caption_dropout, 0, 1)
         self.step = OneStep(pipeline, call)
         self.step.note_tokens = warn_of_cut
-        guides = self.step.guides_by_picture
+        guides = self.step.guides_by_image
         if condition_dropout is None:
             condition_dropout = 0.1 if guides else 0.0
         require_number("condition_dropout", condition_dropout, 0, 1)
         if condition_dropout and not guides:
             raise ConfigurationError(
-                f"condition_dropout={condition_dropout} trains guidance by the picture before "
+                f"condition_dropout={condition_dropout} trains guidance by the image before "
                 f"(image_guidance_scale), which {self.step.name} does not have, so that nothing would be dropped; "
                 "leave condition_dropout out"
             )
@@ -200,7 +200,7 @@ class PipelineDiffusion(PartsModule):
         self._tail = self.tail
 
     def encode(self, pixels: Tensor, sample: bool = True) -> Tensor:
-        """Encodes pictures or videos as the pipeline's latents, fp32 and of about unit variance.
+        """Encodes images or videos as the pipeline's latents, fp32 and of about unit variance.
 
         Args:
             pixels: `(B, 3, H, W)` or `(B, 3, F, H, W)` in [-1, 1].
@@ -211,7 +211,7 @@ class PipelineDiffusion(PartsModule):
         tail, vae = self.tail, getattr(self, self.step.decoder)
         num_samples = len(pixels)
         if len(tail.axes) == pixels.ndim + 1:
-            pixels = pixels.unsqueeze(2)  # a picture is a video of one frame
+            pixels = pixels.unsqueeze(2)  # an image is a video of one frame
         if tail.frames_apart:
             pixels = pixels.transpose(1, 2).flatten(0, 1)
         with in_own_precision(vae, pixels.device):
@@ -224,11 +224,11 @@ class PipelineDiffusion(PartsModule):
         return tail.undone(drawn, num_samples)
 
     def require_size(self, height: int, width: int) -> None:
-        """Raises ConfigurationError for pictures of a size, in pixels, that the pipeline's own check refuses."""
+        """Raises ConfigurationError for images of a size, in pixels, that the pipeline's own check refuses."""
         self.step.check({"height": height, "width": width})
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
-        """Notes what is drawn while training: a pipeline's own size may be many times that of the pictures."""
+        """Notes what is drawn while training: a pipeline's own size may be many times that of the images."""
         self._trained_size = _size_of(_pixels_of(batch))
 
     def losses(
@@ -245,16 +245,16 @@ class PipelineDiffusion(PartsModule):
         if step.condition is not None:
             wanted = "caption" if step.condition == "prompt" else step.condition
             conditions = self._read(batch, wanted)
-        if step.picture is not None and (step.needs_picture or "condition" in batch):
-            note = ", the pictures before, which a folder names in metadata.jsonl (data.condition)"
-            further[step.picture] = self._read(batch, "condition", note)
+        if step.image is not None and (step.needs_image or "condition" in batch):
+            note = ", the images before, which a folder names in metadata.jsonl (data.condition)"
+            further[step.image] = self._read(batch, "condition", note)
         if is_training and step.condition == "prompt":
             coins = [random.random() for _ in conditions]
             dropped = self.hparams.caption_dropout
             conditions = [
                 "" if coin < dropped else c for c, coin in zip(conditions, coins, strict=True)
             ]
-            shown = self._shown(coins) if step.guides_by_picture else None
+            shown = self._shown(coins) if step.guides_by_image else None
         corrupted = self.noise_schedule.corrupt(self.encode(pixels, is_training), generator)
         inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
         return {
@@ -270,14 +270,14 @@ class PipelineDiffusion(PartsModule):
         return batch[name]
 
     def _shown(self, coins: Sequence[float]) -> Tensor:
-        """Returns 1 for samples that keep the picture before, 0 for others, `(B,)`, by the coins of their captions.
+        """Returns 1 for samples that keep the image before, 0 for others, `(B,)`, by the coins of their captions.
 
         Source:
             InstructPix2Pix, Brooks et al. (2023), section 3.2.1, https://arxiv.org/abs/2211.09800
         """
-        caption, picture = self.hparams.caption_dropout, self.hparams.condition_dropout
-        first = min(caption - min(caption, picture) / 2, 1 - picture)
-        shown = [float(not first <= coin < first + picture) for coin in coins]
+        caption, image = self.hparams.caption_dropout, self.hparams.condition_dropout
+        first = min(caption - min(caption, image) / 2, 1 - image)
+        shown = [float(not first <= coin < first + image) for coin in coins]
         return torch.tensor(shown).to(self.device, non_blocking=True)
 
     @property
@@ -288,7 +288,7 @@ class PipelineDiffusion(PartsModule):
     @property
     def draws_to_conditions(self) -> bool:
         """Whether a prompt alone does not say what to draw; asked by the callback SampleImages."""
-        return self.step.needs_picture
+        return self.step.needs_image
 
     @torch.no_grad()
     def sample(
@@ -300,7 +300,7 @@ class PipelineDiffusion(PartsModule):
         condition: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Draws one picture or video per prompt with the pipeline's own call, in this process.
+        """Draws one image or video per prompt with the pipeline's own call, in this process.
 
         Args:
             prompts: Prompts or class numbers; of a model without either only their number counts.
@@ -308,7 +308,7 @@ class PipelineDiffusion(PartsModule):
             guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
                 given.
             generator: Of the start noise.
-            condition: The pictures to edit, `(len(prompts), 3, H, W)` in [0, 1].
+            condition: The images to edit, `(len(prompts), 3, H, W)` in [0, 1].
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
                 batch trained on if not given, or else the pipeline's own.
 
@@ -343,7 +343,7 @@ class PipelineDiffusion(PartsModule):
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
         if condition is not None:
-            arguments[self.step.picture] = condition
+            arguments[self.step.image] = condition
         return call_of(self.pipeline, arguments, self.device)
 
 

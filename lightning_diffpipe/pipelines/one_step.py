@@ -5,7 +5,7 @@ guidance and time, and how its prediction is unpacked. All of that is in `__call
 
     head   prompts -> tokenizers -> text encoders -> conditions;  noise -> latents, packed or not
     loop   denoiser(latents, timestep, conditions) -> prediction -> scheduler.step
-    tail   latents -> unpacked -> vae.decode -> pictures
+    tail   latents -> unpacked -> vae.decode -> images
 
 For training it is run with four things replaced, in a shallow copy of the pipeline:
 
@@ -68,14 +68,14 @@ _FIXED: dict[str, Any] = {
 _FRAMES = ("num_frames", "frames", "video_length")
 """Names under which pipelines take the number of frames."""
 
-_PICTURES = ("image", "images", "video", "control_image", "mask_image")
-"""Arguments of pipelines that go on from a picture, also by default none, unless annotated as optional."""
+_IMAGES = ("image", "images", "video", "control_image", "mask_image")
+"""Arguments of pipelines that go on from an image, also by default none, unless annotated as optional."""
 
 _NOT_EDITED = ("strength", "mask_image", "control_image", "controlnet", "adapter")
-"""Arguments of pipelines whose picture is not one to be edited, but to start from, or for another part."""
+"""Arguments of pipelines whose image is not one to be edited, but to start from, or for another part."""
 
 _SIZES = ("original_size", "crops_coords_top_left", "target_size")
-"""Arguments that say of a picture, in two numbers, how it was scaled and cropped."""
+"""Arguments that say of an image, in two numbers, how it was scaled and cropped."""
 
 TIME = "timesteps"
 
@@ -93,7 +93,7 @@ class Tail:
         num_axes: Axes of the latents, that of the samples included.
         patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
             channels; scale and shift are those of the latents' channels.
-        frames_apart: The decoder takes each frame of a video as a picture. Axes are counted with frames as axis 1.
+        frames_apart: The decoder takes each frame of a video as an image. Axes are counted with frames as axis 1.
     """
 
     scale: Tensor
@@ -137,23 +137,23 @@ class OneStep:
             a model is given (1 otherwise).
 
     Attributes:
-        decoder: Name of the part that decodes latents; None where pictures themselves are denoised.
+        decoder: Name of the part that decodes latents; None where images themselves are denoised.
         condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
         neutral: A value of `condition` that any model takes.
         arguments: Of every call, guidance off.
         unguided: Ways to switch guidance off, of which `find_tail` keeps the first that works.
         time: The time given to a pipeline that takes one for all samples; None where it takes those of the samples.
         places: Where the denoiser is given sizes, and the time if the pipeline is told one.
-        refused_picture: Why training cannot follow what becomes of the picture, if it cannot.
-        picture: The argument with a picture for each sample that the pipeline edits; None if it edits none.
-        needs_picture: Whether it draws nothing without one.
-        guides_by_picture: Whether it can be guided by the difference that the picture makes.
+        refused_image: Why training cannot follow what becomes of the image, if it cannot.
+        image: The argument with an image for each sample that the pipeline edits; None if it edits none.
+        needs_image: Whether it draws nothing without one.
+        guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
         sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
             those that are given for all.
 
     Raises:
-        ConfigurationError: The pipeline needs more than prompts, classes or a picture to edit, has two denoisers,
+        ConfigurationError: The pipeline needs more than prompts, classes or an image to edit, has two denoisers,
             or takes no such argument.
     """
 
@@ -171,10 +171,10 @@ class OneStep:
         )
         self.condition = condition_of(type(pipeline))
         self.neutral = _NEUTRAL[self.condition]
-        self.picture = picture_of(type(pipeline))
-        self.needs_picture = self.picture in required_by(type(pipeline))
-        self.guides_by_picture = self.needs_picture and "image_guidance_scale" in self._parameters
-        self.refused_picture: ConfigurationError | None = None
+        self.image = image_of(type(pipeline))
+        self.needs_image = self.image in required_by(type(pipeline))
+        self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
+        self.refused_image: ConfigurationError | None = None
         given = dict(arguments or {})
         if unknown := [name for name in given if name not in self._parameters]:
             raise ConfigurationError(
@@ -213,12 +213,12 @@ class OneStep:
             pixels: `height`, `width` and `num_frames`; what the pipeline does not take is left out.
             tail: From `find_tail` of `trial.py`.
             parts: The pipeline's parts as they are now, by name.
-            further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.picture`,
+            further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.image`,
                 `(B, 3, H, W)` in [0, 1].
-            shown: 0 for samples whose picture is dropped, `(B,)`.
+            shown: 0 for samples whose image is dropped, `(B,)`.
 
         Raises:
-            ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits pictures in a
+            ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
                 way that training cannot follow.
         """
         predicted: list[Tensor] = []
@@ -228,7 +228,7 @@ class OneStep:
                 named = (f"{n}={v}" for n, v in pixels.items() if n != "num_frames" or v > 1)
                 raise ConfigurationError(
                     f"for {', '.join(named)} {self.name} draws latents {tuple(shape)}, but encodings of the batch "
-                    f"are {tuple(noisy.shape)}; give pictures of a size that the model can draw"
+                    f"are {tuple(noisy.shape)}; give images of a size that the model can draw"
                 )
             return noisy
 
@@ -239,8 +239,8 @@ class OneStep:
                 raise Captured
             return prediction
 
-        if self.picture in further and self.refused_picture is not None:
-            raise self.refused_picture
+        if self.image in further and self.refused_image is not None:
+            raise self.refused_image
         parts = dict(parts)
         if shown is not None and self.decoder is not None:
             parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
@@ -326,7 +326,7 @@ class OneStep:
         return arguments
 
     def check(self, pixels: Mapping[str, int]) -> None:
-        """Raises ConfigurationError where the pipeline's own check refuses pictures of a size.
+        """Raises ConfigurationError where the pipeline's own check refuses images of a size.
 
         Args:
             pixels: As in `predict`.
@@ -343,12 +343,12 @@ def condition_of(cls: type) -> str | None:
     """Returns the argument of a pipeline's call with a row for each sample; None if it needs none.
 
     Raises:
-        ConfigurationError: It needs something else, such as a picture to start from.
+        ConfigurationError: It needs something else, such as an image to start from.
     """
     condition = next(
         (name for name in inspect.signature(cls.__call__).parameters if name in _NEUTRAL), None
     )
-    known = (condition, picture_of(cls))
+    known = (condition, image_of(cls))
     if others := [name for name in required_by(cls) if name not in known]:
         raise ConfigurationError(
             f"{cls.__name__} draws from {', '.join(others)}, not from prompts or classes alone; train it with a "
@@ -357,8 +357,8 @@ def condition_of(cls: type) -> str | None:
     return condition
 
 
-def picture_of(cls: type) -> str | None:
-    """Returns the argument of a pipeline's call with a picture for each sample to edit; None if it edits none."""
+def image_of(cls: type) -> str | None:
+    """Returns the argument of a pipeline's call with an image for each sample to edit; None if it edits none."""
     takes = {
         *inspect.signature(cls.__call__).parameters,
         *inspect.signature(cls.__init__).parameters,
@@ -371,7 +371,7 @@ def required_by(cls: type) -> list[str]:
     return [
         p.name
         for p in list(inspect.signature(cls.__call__).parameters.values())[1:]
-        if (p.name in _PICTURES and types.NoneType not in get_args(p.annotation))
+        if (p.name in _IMAGES and types.NoneType not in get_args(p.annotation))
         or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     ]
 

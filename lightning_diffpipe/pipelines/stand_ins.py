@@ -1,4 +1,4 @@
-"""What takes the place of a pipeline's parts while its `__call__` runs for something else than a picture.
+"""What takes the place of a pipeline's parts while its `__call__` runs for something else than an image.
 
 A `StandIn` has some members of its own and passes on everything else, so that configs and types are those of the
 real part. The functions below make those of training; `trial.py` makes further ones.
@@ -225,7 +225,7 @@ def no_decoder(real: Any, give: Callable[[Tensor], None]) -> StandIn:
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
-    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline draws without a picture.
+    """Returns an autoencoder whose encodings of some samples are zeros, as a pipeline draws without an image.
 
     Args:
         real: Encodes; of what it returns only the mode of the posterior is left.
@@ -242,7 +242,7 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a denoiser is given a number that belongs to a sample, such as the height of its picture.
+    """Where a denoiser is given a number that belongs to a sample, such as the height of its image.
 
     Attributes:
         path: Where it stands in `(args, options)` of the denoiser, as `given` has it: of lists before it the number

@@ -3,7 +3,7 @@
 Runs with constant latents show what the tail does to latents before they are decoded: an order of axes, a factor
 and an offset for each channel. The inverse normalises what the encoder gives.
 
-Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees a picture.
+Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees an image.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """Runs the call at its default size with stand-ins, to see what can be trained and how.
 
     Args:
-        step: The call; gets `arguments`, `time`, `places` and `refused_picture`.
+        step: The call; gets `arguments`, `time`, `places` and `refused_image`.
         parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
             and decoder are not called.
 
@@ -54,9 +54,9 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
                     step.places = (trial.place_of_time(),)
                 trial.check_samples_apart()
                 step.places += trial.places_of_sizes()
-                step.refused_picture = trial.refused_picture()
-                if step.needs_picture and step.refused_picture is not None:
-                    raise step.refused_picture
+                step.refused_image = trial.refused_image()
+                if step.needs_image and step.refused_image is not None:
+                    raise step.refused_image
                 return trial.tail()
         except ConfigurationError as refusal:
             refusals.append(refusal)
@@ -137,7 +137,7 @@ class Trial:
     def _noting(self, name: str, decoder: nn.Module) -> StandIn:
         """Returns an autoencoder that notes what it encodes, in double precision.
 
-        Kernels of lower precision sum in an order that depends on how many pictures there are.
+        Kernels of lower precision sum in an order that depends on how many images there are.
         """
         wide = functools.cache(lambda: copy.deepcopy(decoder).double())
 
@@ -178,7 +178,7 @@ class Trial:
             noted,
             timesteps.long() if discrete else timesteps,
             [self._step.neutral] * len(times),
-            self._picture(torch.ones(len(times))) | dict(further or {}),
+            self._image(torch.ones(len(times))) | dict(further or {}),
             self._parts,
             step,
             found.append,
@@ -191,15 +191,15 @@ class Trial:
             )
         return found[0].float()
 
-    def _picture(self, levels: Tensor) -> dict[str, Tensor]:
-        """Makes pictures for a pipeline that cannot do without, one for each level in [0, 1].
+    def _image(self, levels: Tensor) -> dict[str, Tensor]:
+        """Makes images for a pipeline that cannot do without, one for each level in [0, 1].
 
         None is even: an autoencoder would divide what rounding makes of it by a variance of almost nothing.
         """
-        if not self._step.needs_picture:
+        if not self._step.needs_image:
             return {}
         pattern = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
-        return {self._step.picture: levels[:, None, None, None] * pattern}
+        return {self._step.image: levels[:, None, None, None] * pattern}
 
     def place_of_time(self) -> Place:
         """Finds where the denoiser is given the time, from runs with one time for all samples.
@@ -246,46 +246,44 @@ class Trial:
         # The text encoders say first what they say to one.
         self._decoded(torch.zeros)
         levels = torch.tensor([0.2, 0.5, 0.9])
-        self._decoded(draw, times, self._picture(levels))
+        self._decoded(draw, times, self._image(levels))
         together = self._given
         for i, time in enumerate(times):
             alone = slice(i, i + 1)
-            self._decoded(lambda _, i=alone: latents[0][i], (time,), self._picture(levels[alone]))
+            self._decoded(lambda _, i=alone: latents[0][i], (time,), self._image(levels[alone]))
             if not _is_row(together, self._given, i, len(times)):
                 raise ConfigurationError(
                     f"{self._step.name} gives its denoiser something else for a sample in a batch whose timesteps "
                     "differ than for that sample alone, so that it cannot be trained on batches"
                 )
 
-    def refused_picture(self) -> ConfigurationError | None:
-        """Says why training cannot follow what becomes of the picture, from runs with a black and a grey one."""
+    def refused_image(self) -> ConfigurationError | None:
+        """Says why training cannot follow what becomes of the image, from runs with a black and a grey one."""
         step = self._step
-        if step.picture is None:
+        if step.image is None:
             return None
         if step.decoder is None:
-            return ConfigurationError(
-                f"{step.name} has no autoencoder for the picture that it edits"
-            )
+            return ConfigurationError(f"{step.name} has no autoencoder for the image that it edits")
         encoded, shown = [], []
         try:
             for level in (0.0, 0.5):
-                picture = {step.picture: torch.full((1, 3, 64, 64), level)}
-                self._decoded(torch.zeros, further=picture)
+                image = {step.image: torch.full((1, 3, 64, 64), level)}
+                self._decoded(torch.zeros, further=image)
                 encoded += [(each, 2 * level - 1) for each in self._calls[step.decoder]]
                 shown.append({name: self._calls[name].copy() for name in self._encoders})
         except Exception as error:
             return ConfigurationError(
-                f"{step.name} cannot be trained to edit pictures: given one as numbers in [0, 1] it ended in "
+                f"{step.name} cannot be trained to edit images: given one as numbers in [0, 1] it ended in "
                 f"{type(error).__name__}: {error}"
             )
         if seen_by := [n for n, calls in shown[0].items() if not _is_row(calls, shown[1][n], 0, 1)]:
             return ConfigurationError(
-                f"{step.name} shows the picture that it edits to its {seen_by[0]}, too, which reads files and "
+                f"{step.name} shows the image that it edits to its {seen_by[0]}, too, which reads files and "
                 "not numbers"
             )
         if len(encoded) != 2 or any(not torch.all(abs(p - x) < 0.01) for p, x in encoded):
             return ConfigurationError(
-                f"{step.name} does not encode the picture that it edits once, as numbers in [-1, 1]"
+                f"{step.name} does not encode the image that it edits once, as numbers in [-1, 1]"
             )
         return None
 

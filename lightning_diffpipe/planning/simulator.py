@@ -4,7 +4,7 @@ Every rank runs its program in order; every directed link carries its messages i
 both directions at once. An instruction starts when its rank is free and what it reads has arrived.
 A message travels by itself, unless the processor that computes also has to move it (gloo).
 That is all: the same rules hold for training schedules, frozen work and forward-only patch schedules.
-If no rank can go on before all are done, the schedule is refused with a picture of where it stands.
+If no rank can go on before all are done, the schedule is refused with an image of where it stands.
 
 Where a schedule is cut decides what its instructions cost, not which of them waits for which. So an `Outline` is
 made once for all cuts: one row for each instruction, in an order in which all can run, with the message it reads
@@ -51,7 +51,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class TickCosts:
-    """Costs for pictures and tests: the same for every microbatch. A number, or one for each stage.
+    """Costs for images and tests: the same for every microbatch. A number, or one for each stage.
 
     Attributes:
         forward: Forward of one microbatch.
@@ -214,8 +214,8 @@ def _deadlock(lowered: Schedule, stuck: dict[int, Instruction], timeline: Timeli
     _, rank, reason = min(reasons)
     notes = dict.fromkeys(stuck, "  ?")
     notes[rank] += "          <-- waits here"
-    picture = draw(timeline.spans, lowered.num_ranks, notes=notes)
-    return f"{reason}\n\n" + "\n".join(f"    {line}" for line in picture.splitlines())
+    image = draw(timeline.spans, lowered.num_ranks, notes=notes)
+    return f"{reason}\n\n" + "\n".join(f"    {line}" for line in image.splitlines())
 
 
 Row = tuple[int, int, int, int, int, int]

@@ -5,7 +5,7 @@
                               -> the plan's schedule lowered for these sizes: this rank's program
 
 Tensors and numpy arrays are cut along dimension 0; lists and tuples of strings with one entry per sample
-(captions, ids, sizes, pictures) along their length. Dicts, tuples and lists of batched tensors are containers and
+(captions, ids, sizes, images) along their length. Dicts, tuples and lists of batched tensors are containers and
 keep their form. Scalars, `None` and zero-dimensional tensors go to every microbatch unchanged. A module may cut
 its batches itself, with a method `split_batch`.
 

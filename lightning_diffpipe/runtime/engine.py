@@ -64,7 +64,7 @@ class Engine:
         reducer: Sums gradients.
         check_finite: Look for NaN and infinity at stage boundaries.
         transport: Carries messages; made from the mesh if not given.
-        picture: Draws a schedule with a mark where a rank waits, for the error of a timeout.
+        image: Draws a schedule with a mark where a rank waits, for the error of a timeout.
 
     Attributes:
         layout: As given; with the schedule, the cut steps, and this rank's place.
@@ -78,7 +78,7 @@ class Engine:
         reducer: GradientReducer,
         check_finite: bool = False,
         transport: Transport | None = None,
-        picture: Callable[[Schedule, int, int], str] | None = None,
+        image: Callable[[Schedule, int, int], str] | None = None,
     ) -> None:
         self.layout = layout
         self.reducer = reducer
@@ -86,7 +86,7 @@ class Engine:
         self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
         self._window_is_apart: bool | None = None  # of the accumulation window that has begun
-        self._picture = picture
+        self._image = image
         self._clock = clock_for(layout.mesh.device)
         self._prepared: PreparedBatches | None = None
         mesh, placement = layout.mesh, layout.schedule.placement
@@ -170,13 +170,13 @@ class Engine:
         self._follow(step)
         weighted = step.works[0].partitioned.graph.weighted
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
-        picture = self._picture and partial(self._picture, step.schedule, rank=rank)
+        image = self._image and partial(self._image, step.schedule, rank=rank)
         with hooks_off(self._parameters) as hooks:
             is_apart = self._sums_apart(weighted or bool(hooks), accumulate, reduce_gradients)
             earlier = self.reducer.take() if is_apart else ()
             self._reduces, self._alarm = reduce_gradients or is_apart, alarm
             try:
-                run_alone(self.executor, step.program, step.works, step.frozen, filler, picture)
+                run_alone(self.executor, step.program, step.works, step.frozen, filler, image)
             except BaseException:
                 self.drop_prepared()
                 raise

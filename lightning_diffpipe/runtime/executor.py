@@ -177,7 +177,7 @@ def run_alone(
     works: Works,
     frozen: FrozenWork | None = None,
     filler: Filler | None = None,
-    picture: Callable[[int], str] | None = None,
+    image: Callable[[int], str] | None = None,
 ) -> None:
     """Drives one rank of many processes: a wait blocks when there is nothing to fill it with.
 
@@ -187,7 +187,7 @@ def run_alone(
         works: The microbatches.
         frozen: The frozen parts.
         filler: Frozen work of coming batches; what it has of this one is done first.
-        picture: Draws the plan with a mark at an instruction, for the error of a timeout.
+        image: Draws the plan with a mark at an instruction, for the error of a timeout.
 
     Raises:
         PipelineTimeoutError: A message did not come in time; names the instruction, and shows where
@@ -206,5 +206,5 @@ def run_alone(
         position = executor.position
         standing = f"{error}; it stands at instruction {position + 1} of {len(program)}"
         name = f" ({program[position]})" if position < len(program) else ""
-        drawing = f"\n\n{picture(position)}" if picture else ""
+        drawing = f"\n\n{image(position)}" if image else ""
         raise PipelineTimeoutError(f"{standing}{name}{drawing}") from error

@@ -1,4 +1,4 @@
-"""Sampling: one latent, all ranks, less time to the picture.
+"""Sampling: one latent, all ranks, less time to the image.
 
 A `Request` says what is sampled; a `Sampler` says how. All samplers return the same full latents on every rank, and
 each has an emulator: the same code in one process.

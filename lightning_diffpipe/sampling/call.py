@@ -7,7 +7,7 @@ it for its own copy, or its own part, of the denoiser:
 
     rank 0      prompts -> pipeline's own code, first run -> Call ── broadcast ──> all ranks
     all ranks   Call + denoiser -> Request -> sampler, which runs the pipeline's loop -> final latents
-    rank 0      final latents -> pipeline's own code -> pictures
+    rank 0      final latents -> pipeline's own code -> images
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Do all ranks sample the same model? Options, config and weights of each, compared when a model is opened.
 
 Ranks read their weights themselves, under PipeFusion only those of their own layers, perhaps from copies on several
-hosts. A stale copy would give a wrong picture without an error. So every rank takes a digest of *every* tensor that
+hosts. A stale copy would give a wrong image without an error. So every rank takes a digest of *every* tensor that
 is stored, whichever it will read, and before the first request that needs them of other parts that all ranks read,
 such as a second denoiser or a ControlNet:
 
@@ -144,7 +144,7 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else repr(value)
     if isinstance(value, torch.Generator):
         return "a generator"  # that of rank 0 counts
-    if callable(getattr(value, "tobytes", None)):  # a picture or an array
+    if callable(getattr(value, "tobytes", None)):  # an image or an array
         digest = hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
         shape = getattr(value, "size", None) if hasattr(value, "mode") else value.shape
         return f"a {type(value).__name__} of {shape}, digest {digest}"

@@ -1,4 +1,4 @@
-"""IP-Adapters at sampling: pictures as prompts, by image tokens that attention layers of the denoiser read besides.
+"""IP-Adapters at sampling: images as prompts, by image tokens that attention layers of the denoiser read besides.
 
 A file has `image_proj`, which makes tokens of what an image encoder answers, and `ip_adapter`, keys and values for
 each layer. The pipeline's own `load_ip_adapter` puts both into the denoiser, on every rank into a skeleton of it.
@@ -214,11 +214,11 @@ def refuse_images(
         )
     if has_adapters and not names:
         raise ConfigurationError(
-            f"the {pipeline} was opened with ip_adapters, which read a picture; give {IMAGE}= or "
+            f"the {pipeline} was opened with ip_adapters, which read an image; give {IMAGE}= or "
             f"{EMBEDDINGS}=, or leave ip_adapters out"
         )
     if IMAGE in names and EMBEDDINGS not in names and not can_encode:
         raise ConfigurationError(
             f"{IMAGE} needs an image encoder, and the {pipeline} has none: put its folder `{_ENCODER}` beside the "
-            f"file of the IP-Adapter, or give {_ENCODER}=, or {EMBEDDINGS}= in place of the picture"
+            f"file of the IP-Adapter, or give {_ENCODER}=, or {EMBEDDINGS}= in place of the image"
         )

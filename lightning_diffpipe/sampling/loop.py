@@ -6,7 +6,7 @@
         scheduler.step(...)   pauses; a sampler steps, or gives the latents that another rank has stepped
       its own code            unpacks and decodes the final latents, on rank 0
 
-So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and pictures
+So nothing of any pipeline is copied, and nothing about it is declared: guidance of any kind, callbacks and images
 as input are its own code. The call is run several times. The first run, of rank 0, has a denoiser that predicts
 zeros: it records what text encoders and the like answer (`record.py`), counts the steps and shows what the denoiser
 is called with (`call.py`). Further runs, on any rank, are answered from that record. They always see latents of

@@ -205,7 +205,7 @@ def refuse_scales(given: Mapping[str, Any]) -> None:
         given: Arguments of the pipeline's call.
 
     Raises:
-        ConfigurationError: There is one that would change the picture in diffusers.
+        ConfigurationError: There is one that would change the image in diffusers.
     """
     for name, value in given.items():
         scale = value.get("scale", 1) if isinstance(value, Mapping) else 1

@@ -218,7 +218,7 @@ def error_beside(links: Links, plain: Callable[[], Any], found: Any, warning: st
 
 # ------------------------------------------------------------------------------------ failures
 
-REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller pictures at a time"
+REMEDY_OF_MEMORY = "take more stages or ranks, or draw fewer or smaller images at a time"
 REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 
 

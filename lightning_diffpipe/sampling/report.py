@@ -1,4 +1,4 @@
-"""What a request took: seconds, bytes, weights, and how far the pictures are from one process.
+"""What a request took: seconds, bytes, weights, and how far the images are from one process.
 
 pipefusion, num_patches=4, warmup_steps=1, on parallel=2
 20 steps      0.41 s each; 8.3 s in all, 9.1 s with encoding and decoding
@@ -113,20 +113,20 @@ def _size(num_bytes: int) -> str:
 # ---------------------------------------------------------------------------------- quality guard
 
 
-def psnr(picture: Any, reference: Any) -> float:
-    """Returns the peak signal-to-noise ratio of two pictures of 8 bits, in dB; infinite if they are equal.
+def psnr(image: Any, reference: Any) -> float:
+    """Returns the peak signal-to-noise ratio of two images of 8 bits, in dB; infinite if they are equal.
 
     Example:
         >>> round(psnr(np.full((2, 2), 10, np.uint8), np.full((2, 2), 11, np.uint8)), 2)
         48.13
     """
-    a, b = (np.asarray(x, dtype=np.float64) for x in (picture, reference))
+    a, b = (np.asarray(x, dtype=np.float64) for x in (image, reference))
     error = float(np.mean((a - b) ** 2))
     return 10 * math.log10(255**2 / error) if error else math.inf
 
 
-def difference(picture: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
-    """Returns the absolute difference of two pictures, enlarged `gain` times so that it can be seen; 8 bits."""
-    a, b = (np.asarray(x, dtype=np.float64) for x in (picture, reference))
+def difference(image: Any, reference: Any, gain: float = 8.0) -> np.ndarray:
+    """Returns the absolute difference of two images, enlarged `gain` times so that it can be seen; 8 bits."""
+    a, b = (np.asarray(x, dtype=np.float64) for x in (image, reference))
     enlarged: np.ndarray = np.clip(np.abs(a - b) * gain, 0, 255).astype(np.uint8)
     return enlarged

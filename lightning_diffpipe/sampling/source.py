@@ -1,4 +1,4 @@
-"""Where prompts become requests and latents become pictures.
+"""Where prompts become requests and latents become images.
 
 A source knows a model on disk. On the rank that leads it has text encoders and autoencoder, too; on all
 others only the denoiser, without weights until it is known which ones they need.
@@ -118,7 +118,7 @@ class Settings:
             if (getattr(self, name) or 0) > _LONGEST_SIDE:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)} is more than {_LONGEST_SIDE} pixels, the longest side of a "
-                    "picture in most formats"
+                    "image in most formats"
                 )
 
     def given(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Source(Protocol):
     weights: Weights | None
 
     def draw(self, settings: Settings, sample: Sample) -> Any:
-        """Draws pictures, with the denoising loop done by `sample`; only on the rank that leads."""
+        """Draws images, with the denoising loop done by `sample`; only on the rank that leads."""
 
     def part(self, name: str) -> nn.Module:
         """Returns another part that the loop calls, with its weights; on any rank."""
@@ -567,7 +567,7 @@ def call_arguments(pipeline: Any, settings: Settings) -> dict[str, Any]:
     known = inspect.signature(type(pipeline).__call__).parameters
     arguments, prompts = settings.given(), settings.prompts
     option = next((name for name in _PROMPTS if name in known), None)
-    ours = {"return_dict": "the pictures themselves", option: "prompts"}
+    ours = {"return_dict": "the images themselves", option: "prompts"}
     for name in arguments:
         if name in ours:
             raise ConfigurationError(f"{name} cannot be given; use {ours[name]} instead")
@@ -649,7 +649,7 @@ def _lacking_package(error: Exception) -> str | None:
 
 
 def _no_step_left(call: PipelineCall) -> str:
-    """Says that too little is changed of a picture for a step, which pipelines answer with an error of torch."""
+    """Says that too little is changed of an image for a step, which pipelines answer with an error of torch."""
     defaults = inspect.signature(type(call.pipeline).__call__).parameters
     given = {
         name: call.arguments.get(name, defaults[name].default)

@@ -144,7 +144,7 @@ def _engine(
     """Returns what runs the plan, which may have no flush."""
     staleness = SCHEDULES[plan.options.schedule].staleness
     if staleness is None or not plan.runs_free:
-        return Engine(layout, reducer, check_finite, picture=waiting)
+        return Engine(layout, reducer, check_finite, image=waiting)
     (stage,) = plan.placement.stages_of(layout.mesh.local_rank)
     delay = staleness(plan.placement, stage)
     return FreeRunningEngine(layout, reducer, trained, delay, check_finite)

@@ -1,4 +1,4 @@
-"""Timelines as pictures (`plot`) and for Perfetto, https://ui.perfetto.dev (`chrome_trace`).
+"""Timelines as images (`plot`) and for Perfetto, https://ui.perfetto.dev (`chrome_trace`).
 
 In a trace each timeline is a process, each rank a thread, each message an arrow from the instruction that made it
 to the one that reads it. This is the one file of `viewing` that needs matplotlib.
@@ -50,10 +50,10 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
     Args:
         timelines: By name, for example `{"planned": ..., "measured": ...}`.
         path: File to write; the ending chooses the format.
-        title: Written above the picture.
+        title: Written above the image.
 
     Raises:
-        ConfigurationError: No picture is written with that ending.
+        ConfigurationError: No image is written with that ending.
     """
     import matplotlib
 
@@ -65,7 +65,7 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
     endings = sorted(FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.removeprefix(".").lower() not in endings:
         raise ConfigurationError(
-            f"{path} is no name for a picture; choose an ending of {', '.join(endings)}"
+            f"{path} is no name for an image; choose an ending of {', '.join(endings)}"
         )
 
     rows = sum(timeline.num_ranks for timeline in timelines.values())

@@ -62,13 +62,13 @@ def waiting(schedule: Schedule, at: int, rank: int) -> str:
     done = sum(1 for instruction in program[:at] if isinstance(instruction, Compute))
     own = timeline.spans_of(rank)[:done]
     kept = [*(span for span in timeline.spans if span.rank != rank), *own]
-    picture = draw(kept, schedule.num_ranks, tick_s=1.0).splitlines()
+    image = draw(kept, schedule.num_ranks, tick_s=1.0).splitlines()
     stands_at = max((round(span.stop_s) for span in own), default=0)
-    head, cells = picture[rank].split("|", 1)
+    head, cells = image[rank].split("|", 1)
     width = len(cells) // max(round(max((s.stop_s for s in kept), default=1.0)), 1)
     here = program[at] if at < len(program) else "the end"
-    picture[rank] = f"{head}|{cells[: stands_at * width]}{'?':>{width}}          {ARROW}: {here}"
-    return "\n".join(picture)
+    image[rank] = f"{head}|{cells[: stands_at * width]}{'?':>{width}}          {ARROW}: {here}"
+    return "\n".join(image)
 
 
 def seconds(value: float) -> str:

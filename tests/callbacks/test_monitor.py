@@ -244,15 +244,15 @@ def test_without_a_pipeline_it_counts_samples(tmp_path):
     assert not monitor.samples
 
 
-@pytest.mark.parametrize("bad", [{"every_n_steps": 0}, {"pictures_share": 2.0}])
+@pytest.mark.parametrize("bad", [{"every_n_steps": 0}, {"images_share": 2.0}])
 def test_refused(bad):
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
         PipelineMonitor(**bad)
 
 
-def test_pictures_wait_until_the_run_can_afford_them(tmp_path, monkeypatch):
+def test_images_wait_until_the_run_can_afford_them(tmp_path, monkeypatch):
     """Drawing takes seconds, and all other ranks wait for the one that draws."""
-    monitor = PipelineMonitor(pictures_share=0.01, folder=tmp_path)
+    monitor = PipelineMonitor(images_share=0.01, folder=tmp_path)
     drawn = []
     monkeypatch.setattr(monitor, "_draw", lambda trainer, plan: drawn.append(1))
 
@@ -264,7 +264,7 @@ def test_pictures_wait_until_the_run_can_afford_them(tmp_path, monkeypatch):
     monitor.samples.append(None)
     monitor._clock.started_s -= 100
     monitor._draw_now_and_then(Trainer)
-    assert not drawn, "1% of 100 s is less than a picture takes"
+    assert not drawn, "1% of 100 s is less than an image takes"
     monitor._clock.started_s -= 200
     monitor._draw_now_and_then(Trainer)
     assert drawn
@@ -319,7 +319,7 @@ def ended_records(folder, patience_s=30):
 def test_what_wandb_keeps_of_a_run(tmp_path):
     """History: no norm, no memory and no bytes were logged, and the plan, profile and report stayed on the disk."""
     logger = WandbLogger(save_dir=tmp_path, offline=True, id="abc123")
-    monitor = PipelineMonitor(every_n_steps=4, folder=tmp_path / "pipeline", pictures_share=0)
+    monitor = PipelineMonitor(every_n_steps=4, folder=tmp_path / "pipeline", images_share=0)
     strategy = quick_strategy(num_stages=1, num_microbatches=2)
     trainer = quiet_trainer(
         devices=1, strategy=strategy, callbacks=[monitor], logger=logger, log_every_n_steps=2

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
 from lightning_diffpipe.callbacks.monitor import num_samples
-from lightning_diffpipe.callbacks.sample_images import picture_grid
+from lightning_diffpipe.callbacks.sample_images import image_grid
 from lightning_diffpipe.errors import ConfigurationError
 
 
 class Painter(BoringModel):
-    """Samples pictures of its first weight, so that one sees which weights were used."""
+    """Samples images of its first weight, so that one sees which weights were used."""
 
     def sample(self, prompts, num_inference_steps, guidance_scale, generator):
         grey = self.layer.weight[0, 0].sigmoid()
@@ -56,14 +56,14 @@ def fit(tmp_path, callbacks, logger, module=None, data=None, ckpt_path=None, **k
     return trainer
 
 
-def test_pictures_come_every_few_optimizer_steps(tmp_path):
+def test_images_come_every_few_optimizer_steps(tmp_path):
     logger = Memory()
     fit(tmp_path, [SampleImages(["a", "b"], every_n_steps=2)], logger, accumulate_grad_batches=2)
     assert logger.images == [("samples", 2, step, ["a", "b"]) for step in (2, 4, 6)]
 
 
 @pytest.mark.parametrize("every", [{"every_n_steps": 6}, {"every_n_steps": None}])
-def test_pictures_come_in_every_fit(every, tmp_path):
+def test_images_come_in_every_fit(every, tmp_path):
     """History: kept for a second run, the callback did not draw the step that it had drawn last."""
     samples = SampleImages(["a"], **every)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_pictures_come_in_every_fit(every, tmp_path):
 
 
 def test_a_resumed_run_draws_its_own_steps_only(tmp_path):
-    """History: the first of the batches that make a step drew again, over the picture of the checkpoint's step."""
+    """History: the first of the batches that make a step drew again, over the image of the checkpoint's step."""
     trainer = fit(tmp_path, [], False, max_steps=2, accumulate_grad_batches=2)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     logger = Memory()
@@ -83,7 +83,7 @@ def test_a_resumed_run_draws_its_own_steps_only(tmp_path):
     assert [step for _, _, step, _ in logger.images] == [4, 6]
 
 
-def test_pictures_come_with_every_validation_and_averaged_weights(tmp_path):
+def test_images_come_with_every_validation_and_averaged_weights(tmp_path):
     logger, drawn = Memory(), []
     samples = SampleImages(["a"], every_n_steps=None)
     draw = samples.draw
@@ -181,10 +181,10 @@ def test_conditions_are_taken_with_their_captions_and_shown_above(tmp_path, held
     samples = SampleImages(every_n_steps=2)
     data, logger = Conditioned(held_back), CSVLogger(tmp_path, "csv", "")
     trainer = fit(tmp_path, [samples], logger, Follower(), data, max_steps=2)
-    picture = Image.open(tmp_path / "csv" / "samples" / "step_000002.png")
+    image = Image.open(tmp_path / "csv" / "samples" / "step_000002.png")
     columns = len(held_back) or 2
-    assert picture.size == (4 * columns, 8)
-    levels = [picture.getpixel((4 * columns - 1, y))[0] for y in (0, 7)]
+    assert image.size == (4 * columns, 8)
+    levels = [image.getpixel((4 * columns - 1, y))[0] for y in (0, 7)]
     assert levels == [round(255 * shown), round(255 * shown / 2)]
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     again, other = SampleImages(every_n_steps=2), Conditioned(["fire"])
@@ -241,7 +241,7 @@ def test_a_module_that_cannot_draw_is_refused_before_training(tmp_path):
 
 
 def test_several_callbacks_write_into_folders_of_their_own(tmp_path):
-    """History: each wrote over the pictures of the one before."""
+    """History: each wrote over the images of the one before."""
     logger = Memory()
     callbacks = [SampleImages(["a"], 2), SampleImages(["b", "c"], 3)]
     fit(tmp_path, callbacks, logger)
@@ -257,9 +257,9 @@ def test_frames_of_videos_lie_side_by_side(tmp_path):
     greys = torch.linspace(0, 1, 15).view(1, 15, 1, 1, 1)
     painter.sample = lambda prompts, **settings: greys.expand(len(prompts), 15, 3, 4, 4)
     fit(tmp_path, [SampleImages(["a", "b"], 6)], logger, painter)
-    picture = Image.open(tmp_path / "csv" / "samples" / "step_000006.png")
-    assert picture.size == (8 * 4, 2 * 4)
-    levels = [picture.getpixel((x, 7))[0] for x in range(0, 32, 4)]
+    image = Image.open(tmp_path / "csv" / "samples" / "step_000006.png")
+    assert image.size == (8 * 4, 2 * 4)
+    levels = [image.getpixel((x, 7))[0] for x in range(0, 32, 4)]
     assert levels == [round(255 * greys[0, i].item()) for i in range(0, 15, 2)]
 
 
@@ -278,14 +278,14 @@ def test_wrong_settings_are_refused(wrong):
         SampleImages(**wrong)
 
 
-def test_pictures_are_files_without_a_logger_that_takes_them(tmp_path):
+def test_images_are_files_without_a_logger_that_takes_them(tmp_path):
     fit(tmp_path, [SampleImages(["a"] * 3, every_n_steps=3)], CSVLogger(tmp_path, "csv", ""))
     paths = sorted((tmp_path / "csv" / "samples").iterdir())
     assert [path.name for path in paths] == ["step_000003.png", "step_000006.png"]
     assert Image.open(paths[0]).size == (32, 4)
 
 
-def test_pictures_show_averaged_weights(tmp_path):
+def test_images_show_averaged_weights(tmp_path):
     ema, samples, module = EMA(decay=0.0), SampleImages(["a"]), Painter()
     trainer = fit(tmp_path, [ema, samples], False, module)
     ema.averages["layer.weight"].fill_(3.0)
@@ -309,7 +309,7 @@ def test_a_divided_model_is_made_whole(tmp_path):
 
 def test_a_grid_reads_like_a_page():
     greys = torch.linspace(0, 1, 3).view(3, 1, 1, 1).expand(3, 3, 1, 1)
-    grid = picture_grid(greys, columns=2)
+    grid = image_grid(greys, columns=2)
     assert [grid.getpixel((x, y))[0] for y in (0, 1) for x in (0, 1)] == [0, 128, 255, 0]
 
 

@@ -87,13 +87,13 @@ def _samples(shard):
     return by_key.values()
 
 
-def red_pictures(numbers):
-    """Files of a shard: for each number a red picture, and the number as its caption."""
+def red_images(numbers):
+    """Files of a shard: for each number a red image, and the number as its caption."""
     files = {}
     for number in numbers:
-        picture = io.BytesIO()
-        Image.new("RGB", (20, 20), (number, 0, 0)).save(picture, "PNG")
-        files |= {f"{number}.png": picture.getvalue(), f"{number}.txt": b"%d" % number}
+        image = io.BytesIO()
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(image, "PNG")
+        files |= {f"{number}.png": image.getvalue(), f"{number}.txt": b"%d" % number}
     return files
 
 

@@ -1,4 +1,4 @@
-"""Colours of pictures: what shows through transparent pixels, and colours of other spaces than sRGB."""
+"""Colours of images: what shows through transparent pixels, and colours of other spaces than sRGB."""
 
 import io
 import json
@@ -36,14 +36,14 @@ def grey(alpha=ALPHA):
     return Image.fromarray(np.where(alpha > 0, 60, 170).astype(np.uint8))
 
 
-def saved(picture, form, **options):
-    picture.save(file := io.BytesIO(), form, **options)
+def saved(image, form, **options):
+    image.save(file := io.BytesIO(), form, **options)
     return file.getvalue()
 
 
-def with_alpha(picture, alpha):
-    picture.putalpha(Image.fromarray(alpha))
-    return picture
+def with_alpha(image, alpha):
+    image.putalpha(Image.fromarray(alpha))
+    return image
 
 
 def sixteen_bits():
@@ -52,9 +52,9 @@ def sixteen_bits():
 
 
 def palette(alphas):
-    picture = Image.fromarray(np.where(KEY > 0, 1, 0).astype(np.uint8), "P")
-    picture.putpalette([255, 0, 255, 0, 200, 0] + [0] * 6)
-    return saved(picture, "PNG", transparency=alphas)
+    image = Image.fromarray(np.where(KEY > 0, 1, 0).astype(np.uint8), "P")
+    image.putpalette([255, 0, 255, 0, 200, 0] + [0] * 6)
+    return saved(image, "PNG", transparency=alphas)
 
 
 GREEN, DARK = (0, 200, 0), (60, 60, 60)
@@ -269,9 +269,9 @@ PROFILES = {
 def test_colours_are_those_that_viewers_show(kind):
     """History: numbers of Adobe RGB and Display P3, which cameras and phones write, were taken for sRGB."""
     content, color = PROFILES[kind]
-    picture = Image.open(io.BytesIO(content()))
+    image = Image.open(io.BytesIO(content()))
     expected = onto(color, KEY * 0 + 255, (0, 0, 0))
-    torch.testing.assert_close(shown(to_square(picture, SIZE)), expected, atol=2.01, rtol=0)
+    torch.testing.assert_close(shown(to_square(image, SIZE)), expected, atol=2.01, rtol=0)
 
 
 def test_folders_with_equal_names_are_split_apart(tmp_path):

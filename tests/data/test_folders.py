@@ -18,7 +18,7 @@ from lightning_diffpipe.data.image_folder import to_square
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader
 from tests.data.folders import write_folder
-from tests.data.like_webdataset import red_pictures, write_shard
+from tests.data.like_webdataset import red_images, write_shard
 
 
 def test_a_folder_gives_squares_with_captions(tmp_path):
@@ -39,13 +39,13 @@ def test_a_folder_gives_squares_with_captions(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_pictures_come_with_their_size_and_crop(orientation, tmp_path):
-    """Of the upright picture, as viewers show it, and where the crop begins in the scaled one."""
+def test_images_come_with_their_size_and_crop(orientation, tmp_path):
+    """Of the upright image, as viewers show it, and where the crop begins in the scaled one."""
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}')
-    picture = Image.new("RGB", (100, 40) if orientation == 1 else (40, 100))
+    image = Image.new("RGB", (100, 40) if orientation == 1 else (40, 100))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    picture.save(tmp_path / "a.png", exif=exif)
+    image.save(tmp_path / "a.png", exif=exif)
     data = ImageFolderDataModule(
         tmp_path, 20, validation_share=0, batch_size=1, num_workers=0, condition="edges"
     )
@@ -56,20 +56,20 @@ def test_pictures_come_with_their_size_and_crop(orientation, tmp_path):
 
 
 def write_conditions(folder, size=lambda width, height: (width, height)):
-    """A second picture for each, as blue as the first is red."""
+    """A second image for each, as blue as the first is red."""
     lines = []
     for line in (folder / "metadata.jsonl").read_text().split("\n"):
         entry = json.loads(line)
         name = f"condition_{entry['file_name']}"
-        with Image.open(folder / entry["file_name"]) as picture:
-            red = picture.getpixel((0, 0))[0]
-            Image.new("RGB", size(*picture.size), (0, 0, red)).save(folder / name)
+        with Image.open(folder / entry["file_name"]) as image:
+            red = image.getpixel((0, 0))[0]
+            Image.new("RGB", size(*image.size), (0, 0, red)).save(folder / name)
         lines.append(json.dumps({**entry, "conditioning_image": name}))
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
 @pytest.mark.parametrize("size", [lambda w, h: (w, h), lambda w, h: (round(w / 3), round(h / 3))])
-def test_a_folder_may_name_a_second_picture(tmp_path, size):
+def test_a_folder_may_name_a_second_image(tmp_path, size):
     write_folder(tmp_path)
     write_conditions(tmp_path, size)
     options = {"resolution": 16, "batch_size": 4, "num_workers": 0, "validation_share": 0.2}
@@ -83,7 +83,7 @@ def test_a_folder_may_name_a_second_picture(tmp_path, size):
     assert ImageFolderDataModule(tmp_path, condition="edges").hparams.condition == "edges"
 
 
-def test_second_pictures_of_another_shape_are_refused(tmp_path):
+def test_second_images_of_another_shape_are_refused(tmp_path):
     write_folder(tmp_path)
     write_conditions(tmp_path, lambda width, height: (width + 3, height))
     data = ImageFolderDataModule(tmp_path, condition="conditioning_image", validation_share=0.0)
@@ -102,12 +102,12 @@ def depth_map(size=20):
     return Image.fromarray(levels)
 
 
-def test_pictures_of_16_bits_keep_their_levels(tmp_path):
+def test_images_of_16_bits_keep_their_levels(tmp_path):
     """Depth maps have 16 bits; cut off at 255, all of them is white."""
     assert depth_map().mode == "I;16"
     depth_map().save(tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as picture:
-        condition = (to_square(picture, 20) + 1) / 2
+    with Image.open(tmp_path / "a.png") as image:
+        condition = (to_square(image, 20) + 1) / 2
     expected = torch.zeros(3, 20, 20)
     expected[:, :10] = 128 / 255
     torch.testing.assert_close(condition, expected)
@@ -115,7 +115,7 @@ def test_pictures_of_16_bits_keep_their_levels(tmp_path):
         to_square(depth_map().convert("F"), 20)
 
 
-def test_a_line_without_a_second_picture_is_named(tmp_path):
+def test_a_line_without_a_second_image_is_named(tmp_path):
     write_folder(tmp_path)
     data = ImageFolderDataModule(tmp_path, condition="depth")
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_a_line_without_a_second_picture_is_named(tmp_path):
         data.setup("fit")
 
 
-def test_a_folder_without_second_pictures_has_edges(tmp_path):
+def test_a_folder_without_second_images_has_edges(tmp_path):
     write_folder(tmp_path)
     data = ImageFolderDataModule(tmp_path, resolution=16, condition="edges", num_workers=0)
     data.setup("fit")
@@ -137,19 +137,19 @@ def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
 
 
 def test_squares_are_cut_from_the_middle():
-    picture = Image.new("RGB", (30, 10))
-    picture.paste((255, 255, 255), (10, 0, 20, 10))
-    assert torch.equal(to_square(picture, 10), torch.ones(3, 10, 10))
+    image = Image.new("RGB", (30, 10))
+    image.paste((255, 255, 255), (10, 0, 20, 10))
+    assert torch.equal(to_square(image, 10), torch.ones(3, 10, 10))
 
 
 def photograph(**options):
     """What a camera on its side keeps: the upper half of the scene, white, lies on the left."""
-    picture = Image.new("RGB", (20, 20))
-    picture.paste((255, 255, 255), (0, 0, 10, 20))
+    image = Image.new("RGB", (20, 20))
+    image.paste((255, 255, 255), (0, 0, 10, 20))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # turn by 90 degrees, clockwise
     file = io.BytesIO()
-    picture.save(file, exif=exif, **options)
+    image.save(file, exif=exif, **options)
     return file.getvalue()
 
 
@@ -159,7 +159,7 @@ def upright(image):
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 def test_photographs_stand_upright(tmp_path, form):
-    """History: the orientation that cameras write was ignored, and models learned sideways pictures."""
+    """History: the orientation that cameras write was ignored, and models learned sideways images."""
     (tmp_path / "a.jpg").write_bytes(photograph(format=form))
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.jpg", "text": "a"}')
     data = ImageFolderDataModule(str(tmp_path), resolution=20, validation_share=0.0)
@@ -204,10 +204,10 @@ def test_captions_may_hold_any_character_that_json_allows(tmp_path, end):
 
 @pytest.fixture(params=["webdataset", "tests.data.like_webdataset"])
 def shards(request, tmp_path, monkeypatch):
-    """Three shards of six red pictures each."""
+    """Three shards of six red images each."""
     monkeypatch.setitem(sys.modules, "webdataset", pytest.importorskip(request.param))
     for shard in range(3):
-        write_shard(tmp_path / f"{shard}.tar", red_pictures(range(6 * shard, 6 * shard + 6)))
+        write_shard(tmp_path / f"{shard}.tar", red_images(range(6 * shard, 6 * shard + 6)))
     return str(tmp_path / "{0..2}.tar")
 
 
@@ -237,8 +237,8 @@ def test_shards_give_batches_like_all_others(shards):
     assert data_of(shards).held_back_captions(3) == []
 
 
-def test_shards_may_have_second_pictures(tmp_path):
-    files = red_pictures(range(4))
+def test_shards_may_have_second_images(tmp_path):
+    files = red_images(range(4))
     files |= {name.replace(".png", ".cond.png"): f for name, f in files.items() if "png" in name}
     write_shard(tmp_path / "0.tar", dict(sorted(files.items())))
     shards = str(tmp_path / "0.tar")
@@ -252,16 +252,16 @@ def test_shards_may_have_second_pictures(tmp_path):
     write_shard(tmp_path / "0.tar", dict(sorted(files.items())))
     condition = list(data.val_dataloader())[1]["condition"][1]
     torch.testing.assert_close(condition[:, 0], torch.full((3, 8), 128 / 255))
-    with Image.open(io.BytesIO(depth.getvalue())) as picture:
-        picture.resize((10, 20)).save(wide := io.BytesIO(), "PNG")
+    with Image.open(io.BytesIO(depth.getvalue())) as image:
+        image.resize((10, 20)).save(wide := io.BytesIO(), "PNG")
     write_shard(tmp_path / "0.tar", dict(sorted((files | {"3.cond.png": wide.getvalue()}).items())))
     with pytest.raises(
         ConfigurationError,
-        match=r"cond.png of sample '3' of .* has 10x20 pixels, and the picture of",
+        match=r"cond.png of sample '3' of .* has 10x20 pixels, and the image of",
     ):
         list(data.val_dataloader())
     made = next(iter(data_of(str(tmp_path / "0.tar"), condition="edges").train_dataloader()))
-    assert made["condition"].max() < 1e-6  # pictures of one colour
+    assert made["condition"].max() < 1e-6  # images of one colour
 
 
 def test_photographs_of_shards_stand_upright(tmp_path):
@@ -315,7 +315,7 @@ def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers
     """As docs/data.md has it. History: nothing said how, and errors of both packages led in a circle."""
     wds = pytest.importorskip("webdataset")
     for shard in range(4):
-        write_shard(tmp_path / f"{shard}.tar", red_pictures(range(6 * shard, 6 * shard + 6)))
+        write_shard(tmp_path / f"{shard}.tar", red_images(range(6 * shard, 6 * shard + 6)))
 
     def loader(rank):
         deal = wds.slice(rank, None, 2)
@@ -351,7 +351,7 @@ def broken_files(folder):
     files = {
         "whole.png": whole,
         "cut.jpg": photograph(format="JPEG")[:-60],
-        "text.png": b"no picture at all",
+        "text.png": b"no image at all",
     }
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -361,7 +361,7 @@ def broken_files(folder):
 
 
 def listed(folder, names):
-    """A data module of pictures, in this order."""
+    """A data module of images, in this order."""
     lines = [json.dumps({"file_name": name, "text": name}) for name in names]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     return lambda **options: ImageFolderDataModule(
@@ -369,7 +369,7 @@ def listed(folder, names):
     )
 
 
-def test_a_picture_that_cannot_be_read_is_named(tmp_path):
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
     """History: PIL's own words came, at whatever step it was drawn, and nothing said which of a million it was."""
     data = listed(tmp_path, broken_files(tmp_path))()
     data.setup("fit")
@@ -382,7 +382,7 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path, num_workers):
+def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, num_workers):
     make = listed(tmp_path, [*broken_files(tmp_path), "missing.png"])
     data = make(on_error="skip")
     data.num_workers = num_workers
@@ -414,13 +414,13 @@ def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
         ImageFolderDataModule(tmp_path).setup("fit")
 
 
-def test_folders_without_pictures_to_train_on_are_refused(tmp_path):
+def test_folders_without_images_to_train_on_are_refused(tmp_path):
     """History: an empty file ended in torch's own error about `num_samples=0`."""
     (tmp_path / "metadata.jsonl").touch()
-    with pytest.raises(ConfigurationError, match=r"metadata.jsonl lists no picture"):
+    with pytest.raises(ConfigurationError, match=r"metadata.jsonl lists no image"):
         ImageFolderDataModule(tmp_path).setup("fit")
     write_folder(tmp_path, 2)
-    with pytest.raises(ConfigurationError, match=r"all 2 pictures .* are held back"):
+    with pytest.raises(ConfigurationError, match=r"all 2 images .* are held back"):
         ImageFolderDataModule(tmp_path, validation_share=1.0).setup("fit")
     with pytest.raises(ConfigurationError, match="on_error='ignore'; choose 'raise' or 'skip'"):
         ImageFolderDataModule(tmp_path, on_error="ignore")
@@ -434,8 +434,8 @@ def test_a_line_of_pixels_is_read_at_once():
 
 
 def broken_shard(folder):
-    """Two pictures, between them one cut short, one without a caption, and a caption that is no UTF-8."""
-    files = {**red_pictures(range(4)), "4.png": red_pictures([4])["4.png"], **red_pictures([5])}
+    """Two images, between them one cut short, one without a caption, and a caption that is no UTF-8."""
+    files = {**red_images(range(4)), "4.png": red_images([4])["4.png"], **red_images([5])}
     files["1.png"] = files["1.png"][:40]
     files["2.txt"] = b"caf\xe9"
     write_shard(folder / "0.tar", files)
@@ -446,7 +446,7 @@ def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
     data = data_of(broken_shard(tmp_path), validation_shards=broken_shard(tmp_path))
     raw = list(data._stored(data.hparams.train_shards, None))
     for index, reason in (
-        (1, "the picture of sample '1' of .*0.tar cannot be used: .*"),
+        (1, "the image of sample '1' of .*0.tar cannot be used: .*"),
         (2, "the caption of sample '2' of .*0.tar is no UTF-8"),
         (4, "sample '4' of .*0.tar has no txt"),
     ):
@@ -468,7 +468,7 @@ def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, 
     none = data_of(str(tmp_path / "1.tar"), on_error="skip")
     with pytest.raises(ConfigurationError, match="hold no sample"):  # and not wait for one for ever
         next(iter(none.train_dataloader()))
-    write_shard(tmp_path / "4.tar", {"0.png": b"no picture", "0.txt": b"0"})
+    write_shard(tmp_path / "4.tar", {"0.png": b"no image", "0.txt": b"0"})
     with pytest.raises(ConfigurationError, match="hold no sample"):
         next(iter(data_of(str(tmp_path / "4.tar"), on_error="skip").train_dataloader()))
     with pytest.raises(DataError, match=r"1.tar"):

@@ -12,8 +12,8 @@ from lightning_diffpipe.data.glyphs import (
 from lightning_diffpipe.errors import ConfigurationError
 
 
-def as_text(picture: torch.Tensor) -> list[str]:
-    return ["".join(" .:*#"[min(level // 52, 4)] for level in row) for row in picture.tolist()]
+def as_text(image: torch.Tensor) -> list[str]:
+    return ["".join(" .:*#"[min(level // 52, 4)] for level in row) for row in image.tolist()]
 
 
 def test_matplotlib_ships_twelve_faces():
@@ -95,7 +95,7 @@ def test_the_split_does_not_depend_on_resolution_alphabets_or_faces():
 
 
 @pytest.mark.parametrize("resolution", [16, 64, 200])
-def test_batches_hold_pictures_in_range_and_captions(resolution):
+def test_batches_hold_images_in_range_and_captions(resolution):
     data = GlyphDataModule(resolution=resolution, batch_size=4)
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))

@@ -70,7 +70,7 @@ def test_videos_that_cannot_be_used_are_named(tmp_path):
         module_of(tmp_path, 9).train_set[0]
     with pytest.raises(DataError, match=r"line 1: .* is no file"):
         module_of(tmp_path, None)
-    with pytest.raises(ConfigurationError, match="condition='edges' is for pictures"):
+    with pytest.raises(ConfigurationError, match="condition='edges' is for images"):
         ImageFolderDataModule(tmp_path, condition="edges", num_frames=2)
 
 

@@ -149,8 +149,8 @@ def test_two_models_side_by_side_in_a_module_of_a_users_own():
     assert plan.stages[2].backbone == "second"
 
 
-class Pictures(L.LightningDataModule):
-    """Made-up pictures with captions, in order."""
+class Images(L.LightningDataModule):
+    """Made-up images with captions, in order."""
 
     def __init__(self, batch_size=6):
         super().__init__()
@@ -173,7 +173,7 @@ class ReadyMade(CascadedDiffusion):
 
 def test_the_ready_made_cascade_learns_and_draws_what_it_does_in_one_process(tmp_path):
     """The module computes noise and losses in single precision, so that rounding may differ once in a while."""
-    settings = Settings(module_class=ReadyMade, data_class=Pictures)
+    settings = Settings(module_class=ReadyMade, data_class=Images)
     settings.trainer = {"max_steps": 3, "max_epochs": -1, "default_root_dir": tmp_path}
     prompts = SampleImages(["digit four"], every_n_steps=3, num_inference_steps=2)
     settings.trainer["callbacks"] = [prompts]

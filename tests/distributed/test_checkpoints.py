@@ -23,7 +23,7 @@ from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.runtime.ownership import collect, spread
 from tests.data.folders import write_folder
-from tests.data.like_webdataset import red_pictures, write_shard
+from tests.data.like_webdataset import red_images, write_shard
 from tests.distributed.scenarios import (
     Settings,
     assert_close,
@@ -553,7 +553,7 @@ def test_lightnings_averages_work_where_a_rank_holds_the_whole_module(tmp_path, 
 
 
 class Reds(L.LightningModule):
-    """Learns the mean colours of pictures, with noise."""
+    """Learns the mean colours of images, with noise."""
 
     def __init__(self):
         super().__init__()
@@ -574,7 +574,7 @@ class Reds(L.LightningModule):
 
 
 class Turned(Dataset):
-    """Pictures of a user's own data set, with random brightness."""
+    """Images of a user's own data set, with random brightness."""
 
     def __len__(self):
         return 11
@@ -583,13 +583,13 @@ class Turned(Dataset):
         return {"image": torch.rand(3, 1, 1).expand(3, 4, 4) * index, "caption": str(index)}
 
 
-class Pictures(L.LightningDataModule):
+class Images(L.LightningDataModule):
     def __init__(self, loader):
         super().__init__()
         self.train_dataloader = loader
 
 
-def pictures(kind, folder, num_workers):
+def images(kind, folder, num_workers):
     """The data modules of conf/data, and a loader of a user's own."""
     sizes = {"resolution": 8, "batch_size": 2, "num_workers": num_workers}
     if kind == "glyphs":
@@ -600,7 +600,7 @@ def pictures(kind, folder, num_workers):
         return ImageFolderDataModule(folder, validation_share=0, **sizes)
     if kind == "webdataset":
         return WebDatasetDataModule(f"{folder}/{{0..2}}.tar", samples_per_epoch=10, **sizes)
-    return Pictures(lambda: DataLoader(Turned(), 2, True, num_workers=num_workers))
+    return Images(lambda: DataLoader(Turned(), 2, True, num_workers=num_workers))
 
 
 def interrupted(rank, world_size, kind, folder, num_workers, path):
@@ -616,7 +616,7 @@ def interrupted(rank, world_size, kind, folder, num_workers, path):
             enable_checkpointing=True,
             callbacks=[] if options else [saves],
         )
-        trainer.fit(module, pictures(kind, folder, num_workers), **options)
+        trainer.fit(module, images(kind, folder, num_workers), **options)
         found.append((module.seen, weights_of(module)))
     return found
 
@@ -638,7 +638,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, num_workers)
     if kind == "webdataset":
         pytest.importorskip("webdataset")
         for shard in range(3):
-            write_shard(tmp_path / f"{shard}.tar", red_pictures(range(20 * shard, 20 * shard + 5)))
+            write_shard(tmp_path / f"{shard}.tar", red_images(range(20 * shard, 20 * shard + 5)))
     (seen, weights), again = interrupted(0, 1, kind, tmp_path, num_workers, tmp_path / "half.ckpt")
     outcomes = [((seen, weights), again)]
     if num_workers == 0:  # beside threads of gloo no process should fork workers
@@ -663,5 +663,5 @@ def resumed_only(rank, kind, folder, path):
     module = build(Settings(module_class=Reds))
     strategy = quick_strategy(num_stages=2, num_microbatches=2)
     trainer = quiet_trainer(devices=2, strategy=strategy, max_epochs=2)
-    trainer.fit(module, pictures(kind, folder, 0), ckpt_path=path)
+    trainer.fit(module, images(kind, folder, 0), ckpt_path=path)
     return module.seen, weights_of(module)

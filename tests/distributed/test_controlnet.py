@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 
-class Pictures(L.LightningDataModule):
-    """Made-up pictures, captions and conditions, in order."""
+class Images(L.LightningDataModule):
+    """Made-up images, captions and conditions, in order."""
 
     def __init__(self, batch_size=6):
         super().__init__()
@@ -48,7 +48,7 @@ def test_it_learns_what_one_process_learns():
     """
     settings = Settings(
         module_class=Controlled,
-        data_class=Pictures,
+        data_class=Images,
         trainer={"max_steps": 4, "max_epochs": -1},
     )
     expected = reference(settings, 3)

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_diffpipe.data import WebDatasetDataModule
 from tests.data import like_webdataset
-from tests.data.like_webdataset import red_pictures, write_shard
+from tests.data.like_webdataset import red_images, write_shard
 from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Samples, TinyDiffusion
 from tests.ranks import RankError, run_ranks
@@ -288,7 +288,7 @@ def pairs():
 
 
 class ReadsTable(TinyDiffusion):
-    """Adds a table to its pictures, which is no sample's but all samples'."""
+    """Adds a table to its images, which is no sample's but all samples'."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step({**batch, "image": batch["image"] + batch["table"]}, batch_idx)
@@ -354,7 +354,7 @@ def test_combined_loaders_can_be_used_again():
 
 
 class Reds(L.LightningModule):
-    """Two layers that look at pictures, and what they saw."""
+    """Two layers that look at images, and what they saw."""
 
     def __init__(self):
         super().__init__()
@@ -385,7 +385,7 @@ def train_on_shards(rank, pattern, num_stages):
 
 def test_shards_are_dealt_out_to_pipelines_not_to_ranks(tmp_path):
     """History: two ranks of one pipeline refused a single shard, before they knew that they were one."""
-    write_shard(tmp_path / "all.tar", red_pictures(range(8)))
+    write_shard(tmp_path / "all.tar", red_images(range(8)))
     first, second = run_ranks(train_on_shards, 2, str(tmp_path / "all.tar"), 2)
     assert first == second
     assert sorted(first) == [str(number) for number in range(8)]

@@ -93,7 +93,7 @@ def test_ranks_of_a_pipeline_validate_on_the_same_batches():
 
 
 class Sampling(L.Callback):
-    """Samples in mid-training, as a picture-logging callback does."""
+    """Samples in mid-training, as an image-logging callback does."""
 
     def __init__(self):
         self.samples = []

@@ -340,7 +340,7 @@ class Unlucky(Counted):
 
     def __getitem__(self, index):
         if index == self.bad:
-            raise OSError(f"picture {index} is cut short")
+            raise OSError(f"image {index} is cut short")
         return super().__getitem__(index)
 
 
@@ -356,9 +356,9 @@ def fail(rank, bad):
 @pytest.mark.parametrize("bad", [row(0), 9])
 def test_a_sample_that_cannot_be_read_ends_all_ranks_with_its_message(bad):
     first, second = run_ranks(fail, 2, bad)
-    assert first.startswith(f"OSError: picture {bad} is cut short")
+    assert first.startswith(f"OSError: image {bad} is cut short")
     assert second.startswith("LostRankError")
-    assert f"it failed with OSError: picture {bad} is cut short" in second
+    assert f"it failed with OSError: image {bad} is cut short" in second
 
 
 def once(rank, kind):

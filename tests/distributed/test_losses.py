@@ -75,7 +75,7 @@ class WeighedTokenMean(TokenMean):
 
 
 class PriorPreservation(Still):
-    """First pictures of the subject, then as many of its class, as in DreamBooth."""
+    """First images of the subject, then as many of its class, as in DreamBooth."""
 
     def training_step(self, batch, batch_idx):
         (subject, prior), (wanted, other) = (

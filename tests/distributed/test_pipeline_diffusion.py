@@ -7,7 +7,7 @@ import pytest
 
 from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
-from tests.distributed.tiny import Pictures
+from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -33,7 +33,7 @@ def test_it_learns_what_one_process_learns(name, world_size, schedule):
     settings = Settings(
         module={"name": name},
         module_class=Tiny,
-        data_class=Pictures,
+        data_class=Images,
         trainer={"max_steps": 3, "max_epochs": -1},
     )
     expected = reference(settings, 3)

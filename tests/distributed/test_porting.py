@@ -81,7 +81,7 @@ class ControlNetTraining(porting.ControlNetTraining):
         super().__init__(alive(controlnet), text_encoder=text_encoder(), **parts)
 
 
-class Pictures(Dataset):
+class Images(Dataset):
     """What all of them want, made up."""
 
     def __init__(self, size):
@@ -104,22 +104,22 @@ class Pictures(Dataset):
         }
 
 
-class PictureData(Data):
+class ImageData(Data):
     pairs = False
 
     def train_dataloader(self):
-        pictures = Pictures(48)
+        images = Images(48)
         if not self.pairs:
-            return torch.utils.data.DataLoader(pictures, self.batch_size)
+            return torch.utils.data.DataLoader(images, self.batch_size)
         pairs = Pairs(24)
-        pairs.samples = pictures
+        pairs.samples = images
         return torch.utils.data.DataLoader(pairs, self.batch_size, collate_fn=subject_first)
 
     def val_dataloader(self):
         return []
 
 
-class PairData(PictureData):
+class PairData(ImageData):
     pairs = True
 
 
@@ -127,7 +127,7 @@ class PairData(PictureData):
     "module_class", [TextToImage, row(TextToImageXL), DreamBoothLoRA, ControlNetTraining]
 )
 def test_two_ranks_train_as_one_process(module_class):
-    data_class = PairData if module_class is DreamBoothLoRA else PictureData
+    data_class = PairData if module_class is DreamBoothLoRA else ImageData
     settings = Settings(
         module_class=module_class,
         data_class=data_class,

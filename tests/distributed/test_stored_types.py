@@ -11,7 +11,7 @@ from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.parts import load_for_training, read_index
 from lightning_diffpipe.sampling.source import load_networks
 from tests.distributed.scenarios import Settings, assert_equal_runs, build, fit, reference
-from tests.distributed.tiny import Pictures
+from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -76,7 +76,7 @@ def test_frozen_weights_keep_their_type(name, precision, lora, tmp_path):
     settings = Settings(
         module={"folder": folder, "lora": lora},
         module_class=Opened,
-        data_class=Pictures,
+        data_class=Images,
         trainer={"max_steps": 3, "max_epochs": -1, "precision": precision},
     )
     expected = reference(settings, 2)
@@ -125,7 +125,7 @@ def test_trained_weights_are_never_taken_from_their_file(tmp_path):
     settings = Settings(
         module={"folder": folder, "lora": False},
         module_class=Unseen,
-        data_class=Pictures,
+        data_class=Images,
         trainer={"max_steps": 2, "max_epochs": -1},
     )
     expected = reference(settings, 2)
@@ -158,7 +158,7 @@ def test_frozen_weights_that_a_user_writes_are_not_taken_from_their_file(module_
     settings = Settings(
         module={"folder": folder, "lora": True},
         module_class=module_class,
-        data_class=Pictures,
+        data_class=Images,
         trainer={"max_steps": 2, "max_epochs": -1},
     )
     expected = reference(settings, 2)

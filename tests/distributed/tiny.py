@@ -292,7 +292,7 @@ class Data(L.LightningDataModule):
 
 
 class Pairs(Dataset):
-    """A picture of the subject and one of its class."""
+    """An image of the subject and one of its class."""
 
     def __init__(self, size):
         self.samples = Samples(2 * size)
@@ -310,8 +310,8 @@ def subject_first(pairs):
     )
 
 
-class Pictures(L.LightningDataModule):
-    """Made-up pictures and captions, in order."""
+class Images(L.LightningDataModule):
+    """Made-up images and captions, in order."""
 
     batch_size = 6
 

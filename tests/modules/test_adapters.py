@@ -423,7 +423,7 @@ def test_what_cannot_be_written_is_refused_before_training(tmp_path, capsys, mon
     ],
 )
 def test_adapters_that_diffusers_does_not_load_are_named(name, text, said, tmp_path):
-    """History: they were written without a word, and a picture of diffusers was drawn without them."""
+    """History: they were written without a word, and an image of diffusers was drawn without them."""
     module = lora_of(name, tmp_path, text)
     with warnings.catch_warnings() if said is None else pytest.warns(UserWarning, match=said):
         warnings.simplefilter("error" if said is None else "always")

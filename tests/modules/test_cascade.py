@@ -1,4 +1,4 @@
-"""The ready-made cascade: two losses that know nothing of each other, and pictures by both."""
+"""The ready-made cascade: two losses that know nothing of each other, and images by both."""
 
 from unittest import mock
 
@@ -55,7 +55,7 @@ def test_the_upscaler_learns_with_noise_of_the_level_it_is_given(batch):
         loss_of(module, batch)
         seen += [call.args for call in predict.call_args_list]
     *_, large, level = seen[1]
-    assert len(seen[0]) == 5, "the base is given nothing of the large picture"
+    assert len(seen[0]) == 5, "the base is given nothing of the large image"
     assert large.shape == (len(level), 12, 4, 4)
     assert ((level >= 0) & (level <= module.hparams.most_noise)).all()
     clean, _ = module._upscaler_inputs(
@@ -68,7 +68,7 @@ def test_the_upscaler_learns_with_noise_of_the_level_it_is_given(batch):
     assert noisy.min() == 1
 
 
-def test_pictures_depend_on_prompt_and_small_picture():
+def test_images_depend_on_prompt_and_small_image():
     module = tiny_cascade()
     for guidance_scale in (1.0, 4.0):
         both = drawn(module, guidance_scale=guidance_scale)
@@ -85,7 +85,7 @@ def test_pictures_depend_on_prompt_and_small_picture():
 
 @pytest.mark.parametrize("is_grey", [False, True])
 def test_it_survives_checkpoints_and_folders(is_grey, tmp_path, batch):
-    """History: a folder did not say that pictures are grey, and could not be opened."""
+    """History: a folder did not say that images are grey, and could not be opened."""
     module = tiny_cascade("flow", *GREY if is_grey else ())
     trainer = fit(module, batch, tmp_path)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -113,7 +113,7 @@ def test_parts_that_are_no_cascade(options, message):
         tiny_cascade(**options)
 
 
-def test_grey_pictures_have_one_channel(batch):
+def test_grey_images_have_one_channel(batch):
     module = tiny_cascade("flow", *GREY)
     same = {**batch, "image": batch["image"].mean(1, keepdim=True).expand(-1, 3, -1, -1)}
     torch.testing.assert_close(loss_of(module, batch), loss_of(module, same))
@@ -124,9 +124,9 @@ def test_grey_pictures_have_one_channel(batch):
     torch.testing.assert_close(drawn(module, small=small), drawn(module, small=small.mean(1, True)))
 
 
-def test_pictures_of_another_size_are_refused(batch):
+def test_images_of_another_size_are_refused(batch):
     batch = {**batch, "image": batch["image"][..., :4, :4]}
-    with pytest.raises(ConfigurationError, match="upscaler draws 8 pixels, but pictures have 4"):
+    with pytest.raises(ConfigurationError, match="upscaler draws 8 pixels, but images have 4"):
         loss_of(tiny_cascade(), batch)
 
 

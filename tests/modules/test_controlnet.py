@@ -1,4 +1,4 @@
-"""A ControlNet listens to a second picture, and nothing else is trained."""
+"""A ControlNet listens to a second image, and nothing else is trained."""
 
 import diffusers
 import pytest
@@ -56,7 +56,7 @@ def test_it_begins_without_influence(batch):
     assert torch.equal(loss_of(module, batch), loss_of(plain, batch))
 
 
-def test_every_picture_follows_its_own_condition():
+def test_every_image_follows_its_own_condition():
     module, condition = tiny_controlnet_diffusion(), conditions()
     for guidance_scale in (1.0, 4.0):
         both = drawn(module, condition, guidance_scale=guidance_scale)
@@ -68,7 +68,7 @@ def test_every_picture_follows_its_own_condition():
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
-def test_pictures_are_those_of_diffusers_own_pipeline(prediction):
+def test_images_are_those_of_diffusers_own_pipeline(prediction):
     module, condition = tiny_controlnet_diffusion(prediction).eval(), conditions()
     names = ("vae", "text_encoder", "tokenizer", "unet", "controlnet", "scheduler")
     pipe = diffusers.StableDiffusionControlNetPipeline(
@@ -149,8 +149,8 @@ def test_a_new_controlnet_comes_of_a_folder_without_one(tmp_path):
 def test_predicting_takes_the_conditions_of_the_batch(batch):
     module = tiny_controlnet_diffusion()
     module.sampling = {"num_inference_steps": 2}
-    pictures = module.predict_step(batch, 0)
-    assert [picture.size for picture in pictures] == [(8, 8)] * 4
+    images = module.predict_step(batch, 0)
+    assert [image.size for image in images] == [(8, 8)] * 4
 
 
 def without_condition(batch):
@@ -192,7 +192,7 @@ def controlnet(**changes):
         ({"cross_attention_dim": 24}, r"another U-Net: its cross_attention_dim is 24, .* 16"),
         (
             {"conditioning_embedding_out_channels": (8, 8, 8)},
-            r"shrinks conditions by 4, .* pictures by 2; make one with 2",
+            r"shrinks conditions by 4, .* images by 2; make one with 2",
         ),
     ],
 )
@@ -233,17 +233,17 @@ def test_a_model_trained_on_without_its_controlnet_is_a_plain_one(tmp_path):
 
 
 def test_the_predictor_does_not_leave_it_out(batch, tmp_path):
-    """Pictures would be those of the locked model, whatever the ControlNet has learnt."""
+    """Images would be those of the locked model, whatever the ControlNet has learnt."""
     module = tiny_controlnet_diffusion()
     fit(module, batch, tmp_path).save_checkpoint(tmp_path / "last.ckpt")
     module.save_pretrained(tmp_path / "model")
     module.pipeline_index = {"_class_name": "StableDiffusionPipeline"}
     module.save_pretrained(tmp_path / "pipeline")
-    # As a pipeline of diffusers it is drawn to pictures, by the pipeline's own call.
+    # As a pipeline of diffusers it is drawn to images, by the pipeline's own call.
     source = open_source(tmp_path / "pipeline", True, torch.device("cpu"), torch.float32)
     assert isinstance(source.part("controlnet"), diffusers.ControlNetModel)
     for path in (tmp_path / "last.ckpt", tmp_path / "model"):
-        with pytest.raises(ConfigurationError, match=r"has a ControlNet, which takes a picture"):
+        with pytest.raises(ConfigurationError, match=r"has a ControlNet, which takes an image"):
             open_source(path, True, torch.device("cpu"), torch.float32)
     with pytest.raises(ConfigurationError, match=r"this ControlNetDiffusion has a ControlNet"):
         refuse_module(module)

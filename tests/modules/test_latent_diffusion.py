@@ -133,10 +133,10 @@ def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(make_model,
     model = make_model()
     model.vae.register_to_config(force_upcast=asks)
     latents = model.encode_images(batch["image"], sample=False)
-    pictures = model.decode_latents(latents)
+    images = model.decode_latents(latents)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model.encode_images(batch["image"], sample=False), latents) == asks
-        assert torch.equal(model.decode_latents(latents), pictures) == asks
+        assert torch.equal(model.decode_latents(latents), images) == asks
         assert torch.is_autocast_enabled("cpu")
 
 
@@ -162,15 +162,15 @@ def test_text_states_are_those_of_transformers_own_mask(make_model, batch):
 
 
 @pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
-def test_samples_are_pictures_and_repeatable(make_model, prediction):
+def test_samples_are_images_and_repeatable(make_model, prediction):
     model = make_model(prediction=prediction).eval()
-    pictures = [
+    images = [
         model.sample(["a", "b"], 3, generator=torch.Generator().manual_seed(1)) for _ in range(2)
     ]
-    assert pictures[0].shape == (2, 3, 8, 8)
-    assert 0 <= pictures[0].min() <= pictures[0].max() <= 1
-    assert pictures[0].equal(pictures[1])
-    assert not pictures[0][0].equal(pictures[0][1])
+    assert images[0].shape == (2, 3, 8, 8)
+    assert 0 <= images[0].min() <= images[0].max() <= 1
+    assert images[0].equal(images[1])
+    assert not images[0][0].equal(images[0][1])
 
 
 def test_a_loaded_denoiser_is_ready_to_train_and_sampling_leaves_it_so(make_model, tmp_path):
@@ -539,9 +539,9 @@ def test_self_conditioning_estimates_as_often_as_it_is_asked_to(
         counts.append(len(calls))
         model.zero_grad(set_to_none=True)
     assert set(counts) == {1, 2}
-    pictures = model.sample(["a", "b"], num_inference_steps=3)
-    assert pictures.shape == (2, 3, 8, 8)
-    assert pictures.isfinite().all()
+    images = model.sample(["a", "b"], num_inference_steps=3)
+    assert images.shape == (2, 3, 8, 8)
+    assert images.isfinite().all()
 
 
 @pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])

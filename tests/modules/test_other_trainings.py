@@ -43,12 +43,12 @@ def test_the_scaling_factor_gives_latents_unit_variance(batch, tmp_path):
 
 
 def validate_while_training(rank, world_size, distributed):
-    """Trains an epoch that changes nothing, and validates six pictures."""
+    """Trains an epoch that changes nothing, and validates six images."""
     torch.manual_seed(0)
-    pictures = [{"image": picture} for picture in torch.rand(6, 3, 8, 8) * 2 - 1]
+    images = [{"image": image} for image in torch.rand(6, 3, 8, 8) * 2 - 1]
     module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=0.0))
     trainer = quiet_trainer(use_distributed_sampler=True, **distributed)
-    trainer.fit(module, DataLoader(pictures, batch_size=2), DataLoader(pictures, batch_size=1))
+    trainer.fit(module, DataLoader(images, batch_size=2), DataLoader(images, batch_size=1))
     return float(trainer.callback_metrics["val/psnr"]), module.latent_moments.tolist()
 
 
@@ -64,7 +64,7 @@ def test_pipelines_side_by_side_validate_as_one_process_does():
 
 
 @pytest.mark.slow
-def test_a_text_encoder_learns_to_find_pictures(batch, tmp_path):
+def test_a_text_encoder_learns_to_find_images(batch, tmp_path):
     module = TextAlignment(
         tiny_text_encoder(), tiny_tokenizer(), optimization=Optimization(lr=3e-3, warmup_steps=10)
     )
@@ -73,7 +73,7 @@ def test_a_text_encoder_learns_to_find_pictures(batch, tmp_path):
     assert metrics["train/loss"] < 1.5
 
 
-def picture(optimization, num_steps=40, columns=40, rows=5):
+def image(optimization, num_steps=40, columns=40, rows=5):
     factors = [optimization.factor(step, num_steps) for step in range(columns)]
     heights = [round(factor * (rows - 1)) for factor in factors]
     lines = ["".join("#" if h == row else " " for h in heights) for row in reversed(range(rows))]
@@ -82,7 +82,7 @@ def picture(optimization, num_steps=40, columns=40, rows=5):
 
 def test_learning_rate_warms_up_stays_and_falls():
     optimization = Optimization(warmup_steps=8, decay="linear", decay_share=0.5, final_share=0.0)
-    assert picture(optimization) == [
+    assert image(optimization) == [
         "      #####################",
         "     #                     ###",
         "  ###                         #####",

@@ -226,7 +226,7 @@ def by_hand_sana(m, batch):
 
 
 def by_hand_lumina2(m, batch):
-    """Time runs from noise to picture, and so does the velocity."""
+    """Time runs from noise to image, and so does the velocity."""
     noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     texts = [f"{m.pipeline.system_prompt} <Prompt Start> {caption}" for caption in CAPTIONS]
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
@@ -272,7 +272,7 @@ def by_hand_instruct_pix2pix(m, batch):
 
 
 def by_hand_kontext(m, batch):
-    """The picture before is more tokens, at the same places of another layer."""
+    """The image before is more tokens, at the same places of another layer."""
     noisy, sigmas, target = flow(m, scaled(m.vae, batch["image"]))
     mode = m.vae.encode(2 * batch["condition"] - 1).latent_dist.mode()
     before = (mode - m.vae.config.shift_factor) * m.vae.config.scaling_factor
@@ -545,8 +545,8 @@ def test_text_encoders_can_be_trained_along(tmp_path):
         assert all(p.grad is not None for p in part.parameters())
 
 
-def test_pictures_are_drawn_in_the_size_of_those_trained_on(tmp_path):
-    """History: six steps on pictures of 32 pixels drew four of 1024 for four minutes."""
+def test_images_are_drawn_in_the_size_of_those_trained_on(tmp_path):
+    """History: six steps on images of 32 pixels drew four of 1024 for four minutes."""
     module, batch = module_of("flux", tmp_path), batch_of("flux")
     batch["image"] = nn.functional.pad(batch["image"], (0, 16))
     fit(module, batch, tmp_path, steps=1)
@@ -584,13 +584,13 @@ def test_captions_are_dropped_before_the_call(tmp_path):
     assert torch.equal(loss_of(module, batch_of("flux")), loss_of(module, empty))
 
 
-def test_pictures_before_are_dropped_as_latents_of_zeros(tmp_path):
+def test_images_before_are_dropped_as_latents_of_zeros(tmp_path):
     """As in the script of diffusers, `train_instruct_pix2pix.py`, and as the pipeline draws without one."""
     pipeline = build("StableDiffusionInstructPix2PixPipeline", tmp_path)
     module = PipelineDiffusion(pipeline, caption_dropout=0.0, condition_dropout=1.0)
     generator = torch.Generator().manual_seed(0)
-    pictures = {n: torch.rand(3, 3, 32, 32, generator=generator) for n in ("image", "condition")}
-    batch = {**pictures, "caption": CAPTIONS}
+    images = {n: torch.rand(3, 3, 32, 32, generator=generator) for n in ("image", "condition")}
+    batch = {**images, "caption": CAPTIONS}
 
     def by_hand(m, batch):
         noisy, t, target = discrete(m, scaled(m.vae, batch["image"]))
@@ -600,7 +600,7 @@ def test_pictures_before_are_dropped_as_latents_of_zeros(tmp_path):
     check_by_hand(module, batch, by_hand)
 
 
-def test_half_of_the_pictures_before_are_dropped_with_their_captions(tmp_path, monkeypatch):
+def test_half_of_the_images_before_are_dropped_with_their_captions(tmp_path, monkeypatch):
     pipeline = build("StableDiffusionInstructPix2PixPipeline", tmp_path)
     module = PipelineDiffusion(pipeline)
     coins, seen = [0.04, 0.06, 0.12, 0.16], []
@@ -611,8 +611,8 @@ def test_half_of_the_pictures_before_are_dropped_with_their_captions(tmp_path, m
         return noisy
 
     monkeypatch.setattr(module.step, "predict", predict)
-    pictures = torch.zeros(4, 3, 8, 8)
-    batch = {"image": pictures, "condition": pictures, "caption": ["a", "b", "c", "d"]}
+    images = torch.zeros(4, 3, 8, 8)
+    batch = {"image": images, "condition": images, "caption": ["a", "b", "c", "d"]}
     module.losses(batch)
     [(conditions, shown)] = seen
     assert conditions == ["", "", "c", "d"]
@@ -805,7 +805,7 @@ def test_a_list_with_an_entry_for_each_sample_does_not_move_the_time(num):
 
 @pytest.mark.parametrize("share", [1.0, 1e-3, 1e-5])
 def test_a_pipeline_that_mixes_samples_is_refused(share, monkeypatch):
-    """History: samples that edit pictures were compared with a tolerance of 1e-3, as their encoder had rounded."""
+    """History: samples that edit images were compared with a tolerance of 1e-3, as their encoder had rounded."""
     monkeypatch.setattr(MixingPipeline, "share", share)
     module = PipelineDiffusion(own(MixingPipeline))
     with pytest.raises(
@@ -815,7 +815,7 @@ def test_a_pipeline_that_mixes_samples_is_refused(share, monkeypatch):
 
 
 class ReadingPipeline(CountingPipeline):
-    """Edits a picture, which another part reads, too."""
+    """Edits an image, which another part reads, too."""
 
     @torch.no_grad()
     def __call__(self, image, prompt, height=8, width=8, num_inference_steps=10):
@@ -829,21 +829,21 @@ class ReadingPipeline(CountingPipeline):
         return (self.vae.decode(latents).sample,)
 
 
-def test_pictures_that_are_edited_are_named_where_they_are_missing_or_cannot_be_followed(tmp_path):
+def test_images_that_are_edited_are_named_where_they_are_missing_or_cannot_be_followed(tmp_path):
     name = "StableDiffusionInstructPix2PixPipeline"
     module = PipelineDiffusion(build(name, tmp_path))
     with pytest.raises(
-        ConfigurationError, match="learns from batches with 'condition', the pictures"
+        ConfigurationError, match="learns from batches with 'condition', the images"
     ):
         loss_of(module, {"image": torch.zeros(3, 3, 32, 32), "caption": CAPTIONS})
     reading = ReadingPipeline(tiny_unet(), tiny.vae(), diffusers.DDPMScheduler(), Counted())
     with pytest.raises(
-        ConfigurationError, match="shows the picture that it edits to its counted, too"
+        ConfigurationError, match="shows the image that it edits to its counted, too"
     ):
         PipelineDiffusion(reading).setup("fit")
 
 
-def test_a_pipeline_that_draws_from_pictures_is_refused_before_weights_are_read(tmp_path):
+def test_a_pipeline_that_draws_from_images_is_refused_before_weights_are_read(tmp_path):
     module_of("sdxl", tmp_path / "parts").save_pretrained(tmp_path)
     for path in tmp_path.rglob("*.safetensors"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Frozen work in bubbles: laws, pictures, and what it gains."""
+"""Frozen work in bubbles: laws, images, and what it gains."""
 
 import random
 from collections import defaultdict
@@ -25,7 +25,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
 
-from .pictures import check_golden
+from .drawings import check_golden
 from .profiles import equal_profile
 
 UNIFORM = [[1] * 24, [1] * 24]

@@ -1,4 +1,4 @@
-"""Every schedule's picture, and its closed form where there is one."""
+"""Every schedule's image, and its closed form where there is one."""
 
 import random
 from dataclasses import replace
@@ -36,7 +36,7 @@ from lightning_diffpipe.planning.schedules.pipedream import (
 )
 from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
 
-from .pictures import check_golden
+from .drawings import check_golden
 from .sizes import peak_alive
 
 SIZES = list(product(range(1, 7), range(1, 10)))

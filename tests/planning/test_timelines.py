@@ -1,4 +1,4 @@
-"""What schedules look like: the pictures a person judges."""
+"""What schedules look like: the images a person judges."""
 
 from textwrap import dedent
 
@@ -15,12 +15,12 @@ from lightning_diffpipe.planning.simulator import TickCosts, simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
 
-def picture(text):
+def image(text):
     return dedent(text).strip("\n")
 
 
 def test_1f1b_on_three_ranks():
-    assert str(simulate(one_f_one_b(3, 3))) == picture("""
+    assert str(simulate(one_f_one_b(3, 3))) == image("""
         rank 0 | F0 F1 F2  .  .  .  . B0 --  . B1 --  . B2 --
         rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  . B2 --  .  .
         rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 --  .  .  .  .
@@ -28,7 +28,7 @@ def test_1f1b_on_three_ranks():
 
 
 def test_gpipe_on_three_ranks():
-    assert str(simulate(gpipe(3, 3))) == picture("""
+    assert str(simulate(gpipe(3, 3))) == image("""
         rank 0 | F0 F1 F2  .  .  .  .  .  . B0 -- B1 -- B2 --
         rank 1 |  . F0 F1 F2  .  .  . B0 -- B1 -- B2 --  .  .
         rank 2 |  .  . F0 F1 F2 B0 -- B1 -- B2 --  .  .  .  .
@@ -36,7 +36,7 @@ def test_gpipe_on_three_ranks():
 
 
 def test_1f1b_with_fewer_microbatches_than_stages():
-    assert str(simulate(one_f_one_b(4, 2))) == picture("""
+    assert str(simulate(one_f_one_b(4, 2))) == image("""
         rank 0 | F0 F1  .  .  .  .  .  .  .  . B0 --  . B1 --
         rank 1 |  . F0 F1  .  .  .  .  . B0 --  . B1 --  .  .
         rank 2 |  .  . F0 F1  .  . B0 --  . B1 --  .  .  .  .
@@ -45,7 +45,7 @@ def test_1f1b_with_fewer_microbatches_than_stages():
 
 
 def test_1f1b_with_one_rank_before_three_replicas():
-    assert str(simulate(one_f_one_b(Placement.of_replicas((1, 3)), 6))) == picture("""
+    assert str(simulate(one_f_one_b(Placement.of_replicas((1, 3)), 6))) == image("""
         rank 0 | F0 F1 F2 F3 B0 -- F4 B1 -- F5 B2 -- B3 -- B4 -- B5 --
         rank 1 |  . F0 B0 -- F3 B3 --  .  .  .  .  .  .  .  .  .  .  .
         rank 2 |  .  . F1 B1 --  .  . F4 B4 --  .  .  .  .  .  .  .  .
@@ -55,7 +55,7 @@ def test_1f1b_with_one_rank_before_three_replicas():
 
 def test_1f1b_with_two_replicas_in_front():
     costs = TickCosts(forward=(2, 1, 1), backward=(4, 2, 2))
-    assert str(simulate(one_f_one_b(Placement.of_replicas((2, 1, 1)), 4), costs)) == picture("""
+    assert str(simulate(one_f_one_b(Placement.of_replicas((2, 1, 1)), 4), costs)) == image("""
         rank 0 | F0 -- F2 --  .  .  .  . B0 -- -- --  .  . B2 -- -- --  .  .  .
         rank 1 | F1 -- F3 --  .  .  .  .  .  .  . B1 -- -- --  .  . B3 -- -- --
         rank 2 |  .  . F0 F1  .  . B0 -- F2 B1 -- F3 B2 --  . B3 --  .  .  .  .
@@ -65,7 +65,7 @@ def test_1f1b_with_two_replicas_in_front():
 
 def test_frozen_work_runs_first_on_all_ranks():
     schedule = lower(one_f_one_b(2, 2), encode_parts([4, 4], num_ranks=2))
-    assert str(simulate(schedule, TickCosts(encode=2, exchange=1, reduce=2))) == picture("""
+    assert str(simulate(schedule, TickCosts(encode=2, exchange=1, reduce=2))) == image("""
         rank 0 | E0 --  X F0 F1  .  . B0 --  . B1 --  R --
         rank 1 | E1 --  X  . F0 B0 -- F1 B1 --  R --  .  .
     """)
@@ -73,7 +73,7 @@ def test_frozen_work_runs_first_on_all_ranks():
 
 def test_deep_warmup_hides_slow_links():
     costs = TickCosts(activation=1, gradient=1)
-    assert str(simulate(deep_one_f_one_b(3, 4), costs)) == picture("""
+    assert str(simulate(deep_one_f_one_b(3, 4), costs)) == image("""
         rank 0 | F0 F1 F2 F3  .  .  .  .  .  .  . B0 --  . B1 --  . B2 --  . B3 --
         rank 1 |  .  . F0 F1 F2  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --  .  .  .
         rank 2 |  .  .  .  . F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --  .  .  .  .  .  .
@@ -122,7 +122,7 @@ def test_a_message_that_is_never_sent_is_a_deadlock():
     programs = (*good.programs[:2], good.programs[2][:-1])
     with pytest.raises(ScheduleError) as error:
         simulate(Schedule(good.placement, 3, programs))
-    assert str(error.value) == picture("""
+    assert str(error.value) == image("""
         rank 1 waits for the gradient of microbatch 2 for stage 1, which rank 2 never sends
 
             rank 0 | F0 F1 F2  .  .  .  . B0 --  . B1 --  ?

@@ -25,21 +25,21 @@ from tests.nccl_like import pretend_nccl
 
 
 def draw(rank, path, prompts, settings, options):
-    """Pictures of rank 0 as an array, with the report; on others whether they got None."""
+    """Images of rank 0 as an array, with the report; on others whether they got None."""
     with Predictor.from_pretrained(path, **options) as predictor:
         torch.manual_seed(rank)  # ranks of a user are not seeded alike
-        pictures = predictor(prompts, **settings)
+        images = predictor(prompts, **settings)
         if rank:
-            return pictures is None
-        return as_array(pictures), predictor.report
+            return images is None
+        return as_array(images), predictor.report
 
 
-def as_array(pictures):
-    return np.stack([np.asarray(picture) for picture in pictures])
+def as_array(images):
+    return np.stack([np.asarray(image) for image in images])
 
 
 def draw_in_turn(rank, path, requests, options, splits=None, costs=()):
-    """Pictures of several requests to one predictor.
+    """Images of several requests to one predictor.
 
     Args:
         rank: This one.
@@ -59,8 +59,8 @@ def draw_in_turn(rank, path, requests, options, splits=None, costs=()):
         ):
             if split is not None:
                 predictor._worker._sampler.split = split
-            pictures = predictor(prompts, **settings)
-            drawn.append(pictures is None if rank else as_array(pictures))
+            images = predictor(prompts, **settings)
+            drawn.append(images is None if rank else as_array(images))
     return drawn
 
 
@@ -80,13 +80,13 @@ def draw_as_chosen(rank, path, prompts, settings, options):
         slow_links(),
         Predictor.from_pretrained(path, method="auto", **options) as predictor,
     ):
-        pictures = predictor(prompts, **settings)
+        images = predictor(prompts, **settings)
         chosen = predictor.report
         predictor(prompts, **settings | {"num_inference_steps": 2})
         later = predictor.report
     by_name = draw(rank, path, prompts, settings, {"method": "pipefusion", **options})
     if rank == 0:
-        return np.stack([np.asarray(picture) for picture in pictures]), chosen, later, by_name
+        return np.stack([np.asarray(image) for image in images]), chosen, later, by_name
     return None
 
 
@@ -96,7 +96,7 @@ def counts_tokens(module, args, out):
 
 
 def expects_all_tokens(module, args, out):
-    """A block that fails on fewer tokens than there are in a picture of 32 pixels."""
+    """A block that fails on fewer tokens than there are in an image of 32 pixels."""
     if out.shape[1] < 64:
         raise RuntimeError(f"64 tokens expected, got {out.shape[1]}")
 
@@ -122,7 +122,7 @@ def draw_in_spite(rank, path, prompts, settings, options, hook, block):
     if rank:
         return refused
     alone = hooked(method="single", alone=True)(prompts, **settings)
-    return [as_array(pictures) for pictures in (*found, alone)], chosen, refused
+    return [as_array(images) for images in (*found, alone)], chosen, refused
 
 
 def draw_each(rank, jobs):
@@ -131,7 +131,7 @@ def draw_each(rank, jobs):
 
 
 def latents_of_each(rank, jobs):
-    """Final latents of several jobs, as every rank has them: pictures of 8 bits hide small differences."""
+    """Final latents of several jobs, as every rank has them: images of 8 bits hide small differences."""
     found = []
     for path, prompts, settings, options in jobs:
         with Predictor.from_pretrained(path, **options) as predictor:
@@ -256,7 +256,7 @@ def lost(rank, port, path, prompts, settings, options, victim, when, how, phase,
 def left(rank, path, prompts, settings, options):
     """What each rank says where rank 0 fails when all have drawn, and has told nobody yet."""
     gather = "lightning_diffpipe.predictor.Worker.gather"
-    fails = mock.patch(gather, side_effect=DiffPipeError("no room for the pictures"))
+    fails = mock.patch(gather, side_effect=DiffPipeError("no room for the images"))
     with fails if rank == 0 else contextlib.nullcontext():
         return failure(rank, path, prompts, settings, options)
 
@@ -275,7 +275,7 @@ def hung(rank, path, prompts, settings, options, victim, folder):
 
 
 def cancelled(rank, path, prompts, settings, options, who, kind):
-    """Requests that some ranks end, then a whole one: types and texts of errors, and pictures of rank 0."""
+    """Requests that some ranks end, then a whole one: types and texts of errors, and images of rank 0."""
 
     def enough(done, steps):
         if done == 2:
@@ -288,8 +288,8 @@ def cancelled(rank, path, prompts, settings, options, who, kind):
                 predictor(prompts, **settings, on_step=enough if rank in ranks else None)
             except (kind, DiffPipeError) as error:
                 errors.append((type(error).__name__, str(error)))
-        pictures = predictor(prompts, **settings)
-    return errors, None if rank else as_array(pictures)
+        images = predictor(prompts, **settings)
+    return errors, None if rank else as_array(images)
 
 
 def too_large(module, args, out):

@@ -19,9 +19,9 @@ from PIL import Image
 
 from lightning_diffpipe import predictor
 from lightning_diffpipe.cli import launch, sampling
-from lightning_diffpipe.cli.sampling import _as_pictures
+from lightning_diffpipe.cli.sampling import _as_images
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
-from lightning_diffpipe.modules.latent_diffusion import pictures
+from lightning_diffpipe.modules.latent_diffusion import as_pil
 from tests.command import ROOT, call, run, run_on_forks, run_under_torchrun
 from tests.modules.tiny_parts import save_checkpoint, save_with_averages, tiny_cascade
 from tests.rows import row
@@ -45,7 +45,7 @@ from tests.rows import row
         (["timeout_s=0"], "timeout_s must be a number > 0; got 0"),
         (["options={negative_prompt: x}"], "LatentDiffusion takes no 'negative_prompt'"),
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
-        # History: tracebacks; and pictures that could not be written when they had been drawn.
+        # History: tracebacks; and images that could not be written when they had been drawn.
         (["dtype=int8"], "dtype='int8'; choose bfloat16, float16"),
         (["trainer.devices=true"], "trainer.devices must be a number of processes; got True"),
         (["num_threads=100000"], "num_threads must be a whole number >= 1 and <= 1024; got 100000"),
@@ -99,7 +99,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("stable_diffusion", ["pipeline_class=StableDiffusion3Pipeline"],
          "StableDiffusion3Pipeline needs text_encoder_2, text_encoder_3, tokenizer_2, tokenizer_3, transformer,"),
         ("stable_diffusion", ["output_type=png"], "output_type='png'; choose pil, np, pt, latent"),
-        ("stable_diffusion", ["output_type=np", "report=true"], "report=true compares pictures, and"),
+        ("stable_diffusion", ["output_type=np", "report=true"], "report=true compares images, and"),
         ("wan", ["video_format=avi"], "video_format='avi'; choose mp4, gif, png"),
         ("wan", ["fps=0"], "fps must be a number > 0; got 0"),
         ("pixart", ["vae_tiling=maybe"], "vae_tiling=maybe: Value 'maybe' is not a valid bool"),
@@ -140,10 +140,10 @@ def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, t
     code, _, err = call(capsys, monkeypatch, "sample", *arguments)
     assert not code, err
     generator = torch.Generator().manual_seed(0)
-    expected = pictures(module.sample(["a", "b"], 2, 4.0, generator, noise_level=0.3))
-    for number, picture in enumerate(expected):
+    expected = as_pil(module.sample(["a", "b"], 2, 4.0, generator, noise_level=0.3))
+    for number, image in enumerate(expected):
         found = np.asarray(Image.open(tmp_path / "drawn" / f"00{number}.png"))
-        assert (found == np.asarray(picture)).all()
+        assert (found == np.asarray(image)).all()
     monkeypatch.setattr(sampling, "on_ranks", lambda *_: pytest.fail("processes start"))
     for arguments, message in (
         (
@@ -187,7 +187,7 @@ def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path
     text = (tmp_path / "out" / "report.json").read_text()
     report = json.loads(text, parse_constant=pytest.fail)  # no Infinity, which is no JSON
     assert report["num_steps"] == 2
-    assert "equal to the pictures of one process" in out
+    assert "equal to the images of one process" in out
     assert report["psnr_db"] == [None]
 
 
@@ -271,7 +271,7 @@ def test_missing_gpus_are_noticed_before_anybody_waits(monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):
+def test_several_images_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_path, folder_of):
     """History: one for each prompt was written, then the command ended in a traceback."""
     monkeypatch.chdir(tmp_path)
     settings = [f"path={folder_of('stable_diffusion')}", "options={num_images_per_prompt: 2}"]
@@ -282,8 +282,8 @@ def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_p
     assert code == 0, err
     written = [line.split("/")[1] for line in out.splitlines() if line.startswith("out/00")]
     assert written == ["000.png  a cat", "001.png  a cat", "002.png  a dog", "003.png  a dog"]
-    pictures = [Image.open(tmp_path / "out" / f"00{i}.png").tobytes() for i in range(4)]
-    assert len(set(pictures)) == 4
+    images = [Image.open(tmp_path / "out" / f"00{i}.png").tobytes() for i in range(4)]
+    assert len(set(images)) == 4
     assert Image.open(tmp_path / "out" / "grid.png").size == (4 * 32, 32)
     assert len(json.loads((tmp_path / "out" / "report.json").read_text())["psnr_db"]) == 4
 
@@ -292,7 +292,7 @@ def test_several_pictures_of_a_prompt_are_all_written(capsys, monkeypatch, tmp_p
 def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
     capsys, monkeypatch, tmp_path
 ):
-    """History: more pictures than were drawn, and the difference of others, lay beside the new ones."""
+    """History: more images than were drawn, and the difference of others, lay beside the new ones."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "out"
     folder.mkdir()
@@ -313,7 +313,7 @@ def test_a_folder_that_is_drawn_into_again_keeps_nothing_of_the_run_before(
 
 @pytest.mark.parametrize("report", [None, '{"files": ["000.png", "report.json"]}', "[1", "{}"])
 def test_files_of_others_are_not_written_over(report, capsys, monkeypatch, tmp_path):
-    """History: a folder of pictures to train on lost a thousand of them."""
+    """History: a folder of images to train on lost a thousand of them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "007.png").write_text("mine")
     if report is not None:
@@ -333,7 +333,7 @@ def test_what_was_drawn_is_compared_with_the_same_weights(capsys, monkeypatch, t
     settings += ["prompts=[a]", "output=out", "progress=false", "num_threads=1"]
     code, out, err = call(capsys, monkeypatch, "sample", *settings)
     assert code == 0, err
-    assert "equal to the pictures of one process" in out
+    assert "equal to the images of one process" in out
     assert "s a step on 1 thread\n" in out
     assert json.loads((tmp_path / "out" / "report.json").read_text())["one_process_threads"] == 1
 
@@ -365,8 +365,8 @@ def test_a_video_of_odd_size_is_written_with_its_last_row_and_column_twice(tmp_p
         assert abs(found - np.asarray(wanted, float)).mean() < 6
 
 
-def test_all_pictures_are_written_though_their_reader_has_gone(tmp_path, monkeypatch):
-    """History: `diffpipe sample | head -1` ended with a traceback, and without the second picture."""
+def test_all_images_are_written_though_their_reader_has_gone(tmp_path, monkeypatch):
+    """History: `diffpipe sample | head -1` ended with a traceback, and without the second image."""
     reader, writer = os.pipe()
     os.close(reader)
     values = {"prompts": ["a", "b"], "output_type": "pil", "video_format": "mp4", "fps": 16}
@@ -420,7 +420,7 @@ def test_each_type_of_output_has_its_files(
         assert latents.untyped_storage().nbytes() == latents.nbytes
 
 
-def test_pictures_of_files_are_what_the_pipeline_is_given(folder_of, capsys, monkeypatch, tmp_path):
+def test_images_of_files_are_what_the_pipeline_is_given(folder_of, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     values = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
     for name, value in zip("ab", values, strict=True):
@@ -434,10 +434,10 @@ def test_pictures_of_files_are_what_the_pipeline_is_given(folder_of, capsys, mon
         "num_inference_steps=4",
         f"path={path}",
     ]
-    pictures = "images={image: [a.png, b.png], mask_image: hole.png}"
+    images = "images={image: [a.png, b.png], mask_image: hole.png}"
     common = ["height=32", "width=32", "prompts=[a, b]", "output=out", "progress=false"]
     code, _, err = call(
-        capsys, monkeypatch, "sample", *settings, pictures, "options={strength: 0.8}", *common
+        capsys, monkeypatch, "sample", *settings, images, "options={strength: 0.8}", *common
     )
     assert code in (0, None), err
     pipeline = diffusers.StableDiffusionInpaintPipeline.from_pretrained(path)
@@ -447,13 +447,13 @@ def test_pictures_of_files_are_what_the_pipeline_is_given(folder_of, capsys, mon
         mask_image=Image.open("hole.png"), strength=0.8, num_inference_steps=4, guidance_scale=4.0,
         height=32, width=32, generator=torch.Generator().manual_seed(0),
     ).images  # fmt: skip
-    for number, picture in enumerate(expected):
+    for number, image in enumerate(expected):
         drawn = np.asarray(Image.open(f"out/00{number}.png"), int)
-        assert abs(drawn - np.asarray(picture, int)).max() <= 1
+        assert abs(drawn - np.asarray(image, int)).max() <= 1
 
 
-def test_each_of_several_controlnets_has_a_picture(folder_of, capsys, monkeypatch, tmp_path):
-    """History: two pictures for one prompt were refused."""
+def test_each_of_several_controlnets_has_an_image(folder_of, capsys, monkeypatch, tmp_path):
+    """History: two images for one prompt were refused."""
     monkeypatch.chdir(tmp_path)
     parts = diffusers.StableDiffusionPipeline.from_pretrained(
         folder_of("stable_diffusion")
@@ -483,8 +483,8 @@ def test_each_of_several_controlnets_has_a_picture(folder_of, capsys, monkeypatc
 
 def test_a_video_is_written_as_its_frames_side_by_side():
     frame = Image.new("RGB", (8, 4))
-    video, picture = _as_pictures([[frame] * 3, frame])
-    assert (video.size, picture.size) == ((24, 4), (8, 4))
+    video, image = _as_images([[frame] * 3, frame])
+    assert (video.size, image.size) == ((24, 4), (8, 4))
 
 
 @pytest.mark.slow

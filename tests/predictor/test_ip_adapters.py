@@ -24,12 +24,12 @@ from tests.predictor.scenarios import (
 )
 from tests.ranks import run_ranks
 
-WIDTH, TOKENS = 12, 4  # of what image encoders answer; of one picture
+WIDTH, TOKENS = 12, 4  # of what image encoders answer; of one image
 FILE = "ip-adapter.safetensors"
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
 
 
-def picture(seed=0):
+def random_image(seed=0):
     values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     return Image.fromarray(values)
 
@@ -139,19 +139,19 @@ def drawn_by(saved, scales, **options):
 
 
 @pytest.mark.parametrize("name", ["stable_diffusion", "sdxl", "flux", "sd3"])
-def test_pictures_as_prompts_draw_as_in_diffusers(name, saved):
-    """By a picture through the image encoder, which one without the adapter does not."""
+def test_images_as_prompts_draw_as_in_diffusers(name, saved):
+    """By an image through the image encoder, which one without the adapter does not."""
     own = {**SETTINGS, **tiny.options_of(name)}
-    options = {**own, "ip_adapter_image": picture()}
+    options = {**own, "ip_adapter_image": random_image()}
     expected = by_diffusers(saved(name), {FILE: 0.7}, **options)
     assert (drawn_by(saved(name), {FILE: 0.7}, **options) == expected).all()
     assert (by_diffusers(saved(name), {}, **own) != expected).mean() > 0.3
 
 
-def test_several_adapters_with_a_picture_and_a_scale_for_each(saved):
+def test_several_adapters_with_an_image_and_a_scale_for_each(saved):
     """One of the scales is by blocks of the U-Net."""
     both = {FILE: {"down": 0.2, "up": 1.1}, "second.safetensors": 0.5}
-    images = [picture(), picture(1)]
+    images = [random_image(), random_image(1)]
     options = {**SETTINGS, **tiny.options_of("sdxl"), "ip_adapter_image": images}
     found = drawn_by(saved("sdxl"), both, **options)
     assert (found == by_diffusers(saved("sdxl"), both, **options)).all()
@@ -159,8 +159,8 @@ def test_several_adapters_with_a_picture_and_a_scale_for_each(saved):
     assert (found != other).mean() > 0.3
 
 
-def test_embeddings_take_the_place_of_pictures(saved, tmp_path):
-    """No image encoder is needed then; the first half is that of pictures that are not wanted."""
+def test_embeddings_take_the_place_of_images(saved, tmp_path):
+    """No image encoder is needed then; the first half is that of images that are not wanted."""
     path, folder = saved("stable_diffusion")
     embeddings = torch.randn(2, 1, WIDTH, generator=torch.Generator().manual_seed(3))
     options = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image_embeds": [embeddings]}
@@ -192,8 +192,8 @@ def test_two_ranks_draw_with_adapters_what_one_process_draws(saved, monkeypatch)
     ]
     jobs = []
     for name, options in cases:
-        pictures = picture() if name == "sd3" else [[picture(), picture(1)]]
-        settings = {**SETTINGS, **tiny.options_of(name), "ip_adapter_image": pictures}
+        images = random_image() if name == "sd3" else [[random_image(), random_image(1)]]
+        settings = {**SETTINGS, **tiny.options_of(name), "ip_adapter_image": images}
         options["ip_adapters"] = adapters(saved(name), {FILE: 0.7})
         jobs.append((saved(name)[0], tiny.prompts_of("any"), settings, options))
     found = run_ranks(latents_of_each, 2, jobs)
@@ -218,7 +218,7 @@ def test_two_ranks_draw_with_adapters_what_one_process_draws(saved, monkeypatch)
 
 def test_the_command_takes_ip_adapters(saved, tmp_path, capsys, monkeypatch):
     path, folder = saved("stable_diffusion")
-    picture().save(tmp_path / "photo.png")
+    random_image().save(tmp_path / "photo.png")
     sizes = [f"{key}={value}" for key, value in tiny.options_of("any").items()]
     arguments = [f"path={path}", "prompts=[a cat 1, dog b]", "num_inference_steps=3"]
     arguments += [f"ip_adapters={{{folder / FILE}: 0.7}}", f"output={tmp_path / 'output'}", *sizes]
@@ -226,15 +226,15 @@ def test_the_command_takes_ip_adapters(saved, tmp_path, capsys, monkeypatch):
     code, out, err = call(capsys, monkeypatch, "sample", *arguments, images)
     assert code == 0, out + err
     found = [np.asarray(Image.open(file)) for file in sorted((tmp_path / "output").glob("0*.png"))]
-    options = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image": picture()}
+    options = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image": random_image()}
     assert (np.stack(found) == drawn_by(saved("stable_diffusion"), {FILE: 0.7}, **options)).all()
     code, out, err = call(capsys, monkeypatch, "sample", *arguments)
     assert code == 2, out + err
-    assert "which read a picture; give ip_adapter_image=" in out + err
+    assert "which read an image; give ip_adapter_image=" in out + err
 
 
 def test_bad_adapters_are_refused(saved, tmp_path):
-    """Of another model, larger ones of which a part would fit, too; no adapters; pictures that none reads."""
+    """Of another model, larger ones of which a part would fit, too; no adapters; images that none reads."""
     path, folder = saved("stable_diffusion")
     tensors = safetensors.torch.load_file(folder / FILE)
 
@@ -247,10 +247,10 @@ def test_bad_adapters_are_refused(saved, tmp_path):
     truncated.write_bytes((folder / FILE).read_bytes()[:500])
     more = {"ip_adapter.99.to_k_ip.weight": torch.zeros(8, 16)}
     lacking = {name: x for name, x in tensors.items() if name != "image_proj.norm.bias"}
-    image = {"ip_adapter_image": picture()}
+    image = {"ip_adapter_image": random_image()}
     own = {"ip_adapters": {folder / FILE: 0.7}}
     alone = {"ip_adapters": {shutil.copy(folder / FILE, tmp_path): 0.7}}
-    several = {"ip_adapter_image": [picture(), picture(1)]}
+    several = {"ip_adapter_image": [random_image(), random_image(1)]}
     cases = [
         ({"ip_adapters": {saved("sdxl")[1] / FILE: 1.0}}, image, "is it of another model?"),
         ({"ip_adapters": {written("more.safetensors", tensors | more): 1.0}}, image, "of another model: of"),
@@ -262,7 +262,7 @@ def test_bad_adapters_are_refused(saved, tmp_path):
         ({"ip_adapters": str(folder / FILE)}, image, "must be a mapping of files to their scales"),
         ({"ip_adapters": {folder / FILE: "strong"}}, image, "must be numbers"),
         ({}, image, "ip_adapter_image needs an IP-Adapter: open the pipeline with ip_adapters="),
-        (own, {}, "which read a picture; give ip_adapter_image="),
+        (own, {}, "which read an image; give ip_adapter_image="),
         (own, several, "must have same length as the number of IP Adapters"),
         (alone, image, "ip_adapter_image needs an image encoder"),
     ]  # fmt: skip
@@ -283,7 +283,7 @@ def tiny_dit(folder):
 def test_ranks_with_another_adapter_are_refused(saved):
     """Adapters are compared by content, not by path, and by scale."""
     path, folder = saved("stable_diffusion")
-    settings = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image": picture()}
+    settings = {**SETTINGS, **tiny.options_of("any"), "ip_adapter_image": random_image()}
     job = lambda name, scale: (
         path,
         ["a"],
@@ -304,7 +304,7 @@ def test_ranks_with_another_adapter_are_refused(saved):
 def test_a_pipeline_of_one_adapter_refuses_several_and_other_scales(saved):
     """History: both were taken, and ended in errors of diffusers, as if a file were of another model."""
     _, folder = saved("sd3")
-    image = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": picture()}
+    image = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": random_image()}
     cases = [
         (
             {folder / FILE: 0.7, folder / "second.safetensors": 0.5},
@@ -320,10 +320,10 @@ def test_a_pipeline_of_one_adapter_refuses_several_and_other_scales(saved):
 
 
 @pytest.mark.distributed
-def test_ranks_do_not_divide_keys_of_pictures_that_do_not_attend(saved):
-    """Those of a picture as prompt stand behind those of the latents: history, an error of torch was named."""
+def test_ranks_do_not_divide_keys_of_images_that_do_not_attend(saved):
+    """Those of an image as prompt stand behind those of the latents: history, an error of torch was named."""
     path, folder = saved("sd3")
-    settings = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": picture()}
+    settings = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": random_image()}
     ways = [
         {"method": "sequence"},
         {"method": "sequence", "mode": "ring"},
@@ -339,12 +339,12 @@ def test_ranks_do_not_divide_keys_of_pictures_that_do_not_attend(saved):
 
 
 @pytest.mark.distributed
-def test_a_ring_divides_keys_of_a_picture_that_are_as_many_as_those_of_the_text(saved):
+def test_a_ring_divides_keys_of_an_image_that_are_as_many_as_those_of_the_text(saved):
     """They are numbered as text is: 12 tokens of CLIP and 8 of T5."""
     path, folder = saved("sd3")
     file = folder / "as_many.safetensors"
     save_adapter(diffusers.DiffusionPipeline.from_pretrained(path), file, tokens=12 + 8)
-    settings = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": picture()}
+    settings = {**SETTINGS, **tiny.options_of("sd3"), "ip_adapter_image": random_image()}
     patches = {"method": "pipefusion", "sequence": 2, "num_patches": 2, "warmup_steps": 9}
     ways = [
         {"method": "sequence", "mode": "ring"},

@@ -16,7 +16,7 @@ from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.adapters import LORA_FILE
-from lightning_diffpipe.modules.latent_diffusion import pictures
+from lightning_diffpipe.modules.latent_diffusion import as_pil
 from lightning_diffpipe.sampling import loras as sampling_loras
 from lightning_diffpipe.sampling.loras import AdaptedWeights
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, skeleton
@@ -31,7 +31,7 @@ SCALES = {"first": 0.8, "second": -0.5}
 
 
 def save_lora(name, folder, seed, **options):
-    """Adapters that change pictures much, as training writes them."""
+    """Adapters that change images much, as training writes them."""
     module = PipelineDiffusion(
         tiny.build(name, folder / "parts"), lora=Lora(**options), train_text_encoder=True
     )
@@ -55,8 +55,8 @@ def saved(request, tmp_path):
     return name, tmp_path
 
 
-def pixels(picture):
-    return np.asarray(picture, dtype=float)
+def pixels(image):
+    return np.asarray(image, dtype=float)
 
 
 @pytest.mark.parametrize("saved", ["sdxl", "stable_diffusion"], indirect=True)
@@ -83,7 +83,7 @@ def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
 
 @pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
 def test_a_scale_that_would_be_ignored_is_refused(saved):
-    """History: in diffusers it scales LoRAs; here they are in the weights, and pictures differed without a word."""
+    """History: in diffusers it scales LoRAs; here they are in the weights, and images differed without a word."""
     _, folder = saved
     options = {"num_inference_steps": 1, **tiny.options_of("stable_diffusion")}
     predictor = Predictor.from_pretrained(
@@ -249,7 +249,7 @@ def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
 
 
 def with_adapters(path):
-    """A model of the project with adapters of all that is trained, which change pictures much."""
+    """A model of the project with adapters of all that is trained, which change images much."""
     module = LatentDiffusion.from_pretrained(path, lora=Lora(rank=2), train_text_encoder=True)
     with torch.no_grad():
         for key, parameter in module.named_parameters():
@@ -272,7 +272,7 @@ def test_models_of_the_project_take_loras(denoiser, kind, tmp_path):
         path = tmp_path / "last.ckpt"
         save_checkpoint(plain, path)
     module.save_lora(tmp_path / "lora")
-    draw = lambda module: pictures(
+    draw = lambda module: as_pil(
         module.sample(["a", "b"], 2, 4.0, torch.Generator().manual_seed(3))
     )
     options = {"method": "single", "loras": {tmp_path / "lora": 1.0}}
@@ -396,6 +396,6 @@ def test_what_is_wrong_with_a_file_that_was_cut_is_said(size, tmp_path):
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_scales_are_finite(scale, tmp_path):
-    """History: pictures were black."""
+    """History: images were black."""
     with pytest.raises(ConfigurationError, match=f"must be a number; got {scale}"):
         sampling_loras.StoredLora(tmp_path, scale, diffusers.StableDiffusion3Pipeline)

@@ -45,7 +45,7 @@ SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0}
 SIZE = {"height": 32, "width": 32}
 
 
-def picture(seed=0):
+def random_image(seed=0):
     values = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     return Image.fromarray(values)
 
@@ -63,21 +63,21 @@ def perturbed(part):
 
 def img2img(folder):
     parts = build("stable_diffusion", folder).components
-    options = {"image": picture(), "strength": 0.6}
+    options = {"image": random_image(), "strength": 0.6}
     return diffusers.StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False), options
 
 
 def inpainting(folder):
     """With a U-Net that is given masks, in channels after the latents."""
     parts = build("stable_diffusion", folder).components | {"unet": perturbed(unet(in_channels=9))}
-    options = {"image": picture(), "mask_image": mask(), **SIZE}
+    options = {"image": random_image(), "mask_image": mask(), **SIZE}
     return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False), options
 
 
 def inpainting_by_mixing(folder):
     """Latents outside of the mask are replaced after each step, so that steps begin with others than they left."""
     parts = build("stable_diffusion", folder).components
-    options = {"image": picture(), "mask_image": mask(), "strength": 0.9, **SIZE}
+    options = {"image": random_image(), "mask_image": mask(), "strength": 0.9, **SIZE}
     return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False), options
 
 
@@ -89,7 +89,7 @@ def controlnet(folder):
     pipeline = diffusers.StableDiffusionControlNetPipeline(
         **parts, controlnet=perturbed(control), requires_safety_checker=False
     )
-    return pipeline, {"image": picture(), **SIZE}
+    return pipeline, {"image": random_image(), **SIZE}
 
 
 def several_controlnets(folder):
@@ -109,7 +109,7 @@ def several_controlnets(folder):
         **parts, controlnet=controls, requires_safety_checker=False
     )
     return pipeline, {
-        "image": [picture(), mask()],
+        "image": [random_image(), mask()],
         "controlnet_conditioning_scale": [1.0, 0.7],
         "control_guidance_end": [0.5, 1.0],
         **SIZE,
@@ -145,7 +145,7 @@ def refiner(folder):
 
 def sd3_img2img(folder):
     parts = build("sd3", folder).components
-    options = {"image": picture(), "strength": 0.8, "max_sequence_length": 8}
+    options = {"image": random_image(), "strength": 0.8, "max_sequence_length": 8}
     return diffusers.StableDiffusion3Img2ImgPipeline(**parts), options
 
 
@@ -180,7 +180,7 @@ def sd3_controlnet(folder):
         dict(parts["transformer"].config), num_layers=2, extra_conditioning_channels=0
     )
     pipeline = diffusers.StableDiffusion3ControlNetPipeline(**parts, controlnet=perturbed(control))
-    return pipeline, {"control_image": picture(), **options_of("sd3")}
+    return pipeline, {"control_image": random_image(), **options_of("sd3")}
 
 
 def rescaled_video(folder):
@@ -218,7 +218,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folder, options and pictures of diffusers alone, by the name of the kind."""
+    """Folder, options and images of diffusers alone, by the name of the kind."""
     made = {}
 
     def saved(kind):
@@ -240,7 +240,7 @@ def by_diffusers(path, name="stable_diffusion", generator=None, **options):
     if "prompt_embeds" not in options:
         options["prompt"] = prompts_of(name)
     settings = {"output_type": "pil", **SETTINGS, **options}
-    torch.manual_seed(0)  # some encode a picture with noise of the default generator
+    torch.manual_seed(0)  # some encode an image with noise of the default generator
     return drawn_by(pipeline(**settings, generator=generator))
 
 
@@ -390,8 +390,8 @@ def test_a_base_and_its_refiner_on_two_ranks_draw_what_diffusers_draws(saved):
     jobs.append({"method": "distrifusion", "warmup_steps": 9})
     found, others = run_ranks(draw_and_refine, 2, first, second, prompts_of("any"), jobs)
     assert others == [None] * len(jobs)
-    for options, pictures in zip(jobs, found, strict=True):
-        assert np.abs(pictures - expected).max() <= 1e-4, options
+    for options, images in zip(jobs, found, strict=True):
+        assert np.abs(images - expected).max() <= 1e-4, options
     unrefined = by_diffusers(second, **given | {"image": torch.zeros_like(given["image"])})
     assert np.abs(unrefined - expected).max() > 0.1, "the latents of the first do not show"
 
@@ -413,7 +413,7 @@ def counted():
 
 
 def test_head_and_tail_run_once_for_all_patches(saved):
-    """Three text encoders, for prompts and without, and an autoencoder, which encodes a picture and decodes two."""
+    """Three text encoders, for prompts and without, and an autoencoder, which encodes an image and decodes two."""
     path, options, _ = saved("sd3_img2img")
     with counted() as expected:
         by_diffusers(path, **options)
@@ -582,8 +582,8 @@ def test_one_side_that_a_pipeline_would_ignore_is_refused(folder_of):
         ConfigurationError, match=r"would ignore height=64 without a width, and draw .* give both"
     ):
         predictor(prompts_of("any"), **SETTINGS, height=64)
-    [picture] = Predictor.from_pretrained(folder_of("sdxl"), "single")(["a"], **SETTINGS, height=64)
-    assert picture.size == (32, 64)
+    [image] = Predictor.from_pretrained(folder_of("sdxl"), "single")(["a"], **SETTINGS, height=64)
+    assert image.size == (32, 64)
 
 
 def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(folder_of):
@@ -649,7 +649,7 @@ def test_tensors_that_the_denoiser_cannot_take_are_named_before_anything_is_draw
     [
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, r"tensor_inputs` has to be in .*noise"),
         ({"callback_on_step_end": 3}, "'int' object is not callable"),
-        ({"image": picture(), "strength": 0.1},
+        ({"image": random_image(), "strength": 0.1},
          "strength=0.1 of num_inference_steps=4 is less than a step: raise either"),
     ],
 )  # fmt: skip
@@ -949,8 +949,8 @@ def draw_with_flow(rank, jobs):
 @pytest.mark.slow
 @pytest.mark.table
 @pytest.mark.distributed
-def test_glyphs_drawn_to_pictures_on_two_ranks_are_those_of_diffusers(tmp_path, monkeypatch):
-    """Looked at: serif digits that follow the picture they begin with, and that a ControlNet bends."""
+def test_glyphs_drawn_to_images_on_two_ranks_are_those_of_diffusers(tmp_path, monkeypatch):
+    """Looked at: serif digits that follow the image they begin with, and that a ControlNet bends."""
     monkeypatch.setattr(diffusers, "Flow", Flow, raising=False)
     data = GlyphDataset("all", 64, shifts_per_axis=1)
     given = data[0]["image"].permute(1, 2, 0).mul(127.5).add(127.5).byte().numpy()

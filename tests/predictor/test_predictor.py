@@ -17,7 +17,7 @@ from lightning_diffpipe import LatentDiffusion
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import is_placeholder, place_parameters
 from lightning_diffpipe.model_sources import open_source
-from lightning_diffpipe.modules.latent_diffusion import pictures
+from lightning_diffpipe.modules.latent_diffusion import as_pil
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
@@ -41,8 +41,8 @@ from tests.predictor.tiny_pipelines import (
 SETTINGS = {"num_inference_steps": 3, "guidance_scale": 4.0}
 
 
-def as_array(pictures):
-    return np.stack([np.asarray(picture) for picture in pictures])
+def as_array(images):
+    return np.stack([np.asarray(image) for image in images])
 
 
 def by_diffusers(path, name, seed=0, dtype=torch.float32, **settings):
@@ -138,7 +138,7 @@ def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
     for ema in (True, False):
         whole = LatentDiffusion.from_checkpoint(tmp_path / "last.ckpt", ema=ema)
         generator = torch.Generator().manual_seed(3)
-        expected = pictures(whole.sample(["a", "b"], 3, 4.0, generator))
+        expected = as_pil(whole.sample(["a", "b"], 3, 4.0, generator))
         predictor = Predictor.from_pretrained(tmp_path / "last.ckpt", "single", ema=ema)
         found = predictor(["a", "b"], num_inference_steps=3, guidance_scale=4.0, seed=3)
         assert (as_array(found) == as_array(expected)).all()
@@ -156,7 +156,7 @@ def test_a_cascade_is_drawn_as_its_own_sample_does(tmp_path):
     drawn = set()
     for options in ({}, {"noise_level": 0.1}, {"noise_level": 0.9}):
         generator = torch.Generator().manual_seed(3)
-        expected = as_array(pictures(module.sample(["a", "b"], 3, 4.0, generator, **options)))
+        expected = as_array(as_pil(module.sample(["a", "b"], 3, 4.0, generator, **options)))
         drawn.add(expected.tobytes())
         for predictor in sources:
             assert (as_array(predictor(["a", "b"], 3, 4.0, seed=3, **options)) == expected).all()

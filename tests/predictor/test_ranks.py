@@ -1,4 +1,4 @@
-"""The Predictor on several ranks: pictures, messages, weights, errors."""
+"""The Predictor on several ranks: images, messages, weights, errors."""
 
 import re
 import shutil
@@ -67,8 +67,8 @@ def job(folder_of):
 def alone(job):
     """The same in one process, as diffusers does it."""
     path, prompts, settings, _ = job
-    pictures, _ = draw(0, path, prompts, settings, {"method": "single"})
-    return pictures
+    images, _ = draw(0, path, prompts, settings, {"method": "single"})
+    return images
 
 
 def close(found, expected):
@@ -77,7 +77,7 @@ def close(found, expected):
 
 
 def drawn(jobs, num_ranks=2):
-    """Pictures and report of each job, from rank 0; the others must have got None."""
+    """Images and report of each job, from rank 0; the others must have got None."""
     first, *others = run_ranks(draw_each, num_ranks, jobs)
     assert all(all(got_none) for got_none in others)
     return zip(jobs, first, strict=True)
@@ -97,7 +97,7 @@ def test_prompts_are_divided_over_the_data_axis(job, tmp_path):
     dit = stochastic(job("dit", method="single"), tmp_path / "dit", drawing)
     latent_bytes = 4 * 16 * 16 * 4
     several = {"num_images_per_prompt": 3, "negative_prompt": "bad"}
-    # The second prompt's final latents go to rank 0; DiT has them twice. Of six pictures, three.
+    # The second prompt's final latents go to rank 0; DiT has them twice. Of six images, three.
     sent = [
         {"result": latent_bytes},
         {"result": 2 * latent_bytes},
@@ -114,7 +114,7 @@ def test_prompts_are_divided_over_the_data_axis(job, tmp_path):
 
 
 def test_generators_go_on_from_request_to_request_as_in_one_process(job, tmp_path):
-    """History: those of rank 0 stood still under PipeFusion, so that a second picture had noise of the first."""
+    """History: those of rank 0 stood still under PipeFusion, so that a second image had noise of the first."""
     ancestral = diffusers.EulerAncestralDiscreteScheduler()
     drawing = diffusers.DDPMScheduler(clip_sample=False)  # DiT hands it no generator
     pixart = stochastic(job("pixart"), tmp_path / "pixart", ancestral)
@@ -154,14 +154,14 @@ def test_a_cascade_on_two_ranks_is_that_of_one_process(is_checkpoint, tmp_path):
 
 
 def requests_of(job):
-    """One prompt, two prompts, and a taller picture."""
+    """One prompt, two prompts, and a taller image."""
     path, prompts, settings, _ = job
     tall = settings | {"height": 48}
     return path, [(prompts[:1], settings), (prompts, settings), (prompts, tall)]
 
 
 def test_requests_in_a_row_equal_fresh_ones(job):
-    """Once a second request was cut where it was fastest, whatever weights a rank had: pictures were black."""
+    """Once a second request was cut where it was fastest, whatever weights a rank had: images were black."""
     (path, requests), (unet, others) = map(requests_of, (job("pixart"), job("stable_diffusion")))
     stages, bands = {"method": "pipefusion", "num_patches": 2}, {"method": "distrifusion"}
     splits = [None, None, None, (1,)]  # blocks that a rank has no weights for, and reads
@@ -171,10 +171,10 @@ def test_requests_in_a_row_equal_fresh_ones(job):
     (found, expected), (got_none, _) = run_ranks(requests_in_turn, 2, in_turn, fresh)
     assert all(all(each) for each in got_none)
     on_one_rank = [draw(0, path, *request, stages)[0] for request in requests]
-    for pictures, other in zip(found[0], [*on_one_rank, on_one_rank[0]], strict=True):
-        assert (pictures == other).all()
-    for pictures, (other, _) in zip(found[1], expected, strict=True):
-        assert (pictures == other).all()
+    for images, other in zip(found[0], [*on_one_rank, on_one_rank[0]], strict=True):
+        assert (images == other).all()
+    for images, (other, _) in zip(found[1], expected, strict=True):
+        assert (images == other).all()
 
 
 def test_each_half_computes_one_branch_of_guidance(job):
@@ -350,9 +350,9 @@ def test_a_choice_that_is_refused_leaves_the_next_one(hook, block, why, methods,
     """History: the user got the error. Of a model that fails in patches, only the rank does that has its block."""
     path, prompts, settings, _ = job("pixart", 8)
     arguments = (path, prompts, settings, {"data": 1, "guidance": 1, "num_patches": 2}, hook, block)
-    (pictures, report, by_name), other = run_ranks(draw_in_spite, 2, *arguments)
-    assert (pictures[0] == pictures[2]).all()
-    assert (pictures[1] == pictures[2]).all()
+    (images, report, by_name), other = run_ranks(draw_in_spite, 2, *arguments)
+    assert (images[0] == images[2]).all()
+    assert (images[1] == images[2]).all()
     assert report.method == "single"
     assert f"; no pipefusion: {why}" in report.reason
     refused = re.findall("; no ([a-z]+):", report.reason)
@@ -623,11 +623,11 @@ def test_a_rank_that_fails_after_drawing_says_so_before_it_leaves(job):
     """History: it went without a word, and the others named it beside, or before, who was lost first."""
     path, prompts, settings, options = job("dit", method="single", timeout_s=20.0)
     errors = run_ranks(left, 3, path, prompts[:1], settings, options)
-    assert errors[0] == "DiffPipeError: no room for the pictures"
+    assert errors[0] == "DiffPipeError: no room for the images"
     for rank in (1, 2):
         assert errors[rank] == (
             f"LostRankError: rank {rank} (drawing) lost rank 0 (drawing): it failed with DiffPipeError: no room "
-            "for the pictures; its own error says where"
+            "for the images; its own error says where"
         )
 
 

@@ -1,4 +1,4 @@
-"""From training to pictures: samples at validation on the training's own partition, and `trainer.predict`."""
+"""From training to images: samples at validation on the training's own partition, and `trainer.predict`."""
 
 import tempfile
 from pathlib import Path
@@ -86,9 +86,9 @@ def test_samples_in_training_are_those_of_the_averaged_weights(tmp_path):
     whole = LatentDiffusion.from_checkpoint(tmp_path / "final.ckpt")
     expected = whole.sample(PROMPTS, 3, 2.0, torch.Generator().manual_seed(4)).numpy()
     np.testing.assert_allclose(drawn, expected, atol=1e-5)
-    pictures = Predictor.from_pretrained(tmp_path / "final.ckpt", "single")(PROMPTS, 3, 2.0, seed=4)
+    images = Predictor.from_pretrained(tmp_path / "final.ckpt", "single")(PROMPTS, 3, 2.0, seed=4)
     as_images = (expected.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
-    assert (as_array(pictures) == as_images).all()
+    assert (as_array(images) == as_images).all()
     # In `trainer.predict` each rank has the whole model, and all prompts of its pipeline.
     raw = LatentDiffusion.from_checkpoint(tmp_path / "final.ckpt", ema=False)
     for predicted in (first, second):
@@ -104,11 +104,11 @@ def test_samples_in_training_are_those_of_the_emulator_of_pipefusion(tmp_path):
     """Patches flow through the stages of the training, whose weights stay where they are."""
     outcomes = run_ranks(train_and_predict, 2, 2, tmp_path, 2)
     emulator = Predictor.from_pretrained(tmp_path / "final.ckpt", "pipefusion", num_patches=2)
-    pictures = as_array(emulator(PROMPTS, 3, 2.0, seed=4))
+    images = as_array(emulator(PROMPTS, 3, 2.0, seed=4))
     exact = Predictor.from_pretrained(tmp_path / "final.ckpt", "single")(PROMPTS, 3, 2.0, seed=4)
-    assert (pictures != as_array(exact)).any()  # stale keys show
+    assert (images != as_array(exact)).any()  # stale keys show
     for drawn, _ in outcomes:
-        assert ((drawn.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8) == pictures).all()
+        assert ((drawn.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8) == images).all()
 
 
 class Small(PipelineDiffusion):

@@ -239,7 +239,7 @@ def options_of(name):
 
 
 def drawn_by(output):
-    """Pictures or videos of a pipeline's output."""
+    """Images or videos of a pipeline's output."""
     return output.frames if hasattr(output, "frames") else output.images
 
 

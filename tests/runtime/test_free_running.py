@@ -18,7 +18,7 @@ from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.simulator import simulate
 from tests.graph.steps import Block, Tower, step
-from tests.planning.pictures import check_golden
+from tests.planning.drawings import check_golden
 from tests.runtime.formula import DELAYS, SEED, Formula, Scheduler, adam, momentum, sgd
 from tests.runtime.loopback import Loopback
 from tests.zoo import in_double
@@ -127,7 +127,7 @@ def test_the_schedules_differ():
 
 
 def test_the_running_program_has_the_planned_timeline():
-    """What four ranks run, batch by batch, is the golden picture; with its messages it obeys all laws."""
+    """What four ranks run, batch by batch, is the golden image; with its messages it obeys all laws."""
     with in_double():
         torch.manual_seed(1)
         batches = [torch.randn(4, 16) for _ in range(8)]

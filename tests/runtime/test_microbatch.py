@@ -72,7 +72,7 @@ PER_SAMPLE = {
     "sizes": [(8, 8), (8, 9), (9, 9)],
     "numpy numbers": [np.int64(1), np.int64(2), np.int64(3)],
     "array": np.arange(6).reshape(3, 2),
-    "pictures": [Image.new("L", (2, 2), value) for value in (1, 2, 3)],
+    "images": [Image.new("L", (2, 2), value) for value in (1, 2, 3)],
     "several captions each": [["a", "b"], ["c"], ["d", "e", "f"]],
     "scores": [torch.tensor(value) for value in (1.0, 2.0, 3.0)],
 }

@@ -357,7 +357,7 @@ def _scales(scheduler) -> bool:
 
 
 class TooLarge(nn.Module):
-    """A part for which memory suffices as long as it is given all tokens of a picture, or not even then."""
+    """A part for which memory suffices as long as it is given all tokens of an image, or not even then."""
 
     def __init__(self, inner, num_tokens=None):
         super().__init__()

@@ -204,7 +204,7 @@ def test_what_cannot_be_divided_is_refused_by_name():
 
 
 class OfVideos(nn.Module):
-    """Predicts four of six channels of pictures that have an axis of frames."""
+    """Predicts four of six channels of images that have an axis of frames."""
 
     def forward(self, hidden_states):
         return (hidden_states[:, :4] * 2 + hidden_states[:, 4:].sum(1, keepdim=True),)

@@ -128,7 +128,7 @@ def epoch_of_two(epoch):
 
 
 def test_a_short_loader_that_begins_anew_draws_other_random_numbers():
-    """History: in every round of an epoch a few pictures beside many had the same crops and flips."""
+    """History: in every round of an epoch a few images beside many had the same crops and flips."""
     first, second = epoch_of_two(0), epoch_of_two(1)
     assert first.shape == (5, 4, 4)
     for column in (1, 2, 3):  # torch, random, numpy

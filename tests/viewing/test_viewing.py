@@ -1,4 +1,4 @@
-"""What people see: pictures, reports, traces, differences and explanations."""
+"""What people see: images, reports, traces, differences and explanations."""
 
 import contextlib
 import json
@@ -35,18 +35,18 @@ from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
 
-from ..planning.pictures import check_golden
+from ..planning.drawings import check_golden
 from ..planning.profiles import equal_profile, random_profile
 
 
-def picture(text):
+def image(text):
     return dedent(text).strip("\n")
 
 
 def test_where_a_rank_waits():
     schedule = lower(one_f_one_b(3, 3))
     at = schedule.programs[1].index(Wait("gradient", 1, 2, 2))
-    assert waiting(schedule, at=at, rank=1) == picture("""
+    assert waiting(schedule, at=at, rank=1) == image("""
         rank 0 | F0 F1 F2  .  .  .  . B0 --  . B1 --  . B2 --
         rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  ?          <-- waits here: 1g2?2
         rank 2 |  .  . F0 B0 -- F1 B1 -- F2 B2 --  .  .  .  .
@@ -59,7 +59,7 @@ def test_where_a_rank_waits():
 def test_planned_and_measured_on_one_scale():
     planned = simulate(one_f_one_b(2, 2))
     measured = simulate(one_f_one_b(2, 2), TickCosts(forward=1, backward=3))
-    assert side_by_side(planned, measured, max_columns=36) == picture("""
+    assert side_by_side(planned, measured, max_columns=36) == image("""
         planned   rank 0 | F0 F1  .  . B0 --  . B1 --
         measured  rank 0 | F0 F1  .  .  . B0 -- --  . B1 -- --
         planned   rank 1 |  . F0 B0 -- F1 B1 --  .  .
@@ -408,7 +408,7 @@ def test_seconds(value, text):
 def test_a_profile_is_shown_layer_by_layer():
     sizes = {"parameter_bytes": 2**20, "boundary_bytes_per_sample": 2**10}
     profile = equal_profile(2, 0.5, **sizes, activation_bytes_per_sample=3, flops_per_sample=10**9)
-    assert cost_table(profile, samples=2) == picture("""
+    assert cost_table(profile, samples=2) == image("""
         equal: times of 2 samples; boundary, activations and operations (forward) of one
 
         unet

@@ -45,11 +45,11 @@ class TinyPipeline:
     Attributes:
         parts: By the names of its `__init__`, as functions of a folder that takes vocabularies.
         call: Further arguments of `__call__`.
-        pixels: Shape of a picture or video of the batch.
+        pixels: Shape of an image or video of the batch.
         drawn: Arguments of `__call__` with which one is drawn.
         settings: Attributes of the pipeline that a folder does not say, such as the sizes it draws.
         num_samples: Samples of the batch.
-        edits: Whether a picture is given.
+        edits: Whether an image is given.
     """
 
     parts: Parts
@@ -101,7 +101,7 @@ def language_model(kind: str, head: str = "Model", **changes: Any) -> Callable[[
 def vision_language_model(
     kind: str, head: str, num_hidden_layers: int = 2
 ) -> Callable[[Path], nn.Module]:
-    """A decoder that could see pictures, too."""
+    """A decoder that could see images, too."""
 
     def build(_: Path) -> nn.Module:
         text = LANGUAGE | dict(
@@ -417,7 +417,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "unet": denoiser("DreamLiteUNetModel", cross_attention_dim=16),
         }
     ),
-    # Pictures or sounds without a prompt
+    # Images or sounds without a prompt
     "DDPMPipeline": TinyPipeline(UNCONDITIONAL | DDPM, pixels=(3, 16, 16)),
     "DDIMPipeline": TinyPipeline(UNCONDITIONAL | DDIM, pixels=(3, 16, 16)),
     "PNDMPipeline": TinyPipeline(
@@ -968,7 +968,7 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
 
 
 def prepared(pipeline: Any) -> Any:
-    """A pipeline that draws small pictures, and says nothing."""
+    """A pipeline that draws small images, and says nothing."""
     name = type(pipeline).__name__
     vars(pipeline).update(PIPELINES[name].settings if name in PIPELINES else {})
     pipeline.set_progress_bar_config(disable=True)

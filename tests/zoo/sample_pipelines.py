@@ -25,7 +25,7 @@ from lightning_diffpipe.comm.links import ProcessLinks
 from lightning_diffpipe.comm.loopback import LoopbackLinks, LoopbackNetwork
 from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.model_sources import open_source
-from lightning_diffpipe.pipelines.one_step import condition_of, picture_of
+from lightning_diffpipe.pipelines.one_step import condition_of, image_of
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.loop import denoisers_among
 from lightning_diffpipe.sampling.methods import MethodOptions, fitted
@@ -132,7 +132,7 @@ def measure(name: str, folder: Path) -> dict[str, str]:
             expected = drawn_plainly(prompts)
         except Exception as error:
             return NOTHING | {"single": f"no: diffusers alone fails: {error}"}
-    assert expected[0].double().std() > 0.01, "a picture of nothing"
+    assert expected[0].double().std() > 0.01, "an image of nothing"
     settings["prompts"], found = prompts, dict(NOTHING)
     for method in METHODS:
         found[method] = outcome(path, method, settings, expected)
@@ -161,12 +161,12 @@ def outcome(path: Path, method: str, settings: Mapping[str, Any], expected: list
             torch.manual_seed(0)
             divided = drawn_by_two(path, DIVIDED, requests_of(settings)[:1])
             if not close(as_tensor(divided[0]), expected[0], ENLARGED):
-                return "no: other pictures by two ranks"
+                return "no: other images by two ranks"
     else:
         same = close(found[0], expected[0], ENLARGED if method == "guidance" else 1e-4)
     assert all(each.isfinite().all() for each in found)
     assert not torch.equal(expected[0], expected[1])
-    return "yes" if same else "no: other pictures"
+    return "yes" if same else "no: other images"
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
@@ -201,17 +201,17 @@ def drawn_by_two(path: Path, options: MethodOptions, requests: list[dict[str, An
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Arguments of a call that draws one tiny picture or video."""
+    """Arguments of a call that draws one tiny image or video."""
     entry, cls = PIPELINES[name], getattr(diffusers, name)
     takes = inspect.signature(cls.__call__).parameters
     own = {"height": entry.pixels[-2], "width": entry.pixels[-1], "output_type": "pt"}
     if entry.edits:
-        own[picture_of(cls)] = batch_of(name)["condition"][:1]
+        own[image_of(cls)] = batch_of(name)["condition"][:1]
     return {n: v for n, v in own.items() if n in takes} | dict(entry.call) | dict(entry.drawn)
 
 
 def as_tensor(drawn: Any) -> Tensor:
-    """Pictures or videos in whatever a pipeline gives."""
+    """Images or videos in whatever a pipeline gives."""
     return (
         torch.stack(list(map(as_tensor, drawn)))
         if isinstance(drawn, list)

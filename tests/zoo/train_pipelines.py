@@ -22,7 +22,7 @@ from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules import PipelineDiffusion
 from lightning_diffpipe.modules.noise import FlowMatching
-from lightning_diffpipe.pipelines.one_step import condition_of, picture_of, required_by
+from lightning_diffpipe.pipelines.one_step import condition_of, image_of, required_by
 from tests.graph.emulate import emulate, relative_error, take_gradients
 from tests.graph.steps import step
 
@@ -70,12 +70,12 @@ def refused_by_class() -> dict[str, str]:
 
 
 def editing_by_class() -> list[str]:
-    """Pipelines of diffusers that edit pictures, as far as their arguments say."""
+    """Pipelines of diffusers that edit images, as far as their arguments say."""
     refused = refused_by_class()
     return [
         name
         for name, cls in classes().items()
-        if name not in refused and picture_of(cls) in required_by(cls)
+        if name not in refused and image_of(cls) in required_by(cls)
     ]
 
 
@@ -90,11 +90,11 @@ def classes() -> dict[str, type]:
 
 
 def module_of(name: str, folder: Path) -> PipelineDiffusion:
-    """One pipeline in training, all captions as they are; pictures before may be dropped."""
+    """One pipeline in training, all captions as they are; images before may be dropped."""
     call = {n: v for n, v in PIPELINES[name].call.items() if n not in LENGTHS}
     pipeline = build(name, folder)
     guides = "image_guidance_scale" in inspect.signature(type(pipeline).__call__).parameters
-    takes = picture_of(type(pipeline)) in required_by(type(pipeline))
+    takes = image_of(type(pipeline)) in required_by(type(pipeline))
     dropout = 0.5 if guides and takes else None
     return PipelineDiffusion(pipeline, call=call, caption_dropout=0.0, condition_dropout=dropout)
 
@@ -171,7 +171,7 @@ def draws_the_same(module: PipelineDiffusion, folder: Path) -> bool:
     before = batch_of(module.step.name)["condition"][:1] if entry.edits else None
     got = module.sample(conditions, 2, generator=noise(), condition=before, **options)
     if before is not None:
-        options[module.step.picture] = before
+        options[module.step.image] = before
     arguments = {**module.hparams.call, **options, "num_inference_steps": 2, "output_type": "pt"}
     if module.step.condition:
         arguments[module.step.condition] = conditions

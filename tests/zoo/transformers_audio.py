@@ -1,4 +1,4 @@
-"""Audio transformers, and those that denoise picture and sound together."""
+"""Audio transformers, and those that denoise image and sound together."""
 
 import torch
 

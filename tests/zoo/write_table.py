@@ -80,7 +80,7 @@ PIPELINES_INTRODUCTION = """\
 
 `LatentDiffusion.from_pretrained(FOLDER)` and `diffpipe train model=pretrained model.path=FOLDER` run a pipeline's
 own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone, or
-from nothing, or that edit a picture, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step
+from nothing, or that edit an image, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step
 into two stages, compares loss and gradients with one process in double precision, writes it with `save_pretrained`,
 opens that with diffusers alone, and draws with both from the same noise. The rest says what cannot be followed.
 
@@ -89,16 +89,16 @@ diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the
 ranks draw a prompt each; under the other methods it is the same to rounding on two ranks, while all steps are
 synchronous, and under `guidance` where each computes one branch (`guidance=2`). `single` draws {single} of them,
 `sequence` {sequence}, `pipefusion` {pipefusion}, `distrifusion` {distrifusion}, one of these three {either}, and
-halves of guidance {guidance}. Pictures are as tiny as denoisers, and some have too few rows. *Diffusers alone
+halves of guidance {guidance}. Images are as tiny as denoisers, and some have too few rows. *Diffusers alone
 fails* where its own call does, with {version}.
 """
 EDITING_INTRODUCTION = """\
-These {number} need a picture besides, which a batch may have (`condition`), but are not built in tiny here. They
-are trained if their call gives that picture to the autoencoder and to nothing else, and refused with the reason
+These {number} need an image besides, which a batch may have (`condition`), but are not built in tiny here. They
+are trained if their call gives that image to the autoencoder and to nothing else, and refused with the reason
 otherwise:
 """
 REFUSED_INTRODUCTION = """\
-These {number} start from pictures, or draw from videos, embeddings or parts that a batch does not have. They are
+These {number} start from images, or draw from videos, embeddings or parts that a batch does not have. They are
 refused before weights are read, with the argument's name; a LightningModule of your own trains their denoisers:
 """
 

@@ -5,10 +5,10 @@ with its own buffers. While the model's own forward runs on the band, it answers
 
 | seen beyond the band | function | rule |
 |---|---|---|
-| kernels wider than one row | `conv2d` | rows of the neighbours; zeros only outside the picture |
+| kernels wider than one row | `conv2d` | rows of the neighbours; zeros only outside the image |
 | asymmetric padding | `F.pad` | rows of the neighbours instead of zeros; the convolution after it adds none |
 | the first convolution | `conv2d` | its rows are cut from the whole latents, which every rank has: no message |
-| statistics of the picture | `F.group_norm` | moments of all bands (`moments.py`) |
+| statistics of the image | `F.group_norm` | moments of all bands (`moments.py`) |
 | self- and joint attention | `F.scaled_dot_product_attention` | keys and values of all bands; texts are local |
 | nearest up-sampling, pooling in patches | `F.interpolate`, `F.avg_pool2d` | local |
 | square grids of tokens | `Tensor.reshape` | the grid of the band |
@@ -172,7 +172,7 @@ class BandCall(Run, TorchFunctionMode):
     # ------------------------------------------------------------ what rules ask for
 
     def with_halo(self, x: Tensor, above: int, below: int) -> Tensor:
-        """Returns a band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the picture, around it.
+        """Returns a band `(B, C, rows, W)` with rows of its neighbours, or zeros outside the image, around it.
 
         Raises:
             GraphError: Some band, of any rank, has fewer rows than its neighbours want of it.
@@ -243,7 +243,7 @@ class BandCall(Run, TorchFunctionMode):
         )
 
     def moments_of(self, x: Tensor, num_groups: int) -> Moments | None:
-        """Returns the moments of the whole picture, as the rule has it; None if the band is all it may know."""
+        """Returns the moments of the whole image, as the rule has it; None if the band is all it may know."""
         step = self._step
         rule = "synchronous" if step.synchronous else self._group_norm
         call = self._count()  # in every kind of step, so that later calls keep their positions
@@ -348,7 +348,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalises with the moments of the whole picture."""
+    """Normalises with the moments of the whole image."""
     moments = call.moments_of(x, num_groups)
     if moments is None:
         return F.group_norm(x, num_groups, weight, bias, eps)

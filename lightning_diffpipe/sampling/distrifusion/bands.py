@@ -188,7 +188,7 @@ class Window:
         if self.padding and self.below < 0:
             raise unsupported("a convolution that leaves rows out at the lower border")
         if not self.padding and self.below > 0:
-            raise unsupported("a convolution without padding, which makes the picture smaller,")
+            raise unsupported("a convolution without padding, which makes the image smaller,")
         return self.padding, max(self.below, 0)
 
 

@@ -1,4 +1,4 @@
-"""Group norm over bands: mean and variance of the whole picture from those of the bands.
+"""Group norm over bands: mean and variance of the whole image from those of the bands.
 
 With biased variances the law of total variance is a sum of positive terms, so nothing cancels, and no rule
 that first estimates the moments of each band can give a negative variance:
@@ -10,8 +10,8 @@ they make of the other bands j, seen from band i; d is a change from one step to
 
     synchronous   wait for their moments of now                        exact
     stale         as they were one step ago                            moments_j(t-1)
-    separate      ignore them: the picture is this band
-    corrected     the whole picture changed as much as this band       moments(t-1) + d_i(t)
+    separate      ignore them: the image is this band
+    corrected     the whole image changed as much as this band       moments(t-1) + d_i(t)
     predicted     they go on as they did, at this band's pace g,       moments_j(t-1) + g d_j(t-1)
                   and share l_j of what surprised this band              + l_j (d_i(t) - g d_i(t-1))
 
@@ -71,7 +71,7 @@ class Moments:
         return cls(stacked[:, 0], stacked[:, 1])
 
     def combined(self, shares: Sequence[float]) -> Moments:
-        """Returns the moments of the whole picture, from those of the bands and what share of it each is."""
+        """Returns the moments of the whole image, from those of the bands and what share of it each is."""
         # Filled on the device; a list would be copied there, for which the host waits.
         share = torch.stack([self.mean.new_full((1, 1), share) for share in shares])
         mean = (share * self.mean).sum(0)
@@ -92,7 +92,7 @@ def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> 
     """Takes other bands to be as they were one step ago, in `before`; `now` is of this band.
 
     Returns:
-        Moments of the whole picture.
+        Moments of the whole image.
     """
     return before.with_band(band, now).combined(shares)
 
@@ -100,7 +100,7 @@ def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> 
 def corrected(
     before: Moments, now: Moments, band: int, shares: Sequence[float]
 ) -> tuple[Moments, Tensor]:
-    """Takes the whole picture to have changed as much as this band did.
+    """Takes the whole image to have changed as much as this band did.
 
     Returns:
         Its moments, and how often the variance was negative and the band's own was taken.
@@ -120,7 +120,7 @@ def predicted(
     """Lets other bands go on as they did since `earlier`, two steps ago, and share what surprised this band.
 
     Returns:
-        Moments of the whole picture.
+        Moments of the whole image.
     """
     last = None if earlier is None else before.mean - earlier.mean
     mean = before.mean + _next_change(now.mean - before.mean[band], last, band)

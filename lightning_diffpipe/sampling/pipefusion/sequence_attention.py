@@ -118,7 +118,7 @@ class _OverRanks:
         if num_queries != num_keys and int((call.tokens.owner < -1).sum()) != call.block.num_text:
             raise LayoutError(
                 f"{call.block.name} attends from {num_queries} tokens to {num_keys}, some of which do not attend "
-                "themselves, as those of pictures as prompts in some models; ranks do not divide these: take "
+                "themselves, as those of images as prompts in some models; ranks do not divide these: take "
                 "pipefusion with sequence=1, or single"
             )
 

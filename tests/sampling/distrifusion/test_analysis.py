@@ -232,7 +232,7 @@ class Hungry(nn.Module):
         return self.conv(x * 1.0)
 
 
-def test_a_picture_too_large_for_one_rank_is_not_compared(caplog):
+def test_an_image_too_large_for_one_rank_is_not_compared(caplog):
     """History: every rank ran the model on all rows at once to compare, and ended where bands would have fitted."""
     model, x = Hungry({"plain"}), normal(1, 3, 16, 8)
     found = last_prediction(model, [x], 2)

@@ -1,6 +1,6 @@
 """Whole models in displaced steps against the definition, which uses nothing of the sampler.
 
-For every band the whole model runs on the whole latents, and whatever sees beyond a row is given a picture in which
+For every band the whole model runs on the whole latents, and whatever sees beyond a row is given an image in which
 the own band is of now and each other one is what its owner had there one step ago. Of the prediction, the band's
 own rows count.
 """

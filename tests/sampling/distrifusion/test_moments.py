@@ -20,7 +20,7 @@ ROWS = (2, 5, 1)
 SHARES = [rows / 8 for rows in ROWS]
 
 
-def picture(seed: int, offset: float = 0.0) -> torch.Tensor:
+def image(seed: int, offset: float = 0.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return offset + torch.randn(2, 6, 8, 3, generator=generator, dtype=torch.float64)
 
@@ -31,29 +31,29 @@ def of_bands(x: torch.Tensor) -> Moments:
 
 
 @given(st.integers(0, 1000), st.floats(-1e6, 1e6))
-def test_moments_of_bands_combine_to_those_of_the_picture(seed, offset):
+def test_moments_of_bands_combine_to_those_of_the_image(seed, offset):
     """Even where E[x^2] - E[x]^2 would have lost every digit."""
-    x = picture(seed, offset)
+    x = image(seed, offset)
     whole, combined = Moments.of(x, 3), of_bands(x).combined(SHARES)
     assert torch.allclose(combined.variance, whole.variance, rtol=1e-8)
     assert torch.allclose(combined.mean, whole.mean, rtol=1e-12)
 
 
 def test_normalised_is_group_norm():
-    x = picture(0)
+    x = image(0)
     weight, bias = torch.randn(6).double(), torch.randn(6).double()
     found = normalised(x, 3, Moments.of(x, 3), weight, bias, 1e-5)
     assert torch.allclose(found, F.group_norm(x, 3, weight, bias, 1e-5), atol=1e-12)
 
 
 def test_half_precision_is_computed_in_float32():
-    x = picture(0, offset=100.0).half()
+    x = image(0, offset=100.0).half()
     assert torch.allclose(Moments.of(x, 3).variance, Moments.of(x.double(), 3).variance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("band", [0, 1, 2])
 def test_rules_agree_when_nothing_moves(band):
-    x = of_bands(picture(0))
+    x = of_bands(image(0))
     whole = x.combined(SHARES)
     for found in (
         stale(x, x.band(band), band, SHARES),
@@ -66,7 +66,7 @@ def test_rules_agree_when_nothing_moves(band):
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=3), st.floats(0.001, 1000))
 def test_predicted_variances_are_positive_and_finite(seeds, scale):
-    earlier, before, now = (of_bands(picture(seed)) for seed in seeds)
+    earlier, before, now = (of_bands(image(seed)) for seed in seeds)
     now = Moments(now.variance * scale, now.mean * scale)
     found = predicted(before, earlier, now.band(0), 0, SHARES)
     assert bool((found.variance > 0).all())
@@ -75,7 +75,7 @@ def test_predicted_variances_are_positive_and_finite(seeds, scale):
 
 def test_predicted_follows_a_change_that_all_bands_share():
     """Where "corrected" is right, "predicted" is right as well: one shift of all bands, then a larger one."""
-    earlier = of_bands(picture(0))
+    earlier = of_bands(image(0))
     before = Moments(earlier.variance, earlier.mean + 0.5)
     now = Moments(earlier.variance, earlier.mean + 3.0)
     found = predicted(before, earlier, now.band(1), 1, SHARES)
@@ -84,7 +84,7 @@ def test_predicted_follows_a_change_that_all_bands_share():
 
 def test_predicted_follows_bands_that_move_apart_steadily():
     """Where "corrected" is wrong, because bands have changes of their own."""
-    earlier = of_bands(picture(0))
+    earlier = of_bands(image(0))
     change = torch.tensor([1.0, -2.0, 0.5]).double()[:, None, None]
     before = Moments(earlier.variance, earlier.mean + change)
     now = Moments(earlier.variance, earlier.mean + 2 * change)
@@ -94,7 +94,7 @@ def test_predicted_follows_bands_that_move_apart_steadily():
 
 
 def test_predicted_without_history_takes_changes_to_be_shared():
-    before = of_bands(picture(0))
+    before = of_bands(image(0))
     now = Moments(before.variance * 1.1, before.mean + 0.3)
     found, wanted = predicted(before, None, now.band(1), 1, SHARES), now.combined(SHARES)
     assert torch.allclose(found.mean, wanted.mean)

@@ -108,7 +108,7 @@ def test_predicted_norm_is_exact_for_bands_that_move_steadily_together():
 
 
 def test_negative_variances_fall_back_to_the_own_one_and_are_counted():
-    """A band that grows quiet subtracts more than the picture has; the original, too, takes its own variance."""
+    """A band that grows quiet subtracts more than the image has; the original, too, takes its own variance."""
     x = normal(2, 8, 12, 6)
     loud = x.clone()
     loud[..., :4, :] *= 5

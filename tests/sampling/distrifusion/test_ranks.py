@@ -117,7 +117,7 @@ def draw_noise(rank):
 
 
 def test_all_ranks_draw_the_noise_of_rank_0():
-    """History: each rank stepped with noise of its own, and bands of other pictures were put together."""
+    """History: each rank stepped with noise of its own, and bands of other images were put together."""
     request = with_ancestral_noise()
     torch.manual_seed(0)
     wanted = [OneProcess().sample(request) for _ in range(2)]

@@ -136,7 +136,7 @@ def test_unequal_shares_of_samples_with_masks_of_their_own(monkeypatch):
     ("num_patches", "warmup_steps", "microbatches"),
     [(2, 1, 2), (2, 0, 2), (2, "auto", 2), (1, 1, 1), (2, STEPS, 1)],
 )
-def test_branches_of_guidance_follow_each_other_unless_the_picture_is_exact(
+def test_branches_of_guidance_follow_each_other_unless_the_image_is_exact(
     num_patches, warmup_steps, microbatches, tiny_models
 ):
     """Nothing is cut where the bits of one process are promised, whatever the number of ranks."""
@@ -273,7 +273,7 @@ def _keys_swapped(model, layout, part, newest):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_two_requests_in_a_row_are_two_fresh_ones(name, tiny_models):
-    """Caches of peers survive a request, so that the second picture depends on the first."""
+    """Caches of peers survive a request, so that the second image depends on the first."""
     tiny = tiny_models(name)
     sampler = knowing(PipeFusion(tiny.model, num_patches=2, warmup_steps=0), name, tiny)
     first = sampler.sample(request_for(name, tiny=tiny))

@@ -88,7 +88,7 @@ def test_memory_that_does_not_suffice_is_no_fault_of_the_model():
 
 
 def test_numbers_made_of_shapes_are_refused_where_ranks_share_tokens():
-    """History: nothing was compared there, and pictures were wrong without a word."""
+    """History: nothing was compared there, and images were wrong without a word."""
     with pytest.raises(
         LayoutError, match=r"shared by 2 ranks .* relative error \d\.\de-\d\d.* method=single"
     ):
@@ -116,7 +116,7 @@ def test_shared_tokens_are_rehearsed_once_for_each_layout(monkeypatch):
 
 
 @pytest.mark.slow
-def test_they_would_give_another_picture():
+def test_they_would_give_another_image():
     tiny = counting()
     sampler = PipeFusion(tiny.model, num_patches=2, verify=False)
     found = knowing(sampler, "sd3", tiny).sample(request_for("sd3", tiny=tiny))

@@ -118,7 +118,7 @@ def test_shares_of_keys_in_half_precision_are_merged_to_its_rounding():
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["query", "key"])
 def test_overflow_before_ring_attention_is_not_hidden(where, poison, masked):
-    """History: such weights became zero, and a wrong picture came out. Keys that are hidden weigh zero."""
+    """History: such weights became zero, and a wrong image came out. Keys that are hidden weigh zero."""
     q, k, v = (normal(1, 1, 64, 4, seed=seed) for seed in (1, 2, 3))
     mask = torch.ones(64, 64, dtype=torch.bool)
     if masked:

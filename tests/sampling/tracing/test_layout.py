@@ -83,7 +83,7 @@ def test_a_block_that_cannot_do_without_text_gets_a_ghost():
 def test_ranks_that_share_tokens_are_fed_as_many_on_every_axis(
     num_texts, num_references, num_ranks
 ):
-    """History: pictures that Qwen edits follow its text, of which the second rank was fed a token on one axis only:
+    """History: images that Qwen edits follow its text, of which the second rank was fed a token on one axis only:
     it sent 17 tokens for 16, and the first one aborted.
     """
     total, units = sum(num_texts) + num_references, torch.arange(8)

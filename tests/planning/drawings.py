@@ -1,4 +1,4 @@
-"""Golden timelines: pictures kept in files, whose changes a reviewer reads.
+"""Golden timelines: images kept in files, whose changes a reviewer reads.
 
 `pytest tests/planning tests/viewing --update-golden` rewrites them.
 """
