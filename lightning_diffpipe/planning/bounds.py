@@ -26,7 +26,12 @@ from functools import cached_property, partial
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Frame
-from lightning_diffpipe.planning.memory import StageLoad, Waiting, boundary_samples
+from lightning_diffpipe.planning.memory import (
+    StageLoad,
+    Waiting,
+    boundary_samples,
+    recomputed_bytes,
+)
 from lightning_diffpipe.planning.partition import Cut, best_chain, greedy_cuts, least_limit
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
@@ -244,7 +249,11 @@ class StageNeeds:
         for waiting, load in self.held[stage]:
             kept, (before, after) = model.need_bytes(*waiting), boundary_samples(waiting)
             fixed = model.frozen_bytes + load.beside + before * boundary[first] - kept[first]
-            needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
+            again = partial(recomputed_bytes, model, waiting=waiting)
+            needs = [
+                fixed + kept[stop] + after * boundary[stop] + again(LayerRun(first, stop))
+                for stop in stops
+            ]
             if load.read or load.made:
                 alone = model.frozen_bytes + load.made - resident[first]
                 of_sample = model.read_bytes_from(first)

@@ -150,6 +150,8 @@ class CostModel:
 
     def weight_gradient_s(self, run: LayerRun, samples: float) -> float:
         """Returns seconds of the part of the backward that only makes weight gradients."""
+        if self.recomputed_bytes_from(run.first, samples)[run.stop]:
+            return 0.0  # such a backward is not split
         sums = self.sums(samples).weight_gradient
         return sums[run.stop] - sums[run.first]
 
@@ -172,6 +174,18 @@ class CostModel:
         """Returns bytes kept between forward and backward of so many samples, in so many microbatches."""
         of_samples = samples * self._sum_bytes(run, "activation_bytes_per_sample")
         return of_samples + microbatches * self._sum_bytes(run, "activation_bytes_per_microbatch")
+
+    @_remembered
+    def recomputed_bytes_from(self, first: int, samples: float) -> tuple[float, ...]:
+        """Returns most bytes of activations that stages from this layer on recompute at a time, by where they stop."""
+        whole = (layer.uncheckpointed for layer in self.backbone.layers[first:])
+        each = (
+            0.0
+            if layer is None
+            else samples * layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
+            for layer in whole
+        )
+        return (0.0,) * first + tuple(accumulate(each, max, initial=0.0))
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Returns bytes of all tensors that are alive across the cut after the run."""

@@ -40,6 +40,7 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage, minimax_cuts
 from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_passes, unrolled
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec, Ticks
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
@@ -74,6 +75,24 @@ class Proposal:
 
     shape: Shape
     cuts: tuple[Cut, ...]
+
+    @classmethod
+    def of(cls, plan: PipelinePlan, profile: ModelProfile) -> Proposal:
+        """Returns what a plan for a profile of one backbone decides."""
+        shape = Shape(
+            plan.num_pipelines,
+            plan.ranks_per_pipeline,
+            plan.num_stages,
+            plan.microbatch_sizes,
+            plan.options.schedule,
+        )
+        stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
+        start, units = (
+            (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
+        )
+        edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
+        replicas = (stage.num_replicas for stage in stages)
+        return cls(shape, tuple((*ab, r) for ab, r in zip(pairwise(edges), replicas, strict=True)))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -471,6 +490,7 @@ class Evaluator:
         several = placement.num_stages > placement.num_ranks
         backbone = self.model.backbone
         chains, stages = backbone.chains or ((backbone.name, 0),), list[Stage]()
+        layers = self.calls.backbone.layers
         for index, run in enumerate(self.runs(proposal)):
             name, start = chains[bisect_right(self.model.starts, run.first) - 1]
             stages.append(
@@ -483,6 +503,9 @@ class Evaluator:
                     placement.stage_ranks[index] if several else (),
                     index // size,
                     index not in placement.no_grad,
+                    tuple(
+                        i - start for i in range(run.first, run.stop) if layers[i].uncheckpointed
+                    ),
                 )
             )
         return tuple(stages)

@@ -154,14 +154,21 @@ def rank_bytes(
     """Returns bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
-    wait for their backward, with the encodings there are, and messages. A rank that holds several stages is
+    wait for their backward, with the encodings there are, messages, and the layer that is recomputed. A rank that holds several stages is
     taken to be at its fullest with all of them at once.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
     kept += message_bytes(model, peak, runs)
+    kept += max(recomputed_bytes(model, runs[stage], waiting) for stage, waiting in peak.items())
     beside, alone = (0, 0) if load is None else load.num_bytes(model, runs)
     return round(model.frozen_bytes + resident + max(kept + beside, alone))
+
+
+def recomputed_bytes(model: CostModel, run: LayerRun, waiting: Waiting) -> float:
+    """Returns bytes of the activations that the backward of a microbatch makes again, of one layer at a time."""
+    each = waiting.samples / max(waiting.microbatches, 1)
+    return model.recomputed_bytes_from(run.first, each)[run.stop]
 
 
 def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[LayerRun]) -> float:

@@ -19,6 +19,8 @@ PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "pipedream")
 
 FILLINGS = ("none", "shares", "auto")
 
+CHECKPOINTING = ("auto", "none", "all")
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -43,6 +45,9 @@ class PlanOptions:
             runs them on whole microbatches.
         optimizer_bytes_factor: Bytes of optimizer state, and of averaged weights, for each byte of
             gradient; a number >= 0.
+        checkpointing: Which layers are recomputed in the backward instead of storing their activations: `none`;
+            `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
+            its stages.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -59,6 +64,7 @@ class PlanOptions:
     frozen_splittable: bool = True
     frozen_group_size: int | Auto = "auto"
     optimizer_bytes_factor: float = 2.0
+    checkpointing: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
@@ -90,6 +96,7 @@ class PlanOptions:
             ("schedule", ("auto", *SCHEDULES)),
             ("filling", FILLINGS),
             ("partition", PARTITIONS),
+            ("checkpointing", CHECKPOINTING),
         ):
             if getattr(self, name) not in known:
                 raise ConfigurationError(

@@ -207,6 +207,16 @@ class PipelinePlan:
             found.append(before + stage.first_layer)
         return tuple(found)
 
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """Layers whose activations the backward computes again, numbered as in `first_layers`."""
+        stages = zip(self.stages, self.first_layers, strict=True)
+        return frozenset(
+            first + layer - stage.first_layer
+            for stage, first in stages
+            for layer in stage.recomputed
+        )
+
     @property
     def ranks_per_pipeline(self) -> int:
         """Ranks of one pipeline."""
@@ -530,6 +540,8 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     }
     if plan.num_stages > 1:
         decided["schedule"] = options.schedule
+    recomputes = plan.recomputed or options.checkpointing == "all"
+    decided["checkpointing"] = options.checkpointing if recomputes else "none"
     encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
     if encodes and plan.ranks_per_pipeline > 1:
         decided["filling"] = options.filling

@@ -40,6 +40,11 @@ from lightning_diffpipe.planning.proposals import (
     replicas_of,
     shapes,
 )
+from lightning_diffpipe.planning.recomputation import (
+    checkpointed,
+    recomputable,
+    recomputed_where_needed,
+)
 from lightning_diffpipe.planning.schedules import SCHEDULES
 
 MOST_CUTS_TRIED = 500
@@ -60,6 +65,9 @@ REMEDY_S = 5.0
 
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
+
+MOST_ROUNDS = 3
+"""Searches with fewer and fewer layers that are recomputed."""
 
 MOST_FINALISTS = 4
 """Number of the best proposals that are filled and simulated."""
@@ -95,25 +103,82 @@ def find_plan(
     if len(profile.backbones) > 1 and options.schedule == "auto":
         return _of_either_kind(profile, cluster, options, below_s, within_s)
     profile, options = _as_searched(profile, options)
-    calls = CostModel(profile, cluster, options.optimizer_bytes_factor)
     until_s = time.perf_counter() + within_s
-    # Filled plans are compared by a little more than their step; so they may be above the limit by that.
-    loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
-    search = Search(Evaluator(calls, options), best_s=loose_s, until_s=until_s)
-    model = search.model
-    plans = _fastest(search)
-    if options.filling == "auto" and profile.encoders:
-        found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
-        unfilled = search.evaluator.unfilled()
-        plans += _fastest(Search(unfilled, best_s=min(found_s, below_s), until_s=until_s))
-    plans = [plan for plan in plans if plan.planned.iteration_s < below_s]
+    positions = recomputable(profile) if options.checkpointing != "none" else frozenset()
+    if options.checkpointing == "all":
+        profile = checkpointed(profile, positions)
+    if options.checkpointing == "auto" and positions and cluster.memory_bytes is not None:
+        plans = _recomputing_where_needed(profile, cluster, options, below_s, until_s)
+    else:
+        plans = _plans(profile, cluster, options, below_s, until_s)
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
-    if not plans and search.is_over:
+    if not plans and time.perf_counter() > until_s:
         raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
+        model = Evaluator(
+            _cost_model(checkpointed(profile, positions), cluster, options), options
+        ).model
         raise _nothing_proposed(model, options) or _nothing_fits(model, options)
     return min(plans, key=_with_effort)
+
+
+def _cost_model(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> CostModel:
+    return CostModel(profile, cluster, options.optimizer_bytes_factor)
+
+
+def _plans(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+) -> list[PipelinePlan]:
+    """Returns the best plans found that fit into memory, with and without filling if that is left open."""
+    # Filled plans are compared by a little more than their step; so they may be above the limit by that.
+    loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
+    evaluator = Evaluator(_cost_model(profile, cluster, options), options)
+    plans = _fastest(Search(evaluator, best_s=loose_s, until_s=until_s))
+    if options.filling == "auto" and profile.encoders:
+        found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
+        unfilled = evaluator.unfilled()
+        plans += _fastest(Search(unfilled, best_s=min(found_s, below_s), until_s=until_s))
+    return [plan for plan in plans if plan.planned.iteration_s < below_s]
+
+
+def _recomputing_where_needed(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+) -> list[PipelinePlan]:
+    """Returns the best plans found that fit into memory, some of whose layers may be recomputed for that."""
+    boundless = replace(cluster, memory_bytes=None)
+    plans = _plans(profile, boundless, options, below_s, until_s)
+    if plans and _fits(fastest := min(plans, key=_with_effort), cluster):
+        return [fastest]  # recomputation only adds work
+    plans = _plans(profile, cluster, options, below_s, until_s)
+    positions = recomputable(profile)
+    for _ in range(MOST_ROUNDS):
+        with_some = checkpointed(profile, positions)
+        found = _plans(with_some, cluster, options, math.inf, until_s)
+        if not found:
+            break
+        best = min(found, key=_with_effort)
+        proposal = Proposal.of(best, with_some)
+        evaluator = Evaluator(_cost_model(with_some, cluster, options), options)
+        needed = recomputed_where_needed(evaluator, proposal, best.planned.peak_memory_bytes)
+        with_fewer = checkpointed(profile, needed)
+        faster = Evaluator(_cost_model(with_fewer, cluster, options), options).plan(proposal)
+        plans += [plan for plan in (best, faster) if _fits(plan, cluster)]
+        if needed == positions or not needed:
+            break
+        positions, options = needed, _with_shape_of(options, best)
+    return [plan for plan in plans if plan.planned.iteration_s < below_s]
+
+
+def _fits(plan: PipelinePlan, cluster: Cluster) -> bool:
+    limit = cluster.memory_bytes
+    return limit is None or max(plan.planned.peak_memory_bytes) <= limit
+
+
+def _with_shape_of(options: PlanOptions, plan: PipelinePlan) -> PlanOptions:
+    """Returns the options with everything decided as in a plan, but where it cuts."""
+    names = "num_stages", "num_microbatches", "data_parallel", "schedule"
+    return replace(options, **{name: getattr(plan.options, name) for name in names})
 
 
 def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:
@@ -179,8 +244,7 @@ def _fastest(search: Search) -> list[PipelinePlan]:
     # Filling is simulated at last only; until then an estimate of it ranks the proposals.
     finalists = search.history[-MOST_FINALISTS if search.evaluator.fills else -1 :]
     plans = [search.evaluator.plan(proposal) for proposal in reversed(finalists)]
-    limit = model.cluster.memory_bytes
-    return [p for p in plans if limit is None or max(p.planned.peak_memory_bytes) <= limit]
+    return [plan for plan in plans if _fits(plan, model.cluster)]
 
 
 @dataclass

@@ -90,7 +90,9 @@ def assemble(
         ConfigurationError: The step keeps state outside of layers, changes weights, or has its own generators.
         GraphError: `verify` found a difference.
     """
+    unfolded = probed.graph
     probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
+    recomputed = frozenset(unfolded.path_names[i] for i in plan.recomputed)
     module, graph, placement = probed.module, probed.graph, schedule.placement
     if any(map(is_compiled, module.modules())):
         # A stage compiles its forward when those before it have, and its backward when those after it have.
@@ -113,7 +115,7 @@ def assemble(
         interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
-            process.device, known, probed.forms, step_forms,
+            process.device, known, probed.forms, step_forms, recomputed,
         )  # fmt: skip
         named = dict(module.named_parameters())
         trained = {n: named[n] for n in named if n in resident and n in graph.trained}

@@ -66,6 +66,7 @@ class PipelineOptions:
     data_parallel: int | Auto = "auto"
     filling: str = "auto"
     frozen_group_size: int | Auto = "auto"
+    checkpointing: str = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
     cluster: Any = "measure"
@@ -104,6 +105,7 @@ class PipelineOptions:
             schedule=self.schedule,
             filling=self.filling,
             frozen_group_size=self.frozen_group_size,
+            checkpointing=self.checkpointing,
             optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
         )
         # Averages live as long as the optimizer's state, one for each trained weight.
