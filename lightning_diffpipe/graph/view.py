@@ -232,7 +232,7 @@ class StubbedRun(Run):
         return out
 
     def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Runs a layer of the fine graph inside a layer, and again in the backward if its activations are not stored."""
+        """Runs a layer of the fine graph inside a layer, and again in the backward if it is recomputed."""
         view = self._view
         if self._in_fine or site.name not in view.fine:
             return site.diffpipe_original(*args, **kwargs)

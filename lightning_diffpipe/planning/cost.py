@@ -177,7 +177,7 @@ class CostModel:
 
     @_remembered
     def recomputed_bytes_from(self, first: int, samples: float) -> tuple[float, ...]:
-        """Returns most bytes of activations that stages from this layer on recompute at a time, by where they stop."""
+        """Returns bytes of activations that stages from this layer on recompute at a time, by where they stop."""
         whole = (layer.uncheckpointed for layer in self.backbone.layers[first:])
         each = (
             0.0

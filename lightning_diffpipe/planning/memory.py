@@ -154,8 +154,8 @@ def rank_bytes(
     """Returns bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
-    wait for their backward, with the encodings there are, messages, and the layer that is recomputed. A rank that holds several stages is
-    taken to be at its fullest with all of them at once.
+    wait for their backward, with the encodings there are, messages, and the activations of the layer that is
+    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())

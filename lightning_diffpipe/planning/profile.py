@@ -20,8 +20,9 @@ Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repe
 `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
 see `EncoderProfile`. Of a step of several forms a backbone may have
 `"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
-also have `"activation_bytes_per_microbatch": 1` and `"input_bytes_per_sample": 1`; see `LayerProfile`. Where `self_conditioning` has a
-probability, the layers are those of one pass, and planned for two; see `SelfConditioning`.
+also have `"activation_bytes_per_microbatch": 1` and `"input_bytes_per_sample": 1`; see `LayerProfile`. Where
+`self_conditioning` has a probability, the layers are those of one pass, and planned for two; see
+`SelfConditioning`.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class LayerProfile:
     activation_bytes_per_microbatch: int = 0
     gradient: bool = True
     input_bytes_per_sample: int | None = None
-    uncheckpointed: LayerProfile | None = stored(None, never=True)
+    uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
 
     @classmethod
     def from_node(cls, node: Node) -> LayerProfile:

@@ -15,7 +15,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
@@ -23,36 +23,30 @@ from lightning_diffpipe.planning.memory import Waiting
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, Seconds
 
 
-def recomputable(profile: ModelProfile) -> frozenset[int]:
-    """Returns the positions of the layers of the one backbone whose recomputation frees memory."""
-    layers = enumerate(profile.backbones[0].layers)
-    return frozenset(i for i, layer in layers if layer.gradient and _checkpointed(layer) != layer)
+def recomputable(profile: ModelProfile, frees_memory: bool = True) -> frozenset[int]:
+    """Returns positions of layers of the one backbone that may be recomputed, or only where it frees memory."""
+    return frozenset(
+        position
+        for position, layer in enumerate(profile.backbones[0].layers)
+        if layer.gradient and (left := layer.input_bytes_per_sample) is not None
+        if not frees_memory or left < layer.activation_bytes_per_sample
+    )
 
 
 def checkpointed(profile: ModelProfile, positions: Collection[int]) -> ModelProfile:
     """Returns the profile of a step that recomputes the layers at these positions of the one backbone."""
     (backbone,) = profile.backbones
-    layers = tuple(
-        _checkpointed(layer) if i in positions else layer for i, layer in enumerate(backbone.layers)
-    )
-    return replace(profile, backbones=(replace(backbone, layers=layers),))
-
-
-def _checkpointed(layer: LayerProfile) -> LayerProfile:
-    left = layer.input_bytes_per_sample
-    if (
-        layer.uncheckpointed is not None
-        or left is None
-        or left >= layer.activation_bytes_per_sample
-    ):
-        return layer
-    return replace(
-        layer,
-        backward_s=Seconds.sum((layer.backward_s, layer.forward_s)),
-        activation_bytes_per_sample=left,
-        activation_bytes_per_microbatch=0,
-        uncheckpointed=layer,
-    )
+    layers = list(backbone.layers)
+    for position in positions:
+        layer = layers[position]
+        layers[position] = replace(
+            layer,
+            backward_s=Seconds.sum((layer.backward_s, layer.forward_s)),
+            activation_bytes_per_sample=layer.input_bytes_per_sample or 0,
+            activation_bytes_per_microbatch=0,
+            uncheckpointed=layer,
+        )
+    return replace(profile, backbones=(replace(backbone, layers=tuple(layers)),))
 
 
 def recomputed_where_needed(
@@ -82,16 +76,20 @@ def recomputed_where_needed(
                 stored[rank][position] = more, _kept_bytes(whole, one)
             most = max(own[position][0] for own in stored if position in own)
             gains[position] = whole.forward_s.at(size) / max(most, 1.0)
-    largest = lambda own: max((again for _, again in own.values()), default=0.0)
-    room = [limit - p + largest(o) for p, o in zip(peak_memory_bytes, stored, strict=True)]
+    room = [limit - p + _largest(o) for p, o in zip(peak_memory_bytes, stored, strict=True)]
     for position in sorted(gains, key=lambda each: (-gains[each], each)):
         ranks = [rank for rank, own in enumerate(stored) if position in own]
         rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}
-        if all(room[r] - stored[r][position][0] >= largest(rest[r]) for r in ranks):
+        if all(room[r] - stored[r][position][0] >= _largest(rest[r]) for r in ranks):
             for rank in ranks:
                 room[rank] -= stored[rank][position][0]
                 stored[rank] = rest[rank]
     return frozenset(position for own in stored for position in own)
+
+
+def _largest(stored: Mapping[int, tuple[float, float]]) -> float:
+    """Returns most bytes of activations that a rank recomputes at a time."""
+    return max((again for _, again in stored.values()), default=0.0)
 
 
 def _kept_bytes(layer: LayerProfile, waiting: Waiting) -> float:

@@ -104,10 +104,15 @@ def find_plan(
         return _of_either_kind(profile, cluster, options, below_s, within_s)
     profile, options = _as_searched(profile, options)
     until_s = time.perf_counter() + within_s
-    positions = recomputable(profile) if options.checkpointing != "none" else frozenset()
     if options.checkpointing == "all":
-        profile = checkpointed(profile, positions)
-    if options.checkpointing == "auto" and positions and cluster.memory_bytes is not None:
+        if not (every := recomputable(profile, frees_memory=False)):
+            raise ConfigurationError(
+                f"checkpointing=all, but profile {profile.name!r} has no layer that may be recomputed (that has "
+                "input_bytes_per_sample); profile the model again, or leave checkpointing out"
+            )
+        profile = checkpointed(profile, every)
+    positions = recomputable(profile) if options.checkpointing == "auto" else frozenset()
+    if positions and cluster.memory_bytes is not None:
         plans = _recomputing_where_needed(profile, cluster, options, below_s, until_s)
     else:
         plans = _plans(profile, cluster, options, below_s, until_s)

@@ -52,8 +52,9 @@ def headline(plan: PipelinePlan) -> str:
 def stage_table(plan: PipelinePlan) -> str:
     """Draws a table with a row for each stage."""
     times = ("forward", "backward", "to next", "reduce")
-    header = ("stage", "ranks", "layers", "of", *times, "memory")
+    header = ["stage", "ranks", "layers", "of", *times, "memory"]
     rows, costs, memory = [], plan.costs, plan.planned.peak_memory_bytes
+    header += ["recomputed"] if plan.recomputed else []
     for stage in plan.stages:
         i, ranks = stage.index, plan.placement.stage_ranks[stage.index]
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
@@ -65,7 +66,10 @@ def stage_table(plan: PipelinePlan) -> str:
                 table[i][0] for table in (costs.forward_s, costs.backward_s, costs.gradient_s)
             ]
             row += [seconds(time_s) for time_s in (*times_s, costs.reduce_s(ranks[0]))]
-        rows.append([*row, size(max(memory[rank] for rank in ranks)) if memory else "?"])
+        row.append(size(max(memory[rank] for rank in ranks)) if memory else "?")
+        if plan.recomputed:
+            row.append(f"{len(stage.recomputed)} of {stage.num_layers}")
+        rows.append(row)
     return table(header, rows)
 
 

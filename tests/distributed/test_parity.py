@@ -460,3 +460,15 @@ def test_all_weights_move():
     frozen = {n for n, p in build(Settings()).named_parameters() if not p.requires_grad}
     still = {n for n, v in expected.weights.items() if torch.equal(v, expected.initial[n])}
     assert still == frozen
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"),
+    [(1, "1f1b"), (2, "1f1b"), (2, "zero_bubble"), row(2, "interleaved"), row(3, "v")],
+)
+def test_recomputed_layers(num_ranks, schedule):
+    stages = {"interleaved": 2 * num_ranks, "v": "auto"}.get(schedule, num_ranks)
+    strategy = {"num_stages": stages, "schedule": schedule, "checkpointing": "all"}
+    outcomes, _ = check(num_ranks, 4, strategy=strategy, data={"batch_size": 8})
+    recomputed = [stage.recomputed for stage in outcomes[0].plan.stages]
+    assert all(recomputed), recomputed
