@@ -46,13 +46,14 @@ class Bounds:
     """Lower bounds for the pipelines of a shape.
 
     Frozen layers run on `group_size` samples at a time, None for whole microbatches, and `fills` bubbles or runs
-    before the pipeline.
+    before the pipeline, on the last `num_encoding` ranks.
     """
 
     model: CostModel
     shape: Shape
     group_size: int | None = None
     fills: bool = False
+    num_encoding: int | None = None
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -62,7 +63,10 @@ class Bounds:
             return 0.0
         busy = [0.0] * self.shape.num_ranks
         for part in self.model.encode_parts(
-            self.shape.sizes, self.shape.num_ranks, self.group_size
+            self.shape.sizes,
+            self.shape.num_ranks,
+            self.group_size,
+            self.num_encoding or self.shape.num_ranks,
         ):
             busy[part.rank] += self.model.encode_s(part.num_samples, self.group_size)
         return max(busy)
@@ -166,7 +170,8 @@ class Bounds:
         if limit is not None:
             alive = self.alive_sizes(replicas, later_ranks)
             needs = self.model.need_bytes(sum(alive), len(alive))
-            left = limit - self.model.frozen_bytes + needs[first]
+            encodes = later_ranks < (self.num_encoding or self.shape.num_ranks)
+            left = limit - encodes * self.model.frozen_bytes + needs[first]
             stop = bisect_right(needs, left * (1 + _SLACK)) - 1
         stops, bound_s = range(first + 1, stop + 1), partial(self.stage_s, first, replicas=replicas)
         return first + bisect_right(stops, limit_s * (1 + _SLACK), key=bound_s)
@@ -248,14 +253,13 @@ class StageNeeds:
         resident = model.need_bytes(0, 0)
         for waiting, load in self.held[stage]:
             kept, (before, after) = model.need_bytes(*waiting), boundary_samples(waiting)
-            fixed = model.frozen_bytes + load.beside + before * boundary[first] - kept[first]
-            again = partial(recomputed_bytes, model, waiting=waiting)
-            needs = [
-                fixed + kept[stop] + after * boundary[stop] + again(LayerRun(first, stop))
-                for stop in stops
-            ]
+            fixed = load.resident + load.beside + before * boundary[first] - kept[first]
+            needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
+            if model.recomputes:
+                again = (recomputed_bytes(model, LayerRun(first, stop), waiting) for stop in stops)
+                needs = [need + more for need, more in zip(needs, again, strict=True)]
             if load.read or load.made:
-                alone = model.frozen_bytes + load.made - resident[first]
+                alone = load.resident + load.made - resident[first]
                 of_sample = model.read_bytes_from(first)
                 read = [load.read * of_sample[stop] for stop in stops]
                 needs = [
@@ -291,7 +295,7 @@ class StageNeeds:
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
             kept = self.model.need_bytes(*max(self.held[stage])[0])
-            most = below_bytes - self.model.frozen_bytes + kept[first]
+            most = below_bytes - min(load.resident for _, load in self.held[stage]) + kept[first]
             stops = range(stops.start, min(stops.stop, bisect_right(kept, most)))
             return zip(stops, self.need_bytes(stage, first, stops), strict=True)
 

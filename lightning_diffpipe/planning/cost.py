@@ -83,13 +83,19 @@ class CostModel:
         cluster: Links and memory.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
         is_folded: Layers stand for all calls of theirs in several passes.
+        recomputes: Some layer is recomputed.
     """
 
     profile: ModelProfile
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
     is_folded: bool = False
+    recomputes: bool = field(init=False, compare=False)
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        recomputes = any(layer.uncheckpointed for layer in self.backbone.layers)
+        object.__setattr__(self, "recomputes", recomputes)
 
     @property
     def backbone(self) -> BackboneProfile:
@@ -150,7 +156,7 @@ class CostModel:
 
     def weight_gradient_s(self, run: LayerRun, samples: float) -> float:
         """Returns seconds of the part of the backward that only makes weight gradients."""
-        if self.recomputed_bytes_from(run.first, samples)[run.stop]:
+        if self.recomputes and self.recomputed_bytes_from(run.first, samples)[run.stop]:
             return 0.0  # such a backward is not split
         sums = self.sums(samples).weight_gradient
         return sums[run.stop] - sums[run.first]
@@ -226,7 +232,7 @@ class CostModel:
     @property
     @_remembered
     def frozen_bytes(self) -> int:
-        """Bytes of all frozen encoders; every rank holds them all, since any may encode."""
+        """Bytes of all frozen encoders; every rank that may encode holds them all."""
         return sum(layer.parameter_bytes for layer in self.profile.frozen_layers)
 
     @property
@@ -271,10 +277,11 @@ class CostModel:
 
     @_remembered
     def encode_parts(
-        self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None
+        self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None, num_encoding: int
     ) -> tuple[EncodePart, ...]:
         """Returns even shares of the frozen work; None as `group_size` if it cannot be split."""
-        return encode_parts(sizes, num_ranks, group_size is not None, group_size or 1)
+        splits, group_size = group_size is not None, group_size or 1
+        return encode_parts(sizes, num_ranks, splits, group_size, num_encoding=num_encoding)
 
     @_remembered
     def encode_s(self, samples: float, group_size: int | None = None) -> float:

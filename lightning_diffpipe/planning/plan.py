@@ -262,7 +262,9 @@ class PipelinePlan:
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
         group = self.options.frozen_group_size
         group = group_size_of(sizes, ranks) if group == "auto" else group
-        return encode_parts(sizes, ranks, self.options.frozen_splittable, group)
+        splits, wanted = self.options.frozen_splittable, self.options.encoding_ranks
+        num_encoding = None if wanted == "auto" else wanted
+        return encode_parts(sizes, ranks, splits, group, num_encoding=num_encoding)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -545,6 +547,7 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
     if encodes and plan.ranks_per_pipeline > 1:
         decided["filling"] = options.filling
+        decided["encoding_ranks"] = options.encoding_ranks
         if options.frozen_splittable and options.frozen_group_size != "auto":
             decided["frozen_group_size"] = options.frozen_group_size
     return decided

@@ -66,6 +66,9 @@ REMEDY_S = 5.0
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
 
+WORTH_FREEING = 0.05
+"""Share of the memory that encoders have to take for ranks to be planned without them."""
+
 MOST_ROUNDS = 3
 """Searches with fewer and fewer layers that are recomputed."""
 
@@ -111,19 +114,16 @@ def find_plan(
                 "input_bytes_per_sample); profile the model again, or leave checkpointing out"
             )
         profile = checkpointed(profile, every)
-    positions = recomputable(profile) if options.checkpointing == "auto" else frozenset()
-    if positions and cluster.memory_bytes is not None:
-        plans = _recomputing_where_needed(profile, cluster, options, below_s, until_s)
-    else:
-        plans = _plans(profile, cluster, options, below_s, until_s)
+    plans = _within_memory(profile, cluster, options, below_s, until_s)
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
     if not plans and time.perf_counter() > until_s:
         raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
-        model = Evaluator(
-            _cost_model(checkpointed(profile, positions), cluster, options), options
-        ).model
+        least = _cost_model(
+            checkpointed(profile, _may_recompute(profile, options)), cluster, options
+        )
+        model = Evaluator(least, options).model
         raise _nothing_proposed(model, options) or _nothing_fits(model, options)
     return min(plans, key=_with_effort)
 
@@ -147,17 +147,47 @@ def _plans(
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
-def _recomputing_where_needed(
+def _within_memory(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
 ) -> list[PipelinePlan]:
-    """Returns the best plans found that fit into memory, some of whose layers may be recomputed for that."""
+    """Returns plans that fit into memory, the best of which are those with less work if they fit.
+
+    Where they do not, fewer ranks hold the encoders, or layers are recomputed, or both.
+    """
+    choices = _encoding_choices(_cost_model(profile, cluster, options), options)
+    if cluster.memory_bytes is None or not (choices[1:] or _may_recompute(profile, options)):
+        return _plans(profile, cluster, options, below_s, until_s)
     boundless = replace(cluster, memory_bytes=None)
     plans = _plans(profile, boundless, options, below_s, until_s)
     if plans and _fits(fastest := min(plans, key=_with_effort), cluster):
-        return [fastest]  # recomputation only adds work
-    plans = _plans(profile, cluster, options, below_s, until_s)
-    positions = recomputable(profile)
-    for _ in range(MOST_ROUNDS):
+        return [fastest]
+    plans = []
+    for wishes in choices:
+        for find in (_plans, _recomputing_where_needed):
+            best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
+            plans += find(profile, cluster, wishes, best_s, until_s)
+    return plans
+
+
+def _encoding_choices(model: CostModel, options: PlanOptions) -> list[PlanOptions]:
+    """Returns the options with all ranks that may hold the encoders, and with fewer, where that frees memory."""
+    limit, most = model.cluster.memory_bytes, model.cluster.num_ranks
+    if options.encoding_ranks != "auto" or model.frozen_bytes < WORTH_FREEING * (limit or math.inf):
+        return [options]
+    counts = ("auto", *(2**shift for shift in range(most.bit_length()) if 2**shift < most))
+    return [replace(options, encoding_ranks=count) for count in counts]
+
+
+def _may_recompute(profile: ModelProfile, options: PlanOptions) -> frozenset[int]:
+    return recomputable(profile) if options.checkpointing == "auto" else frozenset()
+
+
+def _recomputing_where_needed(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
+) -> list[PipelinePlan]:
+    """Returns the best plans found that fit because they recompute layers, as few as have to be."""
+    plans, positions = list[PipelinePlan](), _may_recompute(profile, options)
+    for _ in range(MOST_ROUNDS if positions else 0):
         with_some = checkpointed(profile, positions)
         found = _plans(with_some, cluster, options, math.inf, until_s)
         if not found:
@@ -288,7 +318,8 @@ class Search:
     def bounds(self, shape: Shape) -> Bounds:
         """Returns lower bounds for a shape."""
         group_size = self.evaluator.group_size(shape)
-        return Bounds(self.model, shape, group_size, self.evaluator.fills)
+        fills, num_encoding = self.evaluator.fills, self.evaluator.num_encoding(shape)
+        return Bounds(self.model, shape, group_size, fills, num_encoding)
 
     def least_s(self, bounds: Bounds, pipeline_s: float) -> float:
         """Returns what `Evaluator.step_s` gives at least for cuts whose pipeline alone takes at least so long."""
@@ -349,7 +380,8 @@ class Search:
         model, whole = self.model, LayerRun(0, self.model.num_layers)
         holders = shape.num_stages // shape.stages_per_rank
         need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
-        return model.frozen_bytes + need / holders
+        encoding_share = min(self.evaluator.num_encoding(shape) / holders, 1)
+        return encoding_share * model.frozen_bytes + need / holders
 
     def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """Moves layers, from the cuts with the best bounds on, to where they are best."""
@@ -515,7 +547,8 @@ def _nothing_fits(model: CostModel, options: PlanOptions) -> PlanError:
     assert limit is not None
     if options.filling == "auto":
         options = replace(options, filling="none")
-    need, of = _least_memory(model, options)
+    wishes = _encoding_choices(model, options)
+    need, of = min(_least_memory(model, wish) for wish in (wishes[0], *wishes[1:2]))
     freed = {
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto",
         "data_parallel": "auto", "schedule": "auto", "filling": "none",

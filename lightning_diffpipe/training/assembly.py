@@ -98,7 +98,9 @@ def assemble(
         # A stage compiles its forward when those before it have, and its backward when those after it have.
         process = replace(process, timeout_s=2 * schedule.num_stages * process.timeout_s)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
-    residents = residents_of(module, pieces, placement)
+    wanted = plan.options.encoding_ranks
+    num_encoding = placement.num_ranks if wanted == "auto" else wanted
+    residents = residents_of(module, pieces, placement, num_encoding)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
     known = _planned_graphs(probed, plan, process.device)
@@ -120,7 +122,7 @@ def assemble(
         named = dict(module.named_parameters())
         trained = {n: named[n] for n in named if n in resident and n in graph.trained}
         size = None if plan.options.frozen_group_size == "auto" else plan.options.frozen_group_size
-        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size)
+        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size, num_encoding)
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, options.check_finite, plan, list(trained.values()))
         if whole is not None:

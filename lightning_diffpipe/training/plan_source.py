@@ -66,6 +66,7 @@ class PipelineOptions:
     data_parallel: int | Auto = "auto"
     filling: str = "auto"
     frozen_group_size: int | Auto = "auto"
+    encoding_ranks: int | Auto = "auto"
     checkpointing: str = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
@@ -105,6 +106,7 @@ class PipelineOptions:
             schedule=self.schedule,
             filling=self.filling,
             frozen_group_size=self.frozen_group_size,
+            encoding_ranks=self.encoding_ranks,
             checkpointing=self.checkpointing,
             optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
         )

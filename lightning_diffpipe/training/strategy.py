@@ -108,6 +108,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             faster of the two that fits into memory.
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
             cost against how evenly they can be shared. Ranks take whole groups.
+        encoding_ranks: Ranks of each pipeline that hold the frozen encoders and run them: so many of the last
+            ones. `"auto"`: all, or as few as have to for the plan to fit.
         checkpointing: Layers whose activations the backward computes again instead of storing them: `"none"`;
             `"all"` for which that frees memory; `"auto"`, those of each stage that have to be for the plan to fit.
             What the module checkpoints itself stays as it is.
@@ -147,6 +149,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         data_parallel: int | Auto = "auto",
         filling: str = "auto",
         frozen_group_size: int | Auto = "auto",
+        encoding_ranks: int | Auto = "auto",
         checkpointing: str = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
@@ -184,8 +187,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._options = PipelineOptions(
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
             num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
-            frozen_group_size=frozen_group_size, checkpointing=checkpointing, plan=plan, profile=profile,
-            cluster=cluster, seed=seed, check_finite=check_finite, verify=verify,
+            frozen_group_size=frozen_group_size, encoding_ranks=encoding_ranks,
+            checkpointing=checkpointing, plan=plan, profile=profile, cluster=cluster, seed=seed,
+            check_finite=check_finite, verify=verify,
             optimizer_bytes_factor=optimizer_bytes_factor,
         )  # fmt: skip
         self._arguments: tuple[Any, ...] = ()
