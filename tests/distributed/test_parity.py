@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
@@ -472,3 +473,25 @@ def test_recomputed_layers(num_ranks, schedule):
     outcomes, _ = check(num_ranks, 4, strategy=strategy, data={"batch_size": 8})
     recomputed = [stage.recomputed for stage in outcomes[0].plan.stages]
     assert all(recomputed), recomputed
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_encoding", "filling", "schedule"),
+    [(2, 1, "shares", "1f1b"), (2, 1, "none", "1f1b"), (3, 2, "shares", "1f1b"), row(3, 1, "none", "v"),
+     row(3, 1, "shares", "v")],
+)  # fmt: skip
+def test_ranks_without_encoders(num_ranks, num_encoding, filling, schedule):
+    """Those before the last ones hold none of the frozen layers, and encode nothing."""
+    stages = num_ranks if schedule == "1f1b" else "auto"
+    strategy = {"filling": filling, "encoding_ranks": num_encoding, "schedule": schedule}
+    outcomes, _ = check(num_ranks, 3, strategy={"num_stages": stages, **strategy})
+    plan = outcomes[0].plan
+    assert plan.options.encoding_ranks == num_encoding
+    encoding = [
+        rank
+        for rank, program in enumerate(plan.programs)
+        if any(isinstance(i, Encode) for i in program)
+    ]
+    assert encoding == [*range(num_ranks)][-num_encoding:]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.holds_frozen == (rank in encoding)
