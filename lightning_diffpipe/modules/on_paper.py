@@ -86,7 +86,7 @@ class Values(TorchDispatchMode):
         if func is aten.nonzero.default and args[0] in self._known:
             with _disable_current_modes():
                 found = self._known[args[0]].nonzero()
-            return found.to("meta")  # by way of this mode, which notes it
+            return self._on_meta(found)
         if func is aten.index.Tensor:
             args = (args[0], [i for each in args[1] for i in self._by_numbers(each)])
         if func is aten._to_copy.default and args[0].is_meta:
@@ -103,7 +103,15 @@ class Values(TorchDispatchMode):
     def _by_numbers(self, index: Tensor | None) -> Sequence[Tensor | None]:
         """Returns the entries in the place of truth values, whose number would not be known on the meta device."""
         is_mask = index is not None and index.dtype == torch.bool and index in self._known
-        return index.nonzero().unbind(1) if is_mask else [index]
+        if not is_mask:
+            return [index]
+        with _disable_current_modes():
+            return [self._on_meta(each) for each in self._known[index].nonzero().unbind(1)]
+
+    def _on_meta(self, value: Tensor) -> Tensor:
+        meta = value.to("meta")
+        self._known[meta] = value
+        return meta
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> None:
         made = [x for x in outs if isinstance(x, Tensor) and x.is_meta]

@@ -82,8 +82,11 @@ def numbers(plan: PipelinePlan) -> str:
         f"no bubbles    {seconds(planned.no_bubble_limit_s)} at best",
     ]
     if planned.frozen_s:
-        share = planned.frozen_s / plan.ranks_per_pipeline
-        lines.append(f"frozen work   {seconds(share)} on each rank")
+        count, wanted = plan.ranks_per_pipeline, plan.options.encoding_ranks
+        encoding = count if wanted == "auto" else wanted
+        last = f"the last {encoding} ranks" if encoding > 1 else "the last rank"
+        where = "each rank" if encoding == count else last
+        lines.append(f"frozen work   {seconds(planned.frozen_s / encoding)} on {where}")
     if planned.iteration_s != planned.unfilled_iteration_s:
         lines.append(
             f"unfilled      {seconds(planned.unfilled_iteration_s)}, "
