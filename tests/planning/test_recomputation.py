@@ -1,6 +1,7 @@
-"""Recomputation as a choice of the plan, against all choices tried, and its memory by hand."""
+"""Memory bought with time: what is recomputed, who holds the encoders, and what would fit where neither helps."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -10,10 +11,13 @@ from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
+    EncoderLayerProfile,
+    EncoderProfile,
     LayerProfile,
     ModelProfile,
     Seconds,
@@ -135,3 +139,37 @@ def test_layers_that_may_not_be_computed_again():
         ConfigurationError, match="checkpointing=all, but profile 'model' has no layer"
     ):
         peaks(fixed, checkpointing="all")
+
+
+def test_what_would_fit_is_named_with_the_step_it_promises():
+    """All weights: 50 bytes of each layer and 150 of gradients and moments; adapters leave one and three."""
+    with pytest.raises(PlanError) as error:
+        find_plan(FOUR, Cluster(1, memory_bytes=400), PlanOptions(4))
+    assert re.search(
+        r"too many; adapters in place of all weights \(\d+ s a step\) or 4 ranks \(\d+ s a step\) would fit$",
+        str(error.value),
+    )
+    frozen = profile_of(replace(x, gradient_bytes=0, parameter_bytes=100) for x in FOUR.layers)
+    with pytest.raises(
+        PlanError, match=r"; frozen weights stored in 4 bits \(\d+ s a step\) or 2 r.* would fit$"
+    ):
+        find_plan(frozen, Cluster(1, memory_bytes=350), PlanOptions(4))
+    with pytest.raises(PlanError, match=r"; checkpointing=auto would fit$"):
+        find_plan(FOUR, Cluster(1, memory_bytes=1000), PlanOptions(4, checkpointing="none"))
+
+
+def test_the_encoders_lie_on_fewer_ranks_where_all_would_be_too_full():
+    """Encoders of 500 bytes fit beside two layers, not beside more, nor on both ranks."""
+    encoder = EncoderProfile(
+        "text", (EncoderLayerProfile("text", Seconds.per_sample(1.0), 500, 1),)
+    )
+    profile = replace(FOUR, encoders=(encoder,))
+    for filling in ("none", "shares"):
+        options = replace(TWO_STAGES, filling=filling)
+        assert find_plan(profile, Cluster(2), options).options.encoding_ranks == 2
+        plan = find_plan(profile, Cluster(2, memory_bytes=1150), options)
+        assert plan.options.encoding_ranks == 1
+        assert max(plan.planned.peak_memory_bytes) <= 1150
+        encoding = [any(isinstance(i, Encode) for i in program) for program in plan.programs]
+        assert encoding == [False, True]
+        assert PipelinePlan.from_json(plan.to_json()) == plan
