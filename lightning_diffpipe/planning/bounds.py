@@ -222,12 +222,14 @@ class StageNeeds:
         model: The cost model.
         replicas: Ranks of every stage.
         held: By stage: what its ranks hold, each kind once.
+        limits: By stage: memory of its smallest rank.
         boundary_bytes: Bytes of a sample that cross a cut before every layer, and after the last.
     """
 
     model: CostModel
     replicas: tuple[int, ...]
     held: tuple[frozenset[tuple[Waiting, StageLoad]], ...]
+    limits: tuple[float, ...]
     boundary_bytes: tuple[float, ...]
 
     @classmethod
@@ -242,7 +244,9 @@ class StageNeeds:
         held = (frozenset(held_by(stage, r) for r in own) for stage, own in enumerate(ranks))
         stops = range(1, model.num_layers + 1)
         boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, stop), 1) for stop in stops)
-        return cls(model, tuple(map(len, ranks)), tuple(held), boundaries)
+        count, memory_of = frame.pipeline.placement.num_ranks, model.cluster.memory_of
+        limits = (min(memory_of(r, count) or math.inf for r in own) for own in ranks)
+        return cls(model, tuple(map(len, ranks)), tuple(held), tuple(limits), boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
         """Returns what a stage from `first` to each of `stops` needs on its fullest rank.
@@ -271,7 +275,7 @@ class StageNeeds:
 
     def fastest(self, bounds: Bounds, limit_s: float) -> tuple[Cut, ...] | None:
         """Finds, of the cuts that fit into memory, that of the smallest bound; None if none is below `limit_s`."""
-        limit, num_layers = self.model.cluster.memory_bytes or math.inf, self.model.num_layers
+        num_layers = self.model.num_layers
         reaches = [
             partial(bounds.reach, replicas=r, later_ranks=later, limit_s=limit_s)
             for r, later in zip(self.replicas, ranks_after(self.replicas), strict=True)
@@ -285,7 +289,7 @@ class StageNeeds:
             earliest = max(stops.start, starts[-stage - 2])
             stops = range(earliest, min(stops.stop, reaches[stage](first) + 1))
             for stop, need in zip(stops, self.need_bytes(stage, first, stops), strict=True):
-                if round(need) <= limit:
+                if round(need) <= self.limits[stage]:
                     yield stop, bounds.stage_s(first, stop, self.replicas[stage])
 
         return best_chain(num_layers, self.replicas, fitting, limit_s)

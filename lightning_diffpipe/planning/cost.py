@@ -470,12 +470,18 @@ def pipeline_costs(
     """
     placement, distinct = links.placement, frozenset(sizes)
 
-    def row(seconds: Callable[[int], float]) -> tuple[float, ...]:
-        of_size = {size: seconds(size) for size in distinct}
+    def row(seconds: Callable[[int], float], slowness: float = 1.0) -> tuple[float, ...]:
+        of_size = {size: slowness * seconds(size) for size in distinct}
         return tuple([of_size[size] for size in sizes])
 
+    slowness = [
+        links.cluster.slowness_of(r, placement.num_ranks) for r in range(placement.num_ranks)
+    ]
+    slowest = [max(slowness[rank] for rank in ranks) for ranks in placement.stage_ranks]
+
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        return tuple(row(partial(seconds, run)) for run in runs)
+        pairs = zip(runs, slowest, strict=True)
+        return tuple(row(partial(seconds, run), factor) for run, factor in pairs)
 
     crossing = model.crossing_bytes(runs, placement)
 
@@ -499,7 +505,9 @@ def pipeline_costs(
         weight_gradient_s=table(model.weight_gradient_s),
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
-        encode_s=tuple(model.encode_s(part.num_samples, group_size) for part in parts),
+        encode_s=tuple(
+            slowness[part.rank] * model.encode_s(part.num_samples, group_size) for part in parts
+        ),
         all_reduce_s=tuple(
             sum(sums_s[stage] for stage in placement.stages_of(rank))
             for rank in range(placement.num_ranks)

@@ -69,8 +69,9 @@ def fastest(search: Search) -> list[PipelinePlan]:
 
 def fits(plan: PipelinePlan, cluster: Cluster) -> bool:
     """Returns whether every rank of a plan has enough memory."""
-    limit = cluster.memory_bytes
-    return limit is None or max(plan.planned.peak_memory_bytes) <= limit
+    needs = plan.planned.peak_memory_bytes
+    limits = (cluster.memory_of(rank, len(needs)) for rank in range(len(needs)))
+    return all(limit is None or need <= limit for need, limit in zip(needs, limits, strict=True))
 
 
 @dataclass

@@ -359,8 +359,8 @@ class Evaluator:
 
     def too_full(self, proposal: Proposal) -> Iterator[int]:
         """Yields the ranks that have not enough memory."""
-        limit, runs = self.model.cluster.memory_bytes, self.runs(proposal)
-        if limit is None:
+        cluster, runs = self.model.cluster, self.runs(proposal)
+        if cluster.memory_bytes is None:
             return
         frame = self.frame(proposal)
         for rank in range(proposal.shape.num_ranks):
@@ -372,7 +372,7 @@ class Evaluator:
                 need = rank_bytes(self.calls, peak, runs, load)
                 need += self._version_bytes(proposal, rank)
                 frame.need_bytes[key] = need
-            if need > limit:
+            if need > (cluster.memory_of(rank, proposal.shape.num_ranks) or math.inf):
                 yield rank
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
@@ -465,7 +465,9 @@ class Evaluator:
         layers = frozen_layers(self.model.profile.encoders, group)
         num_encoding = self.num_encoding(proposal.shape)
         steps = self.share_steps(proposal.shape)
-        placed = fill_by_shares(timeline, layers, steps, num_encoding)
+        count, cluster = proposal.shape.num_ranks, self.model.cluster
+        slowness = [cluster.slowness_of(rank, count) for rank in range(count)]
+        placed = fill_by_shares(timeline, layers, steps, num_encoding, slowness)
         filled = weave(schedule, timeline, placed)
         costs = replace(costs, encode_s=filled.piece_s)
         timeline = simulate(filled.schedule, costs, sizes)

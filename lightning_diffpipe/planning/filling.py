@@ -265,6 +265,12 @@ class FrozenLayer(NamedTuple):
     layer: int
     seconds: Callable[[float], float]
 
+    def slower(self, factor: float) -> FrozenLayer:
+        """Returns the same on a rank that takes so many times as long."""
+        if factor == 1:
+            return self
+        return self._replace(seconds=lambda samples: factor * self.seconds(samples))
+
 
 class Placed(NamedTuple):
     """A piece and where it goes: into the gap of its rank that begins at `gap_s`, or after all."""
@@ -354,10 +360,12 @@ def fill_by_shares(
     layers: Sequence[FrozenLayer],
     steps: Sequence[int],
     num_encoding: int | None = None,
+    slowness: Sequence[float] = (),
 ) -> tuple[Placed, ...]:
     """Places the frozen work of a batch on the last `num_encoding` ranks, or on all.
 
-    `steps` are samples of the pieces that a rank takes or leaves.
+    `steps` are samples of the pieces that a rank takes or leaves; `slowness` tells how many times as long each rank
+    takes as the layers say.
     """
     placed: list[Placed] = []
     idle, gaps = timeline.idle_by_rank_s(), gaps_by_rank(timeline)
@@ -366,7 +374,8 @@ def fill_by_shares(
     first, first_rank = 0, timeline.num_ranks - (num_encoding or timeline.num_ranks)
     for rank, count in enumerate(shares(idle[first_rank:], step_s, len(steps)), first_rank):
         start, stop = bounds[first], bounds[first + count]
-        placed += _fill_rank(gaps[rank], rank, layers, start, stop - start, len(placed))
+        own = [layer.slower(slowness[rank]) for layer in layers] if slowness else layers
+        placed += _fill_rank(gaps[rank], rank, own, start, stop - start, len(placed))
         first += count
     return tuple(placed)
 

@@ -59,8 +59,9 @@ def recomputed_where_needed(
         proposal: Cuts that fit.
         peak_memory_bytes: Of every rank, with these layers.
     """
-    limit, pipeline = evaluator.model.cluster.memory_bytes, evaluator.frame(proposal).pipeline
-    assert limit is not None, "nothing is recomputed where memory is not limited"
+    cluster, pipeline = evaluator.model.cluster, evaluator.frame(proposal).pipeline
+    count = len(peak_memory_bytes)
+    limits = [cluster.memory_of(rank, count) or 0 for rank in range(count)]
     size, layers = max(proposal.shape.sizes), evaluator.calls.backbone.layers
     # By rank and recomputed layer: the bytes of activations that are stored if it is not, and while it is.
     stored: list[dict[int, tuple[float, float]]] = [{} for _ in peak_memory_bytes]
@@ -76,7 +77,10 @@ def recomputed_where_needed(
                 stored[rank][position] = more, _kept_bytes(whole, one)
             most = max(own[position][0] for own in stored if position in own)
             gains[position] = whole.forward_s.at(size) / max(most, 1.0)
-    room = [limit - p + _largest(o) for p, o in zip(peak_memory_bytes, stored, strict=True)]
+    room = [
+        limit - peak + _largest(own)
+        for limit, peak, own in zip(limits, peak_memory_bytes, stored, strict=True)
+    ]
     for position in sorted(gains, key=lambda each: (-gains[each], each)):
         ranks = [rank for rank, own in enumerate(stored) if position in own]
         rest = {r: {k: v for k, v in stored[r].items() if k != position} for r in ranks}

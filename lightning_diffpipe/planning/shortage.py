@@ -160,7 +160,8 @@ def _other_models(
         ]
     else:
         tries = [("frozen weights stored in 4 bits", _in_4_bits(profile), cluster.num_ranks)]
-    tries += [(f"{n} ranks", profile, n) for n in _more(cluster.num_ranks)]
+    if not (cluster.rank_memory_bytes or cluster.rank_speeds):
+        tries += [(f"{n} ranks", profile, n) for n in _more(cluster.num_ranks)]
     found = dict[bool, str]()  # the smallest change of the model, and that of the ranks
     for what, changed, num_ranks in tries:
         wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks

@@ -4,8 +4,11 @@ Double precision; the reference runs the untouched `training_step` on one device
 microbatch, in Lightning's own loops. Losses, every gradient of every step and all weights are compared.
 """
 
+import time
+
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy
@@ -25,7 +28,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import WIDTH, Samples, TinyDiffusion
+from tests.distributed.tiny import WIDTH, Block, Samples, TinyDiffusion
 from tests.ranks import run_ranks
 from tests.rows import row
 
@@ -495,3 +498,32 @@ def test_ranks_without_encoders(num_ranks, num_encoding, filling, schedule):
     assert encoding == [*range(num_ranks)][-num_encoding:]
     for rank, outcome in enumerate(outcomes):
         assert outcome.holds_frozen == (rank in encoding)
+
+
+class SlowLinear(nn.Linear):
+    """Sleeps, on rank 1 three times as long."""
+
+    def forward(self, x):
+        slow = torch.distributed.is_initialized() and torch.distributed.get_rank()
+        time.sleep(0.012 if slow else 0.004)
+        return super().forward(x)
+
+
+class Slow(TinyDiffusion):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        for block in self.blocks:
+            block.mix = SlowLinear(WIDTH, 2 * WIDTH)
+
+
+@pytest.mark.table
+def test_a_slower_rank_gets_less():
+    """Its speed is measured with the layers."""
+    strategy = {"num_stages": 2, "profile": "measure"}
+    outcomes, _ = check(2, 2, strategy=strategy, module_class=Slow, trainer={"max_steps": 2})
+    fast, slow = (
+        sum(name.endswith(".mix") for name in outcomes[0].plan.layers[s.first_layer : s.stop])
+        for s in outcomes[0].plan.stages
+    )
+    assert fast >= slow + 2, (fast, slow)
