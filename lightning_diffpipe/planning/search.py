@@ -118,7 +118,7 @@ def _within_memory(
     choices = encoding_choices(_cost_model(profile, cluster, options), options)
     if cluster.memory_bytes is None or not (choices[1:] or _may_recompute(profile, options)):
         return _plans(profile, cluster, options, below_s, until_s)
-    boundless = replace(cluster, memory_bytes=None)
+    boundless = replace(cluster, memory_bytes=None, rank_memory_bytes=())
     plans = _plans(profile, boundless, options, below_s, until_s)
     if plans and fits(best := min(plans, key=_with_effort), cluster):
         return [best]

@@ -99,7 +99,10 @@ def nothing_fits(
     model, wishes = Evaluator(calls, options).model, encoding_choices(calls, options)
     need, of = min(_least_memory(model, wish) for wish in (wishes[0], *wishes[1:2]))
     reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
-    if need <= limit and options.filling != "none":  # which counts even shares
+    limits = ", ".join(f"{each:,}" for each in cluster.rank_memory_bytes)
+    if limits and need <= limit:
+        reason = f"{of[0]} needs {need:,} ({of[1]}), and some ranks have less"
+    elif need <= limit and options.filling != "none":  # which counts even shares
         reason = (
             f"{of[0]} would need {need:,} ({of[1]}) with even shares of the frozen work, but bubbles "
             "are uneven, and so are shares"
@@ -107,7 +110,7 @@ def nothing_fits(
     remedy = _other_options(profile, cluster, options, plans)
     remedy = remedy or _other_models(profile, cluster, options, plans)
     return PlanError(
-        f"no plan fits into {limit:,} bytes a rank: {reason}; {remedy or 'use more ranks or smaller batches'}"
+        f"no plan fits into {limits or f'{limit:,}'} bytes a rank: {reason}; {remedy or 'use more ranks or smaller batches'}"
     )
 
 

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.cut_search import MOST_CUTS_TRIED
@@ -81,3 +81,12 @@ def test_frozen_work_in_bubbles_takes_longer_on_slower_ranks():
     )
     assert plan.timeline.iteration_s == pytest.approx(plan.planned.iteration_s)
     assert plan.pieces
+
+
+def test_ranks_without_room_are_named():
+    profile = equal_profile(12, parameter_bytes=100)
+    options = PlanOptions(8, 2, 8, data_parallel=1)
+    with pytest.raises(
+        PlanError, match=r"into 2,000, 50 bytes a rank: .*, and some ranks have less"
+    ):
+        find_plan(profile, Cluster(2, rank_memory_bytes=(2000, 50)), options)
