@@ -109,9 +109,8 @@ def nothing_fits(
         )
     remedy = _other_options(profile, cluster, options, plans)
     remedy = remedy or _other_models(profile, cluster, options, plans)
-    return PlanError(
-        f"no plan fits into {limits or f'{limit:,}'} bytes a rank: {reason}; {remedy or 'use more ranks or smaller batches'}"
-    )
+    remedy = remedy or "use more ranks or smaller batches"
+    return PlanError(f"no plan fits into {limits or f'{limit:,}'} bytes a rank: {reason}; {remedy}")
 
 
 def _other_options(
