@@ -210,6 +210,27 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             )
             for name, trained_by in (("glyph_cascade", "CascadedDiffusion"),)
         ),
+        (
+            ["train", "optimizer=sgd", "model.optimization.optimizer._target_=not_there.Lion"],
+            "model.optimization.optimizer=not_there.Lion needs the package not_there; run: pip install not-there",
+        ),
+        (
+            [
+                "train",
+                "optimizer=sgd",
+                "+model.optimization.optimizer.nesterov=1",
+                "model.optimization.optimizer.momentum=0",
+            ],
+            "model.optimization.optimizer: Nesterov momentum requires a momentum and zero dampening",
+        ),
+        (
+            ["train", "optimizer=prodigy", "model.optimization.lr=1e-4"],
+            "Prodigy finds one learning rate for all parameters, of which lr is a factor; got lr=0.0001: take lr=1",
+        ),
+        (
+            ["train", "+model.optimization.groups={encoder: {lr: 1e-6}}"],
+            "model.optimization.groups: 'encoder' is in the name of no parameter that is trained",
+        ),
         # History: both were said not to be there.
         (
             ["train", "save_lora_names={to_q: to}", "save_lora=x"],

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.cli import launch
-from lightning_diffpipe.cli.training import _build_trainer
+from lightning_diffpipe.cli.training import _build_trainer, _require_optimizer
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
@@ -31,7 +33,7 @@ WRITES = ("train", "sample", "profile")  # into a folder of their own
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in ("adapter", "experiment", "cluster", "sampler")
+    if path.parent.name not in ("adapter", "experiment", "cluster", "optimizer", "sampler")
 )
 SAMPLERS = sorted(path.stem for path in CONF.glob("sampler/*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
@@ -147,6 +149,23 @@ def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_
     assert config.callbacks.samples.prompts is None
     glyphs = composed("train", "experiment=glyphs", output_dir)
     assert (glyphs.model.optimization.lr, glyphs.model.optimization.warmup_steps) == (5e-4, 20)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("optimizer/*.yaml")))
+def test_an_optimizer_is_built_or_its_package_is_named(name, output_dir):
+    config = composed(
+        "train", "experiment=flux_lora", f"optimizer={name}", "data.folder=x", output_dir
+    )
+    node = config.model.optimization.get("optimizer")
+    if node is not None and find_spec(node._target_.partition(".")[0]) is None:
+        with pytest.raises(
+            ConfigurationError, match=r"needs the package \w+; run: pip install [\w-]+$"
+        ):
+            _require_optimizer(config)
+        return
+    _require_optimizer(config)
+    optimization = hydra.utils.instantiate(config.model.optimization, _convert_="all")
+    assert optimization.lr == (1 if name == "prodigy" else 1e-4)
 
 
 def test_several_machines_reach_the_trainer_and_its_strategy(output_dir):

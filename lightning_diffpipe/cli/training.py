@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import signal
 import textwrap
@@ -305,6 +306,31 @@ def _require_lora(config: DictConfig) -> None:
     renamed("", config.save_lora_names or {})
 
 
+def _require_optimizer(config: DictConfig) -> None:
+    """Refuses an optimizer whose package is missing, or that nothing would take.
+
+    Raises:
+        ConfigurationError: Names the package, or the module.
+    """
+    found = config.model.get("optimization")
+    node = OmegaConf.is_dict(found) and found.get("optimizer")
+    if not node:
+        return
+    if "_target_" not in found:
+        raise ConfigurationError(
+            f"model={config.model.get('_target_')} has no model.optimization, and makes its optimizer itself; leave "
+            "out the group optimizer"
+        )
+    package = node._target_.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        known = {"prodigyplus": "prodigy-plus-schedule-free"}.get(
+            package, package.replace("_", "-")
+        )
+        raise ConfigurationError(
+            f"model.optimization.optimizer={node._target_} needs the package {package}; run: pip install {known}"
+        )
+
+
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
@@ -320,6 +346,7 @@ def train(config: DictConfig) -> Any:
             _require_final_checkpoint(config, f"{name} is written")
             require_writable_folder(name, config[name])
     _require_lora(config)
+    _require_optimizer(config)
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
         raise ConfigurationError(
             f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
@@ -340,6 +367,9 @@ def train(config: DictConfig) -> Any:
             module.lora_weights(config.save_lora_names)
         if config.save_to is not None and hasattr(module, "refuse_folder"):
             module.refuse_folder(config.save_to)
+        if hasattr(module, "optimization"):
+            with named({"groups": "model.optimization.groups"}):
+                module.optimization.parameter_groups(module)
     data = _data_for(module, config)
     path = config.ckpt_path
     if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):

@@ -54,7 +54,7 @@ from lightning_diffpipe.modules.adapters import (
     write_lora,
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
-from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.optimization import Optimization, averages
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
@@ -358,6 +358,11 @@ class PartsModule(L.LightningModule):
         """Lets warnings of trial runs be said again."""
         said_of_cut.clear()
 
+    def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """Gives optimizers that average weights those that they train, until they have stepped."""
+        for optimizer in filter(averages, self.trainer.optimizers):
+            optimizer.train()
+
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one batch; see `losses`."""
         return self._logged("train", batch, self.losses(batch))
@@ -388,7 +393,7 @@ class PartsModule(L.LightningModule):
         return losses["loss"]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Returns AdamW with the schedule of `optimization`."""
+        """Returns the optimizer and learning rates of `optimization`."""
         return self.optimization.configure(self)
 
     @contextlib.contextmanager

@@ -229,6 +229,7 @@ class PipelineDiffusion(PartsModule):
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Notes what is drawn while training: a pipeline's own size may be many times that of the images."""
+        super().on_train_batch_start(batch, batch_idx)
         self._trained_size = _size_of(_pixels_of(batch))
 
     def losses(

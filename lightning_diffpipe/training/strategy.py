@@ -79,6 +79,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_arguments,
     refuse_on_several_ranks,
     refuse_optimizers,
+    refuse_steps_apart,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
@@ -300,6 +301,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.plan is not None and len(self.plan.stages) > 1:
             with raised_by_all():
                 refuse_optimizers(self.optimizers)
+                if self.plan.runs_free:
+                    refuse_steps_apart(self.optimizers, self.plan.options.schedule)
+            for optimizer in self.optimizers:
+                self._running.connect(optimizer)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
