@@ -176,19 +176,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",
         ),
         (
-            ["train", "callbacks=none", "save_to=x"],
-            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
-        ),
-        # History: these trained to the end, and then had no weights to save, or drew those of an older run.
-        (
-            ["train", "trainer.enable_checkpointing=false", "save_to=x"],
-            "from the final checkpoint, which trainer.enable_checkpointing=False leaves out; set it to true",
-        ),
-        (
-            ["train", "callbacks.final_checkpoint=null", "save_to=x"],
-            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
-        ),
-        (
             ["train", "+trainer.fast_dev_run=true", "save_to=x"],
             "from the final checkpoint, and trainer.fast_dev_run=True writes none; leave fast_dev_run out",
         ),
@@ -275,7 +262,18 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "+trainer.callbacks=[]", "trainer.devices=1"],
             "trainer.callbacks=[]: there is a group callbacks for them; take callbacks=none",
         ),
-        (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        (
+            ["train", "lora_from=x"],
+            "lora_from goes on from adapters, and none are trained: add adapter=lora",
+        ),
+        (
+            ["train", "model=pretrained_unet", "adapter=lora", "lora_from=not/there"],
+            "diffpipe train: model.lora.lora_from=not/there: there is no such file or folder",
+        ),
+        (
+            ["train", "model=pretrained_unet", "adapter=lora", "save_lora_every_n_steps=3"],
+            "save_lora_every_n_steps=3 writes into save_lora; add save_lora=FOLDER",
+        ),
         # History: the last name alone was said to be left out, or what points to it not to be found.
         (
             ["train", "~trainer.accelerator"],
@@ -462,7 +460,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("model.optimization.lr=-1", "model.optimization.lr must be a number >= 0; got -1"),
         (
             "model.optimization.decay=off",
-            "model.optimization.decay must be one of constant, linear, cosine; got 'off'",
+            "model.optimization.decay must be one of constant, linear, cosine, cosine_with_restarts, polynomial",
         ),
         ("data.batch_size=-3", "data.batch_size must be a whole number >= 1; got -3"),
         ("data.batch_size=ten", "data.batch_size must be a whole number >= 1; got 'ten'"),

@@ -14,8 +14,8 @@ _PROCESS: dict[str, Any] = {"seed": _WHOLE, "offline": bool, "num_threads": _WHO
 TYPES: dict[str, dict[str, Any]] = {
     "train": {
         **_PROCESS,
-        **dict.fromkeys(("name", "ckpt_path", "save_to", "save_lora"), _TEXT),
-        **{"output_dir": str, "save_dtype": str},
+        **dict.fromkeys(("name", "ckpt_path", "save_to", "lora_from", "save_lora"), _TEXT),
+        **{"output_dir": str, "save_dtype": str, "save_lora_every_n_steps": _WHOLE},
     },
     "sample": {
         **_PROCESS,

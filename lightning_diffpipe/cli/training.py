@@ -261,28 +261,21 @@ def _require_last_checkpoints(config: DictConfig) -> None:
         )
 
 
-def _require_final_checkpoint(config: DictConfig, use: str) -> None:
-    """Refuses a run that would find out after training that nothing was saved of it.
+def _callbacks_that_save(config: DictConfig) -> list[Any]:
+    """Returns callbacks for `save_to` and `save_lora` beside those of the group."""
+    from lightning_diffpipe.callbacks import FinalCheckpoint, SaveLora
 
-    Args:
-        config: The whole config.
-        use: What the checkpoint is for: "save_to is written".
-    """
-    written = f"{use} from the final checkpoint"
-    if not (config.get("callbacks") or {}).get("final_checkpoint"):
-        raise ConfigurationError(
-            f"{written}; take callbacks=training or callbacks=default, which write one, and leave "
-            "callbacks.final_checkpoint as it is"
-        )
-    if not config.trainer.enable_checkpointing:
-        raise ConfigurationError(
-            f"{written}, which trainer.enable_checkpointing={config.trainer.enable_checkpointing} leaves out; "
-            "set it to true, or callbacks.checkpoint=null to write no others"
-        )
-    if config.trainer.get("fast_dev_run"):
-        raise ConfigurationError(
-            f"{written}, and trainer.fast_dev_run={config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
-        )
+    found: list[Any] = []
+    has_final = (config.get("callbacks") or {}).get("final_checkpoint")
+    if (config.save_to or config.save_lora) is not None and not (
+        has_final and config.trainer.enable_checkpointing
+    ):
+        found.append(FinalCheckpoint(Path(config.output_dir) / "final.ckpt"))
+    if config.save_lora_every_n_steps is not None:
+        names = config.save_lora_names and dict(config.save_lora_names)
+        with named({"every_n_steps": "save_lora_every_n_steps"}):
+            found.append(SaveLora(config.save_lora, config.save_lora_every_n_steps, names))
+    return found
 
 
 def _require_lora(config: DictConfig) -> None:
@@ -299,9 +292,15 @@ def _require_lora(config: DictConfig) -> None:
             raise ConfigurationError(
                 f"{module_class.__name__} trains no adapters; leave out adapter=lora, or take another model"
             )
-    elif config.save_lora is not None:
+    else:
+        for name, use in (("save_lora", "writes"), ("lora_from", "goes on from")):
+            if config[name] is not None:
+                raise ConfigurationError(
+                    f"{name} {use} adapters, and none are trained: add adapter=lora"
+                )
+    if config.save_lora is None and config.save_lora_every_n_steps is not None:
         raise ConfigurationError(
-            "save_lora writes adapters, and none are trained: add adapter=lora"
+            f"save_lora_every_n_steps={config.save_lora_every_n_steps} writes into save_lora; add save_lora=FOLDER"
         )
     renamed("", config.save_lora_names or {})
 
@@ -342,9 +341,12 @@ def train(config: DictConfig) -> Any:
     from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
     for name in ("save_to", "save_lora"):
-        if config[name] is not None:
-            _require_final_checkpoint(config, f"{name} is written")
-            require_writable_folder(name, config[name])
+        require_writable_folder(name, config[name])
+        if config[name] is not None and config.trainer.get("fast_dev_run"):
+            raise ConfigurationError(
+                f"{name} is written from the final checkpoint, and trainer.fast_dev_run="
+                f"{config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
+            )
     _require_lora(config)
     _require_optimizer(config)
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
@@ -361,6 +363,8 @@ def train(config: DictConfig) -> Any:
         ]
     )
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
+    with raised_by_all():
+        trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
     module = module_of(config)
     with raised_by_all():  # what cannot be written is refused now
         if config.save_lora is not None:

@@ -170,7 +170,7 @@ class LatentDiffusion(PartsModule):
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
-        self.add_lora(lora, train_text_encoder)
+        self.add_lora(lora, train_text_encoder, LORA_LOADER)
 
     @classmethod
     def from_pretrained(

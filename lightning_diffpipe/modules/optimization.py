@@ -68,7 +68,8 @@ class Optimization:
             tried = self._made([{"params": [nn.Parameter(torch.zeros(2, 2))], **further}], name)
             if unknown := further.keys() - tried.defaults:
                 raise ConfigurationError(
-                    f"{name}: {type(tried).__name__} has no {sorted(unknown)[0]!r}; it has {', '.join(tried.defaults)}"
+                    f"{name}: {type(tried).__name__} has no {sorted(unknown)[0]!r}; it has "
+                    + ", ".join(tried.defaults)
                 )
 
     def _made(self, groups: list[dict[str, Any]], name: str = "optimizer") -> Optimizer:
@@ -120,8 +121,8 @@ class Optimization:
                 ) from error
         if unused := [pattern for pattern in self.groups if not found[pattern]]:
             raise ConfigurationError(
-                f"groups: {unused[0]!r} is in the name of no parameter that is trained and in no group before; names "
-                f"are such as {', '.join(list(trained)[:: max(1, len(trained) // 3)][:3])}"
+                f"groups: {unused[0]!r} is in the name of no parameter that is trained and in no group before; "
+                f"names are such as {', '.join(list(trained)[:: max(1, len(trained) // 3)][:3])}"
             )
         return [
             {"params": parameters, **self.groups.get(pattern, {})}

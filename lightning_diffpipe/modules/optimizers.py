@@ -1,11 +1,11 @@
 """Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon beside AdamW.
 
-Prodigy finds one step size from two sums over all parameters. A rank of a pipeline has those of its own stage, so the
-sums of all ranks are added before the step size is computed: `sum_over_ranks`, which the strategy gives to every
-optimizer that has it. On one device that is read once a step, rather than twice for each parameter.
+Prodigy finds one step size from two sums over all parameters. A rank of a pipeline has those of its own stage, so
+sums of all ranks are added before it is computed (`sum_over_ranks`, which the strategy calls). The host
+reads two numbers a step.
 
 Sources:
-    Prodigy: Mishchenko & Defazio (2023), https://arxiv.org/abs/2306.06101; names of settings are those of prodigyopt.
+    Prodigy: Mishchenko & Defazio (2023), https://arxiv.org/abs/2306.06101; settings have the names of prodigyopt.
     Muon: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/
 """
 

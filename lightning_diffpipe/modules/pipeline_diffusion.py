@@ -131,7 +131,7 @@ class PipelineDiffusion(PartsModule):
             if isinstance(part, nn.Module) and name not in (self.step.denoiser, *trained)
         )
         self.freeze_parts()
-        self.add_lora(lora, train_text_encoder)
+        self.add_lora(lora, train_text_encoder, type(pipeline))
 
     @classmethod
     def from_pretrained(
