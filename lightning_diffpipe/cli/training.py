@@ -317,7 +317,7 @@ def _require_optimizer(config: DictConfig) -> None:
         return
     if "_target_" not in found:
         raise ConfigurationError(
-            f"model={config.model.get('_target_')} has no model.optimization, and makes its optimizer itself; leave "
+            f"model={config.model.get('_target_')} has no model.optimization and makes its optimizer itself; leave "
             "out the group optimizer"
         )
     package = node._target_.partition(".")[0]

@@ -34,8 +34,7 @@ class Optimization:
         final_share: Learning rate of the last step, as a share of `lr`.
         num_cycles: Times that it falls, with `decay="cosine_with_restarts"`.
         power: Of what is left of the fall, with `decay="polynomial"`.
-        optimizer: A class, or what makes an optimizer of parameters; arguments of its own, as of a `partial`, go before
-            the ones above. None for torch's AdamW.
+        optimizer: A class, or a `partial` of one, whose arguments win over those above; None for torch's AdamW.
         groups: By regular expressions, what is otherwise for parameters in whose names they are found, such as
             `{"text_encoder": {"lr": 1e-6}}`; the first one that is found counts.
 
