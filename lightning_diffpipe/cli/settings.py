@@ -15,6 +15,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "train": {
         **_PROCESS,
         **dict.fromkeys(("name", "ckpt_path", "save_to", "lora_from", "save_lora"), _TEXT),
+        **dict.fromkeys(("attention", "compile"), _TEXT),
         **{"output_dir": str, "save_dtype": str, "save_lora_every_n_steps": _WHOLE},
     },
     "sample": {

@@ -330,6 +330,33 @@ def _require_optimizer(config: DictConfig) -> None:
         )
 
 
+def _speed_up(config: DictConfig, module: Any) -> None:
+    """Chooses the kernels of the denoiser's attention, and compiles its blocks, as `attention` and `compile` say.
+
+    Raises:
+        ConfigurationError: The denoiser cannot, or there is none; says why.
+    """
+    if config.compile not in (None, "blocks"):
+        raise ConfigurationError(
+            f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
+        )
+    # Kernels first: compiling reads them.
+    asked = {
+        "attention": ("set_attention_backend", config.attention),
+        "compile": ("compile_repeated_blocks",),
+    }
+    for name, (method, *arguments) in asked.items():
+        if config[name] is not None:
+            denoiser = getattr(module, "denoiser", module)
+            try:
+                getattr(denoiser, method)(*arguments)
+            except (AttributeError, ValueError, RuntimeError, ImportError) as error:
+                reason = " ".join(str(error).split())
+                raise ConfigurationError(
+                    f"{name}={config[name]}: {type(denoiser).__name__} cannot: {reason}"
+                ) from error
+
+
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
@@ -367,6 +394,7 @@ def train(config: DictConfig) -> Any:
         trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
     module = module_of(config)
     with raised_by_all():  # what cannot be written is refused now
+        _speed_up(config, module)
         if config.save_lora is not None:
             module.lora_weights(config.save_lora_names)
         if config.save_to is not None and hasattr(module, "refuse_folder"):

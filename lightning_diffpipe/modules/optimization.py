@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -52,7 +52,7 @@ class Optimization:
     num_cycles: int = 1
     power: float = 1.0
     optimizer: Callable[..., Optimizer] | None = None
-    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "warmup_steps", "decay_share", "final_share", "power"):
@@ -62,8 +62,10 @@ class Optimization:
             raise ConfigurationError(f"decay must be one of {', '.join(known)}; got {self.decay!r}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigurationError(f"betas must be two numbers in [0, 1); got {self.betas}")
-        names = [f"groups {pattern!r}" for pattern in self.groups]
-        for name, further in zip(("optimizer", *names), ({}, *self.groups.values()), strict=True):
+        groups = {
+            f"groups {pattern!r}": further for pattern, further in (self.groups or {}).items()
+        }
+        for name, further in {"optimizer": {}, **groups}.items():
             tried = self._made([{"params": [nn.Parameter(torch.zeros(2, 2))], **further}], name)
             if unknown := further.keys() - tried.defaults:
                 raise ConfigurationError(
@@ -110,7 +112,8 @@ class Optimization:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ConfigurationError(f"{type(module).__name__} has no trainable parameter")
-        found: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in (*self.groups, "")}
+        groups = self.groups or {}
+        found: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in (*groups, "")}
         for name, parameter in trained.items():
             try:
                 found[next(each for each in found if re.search(each, name))].append(parameter)
@@ -118,13 +121,13 @@ class Optimization:
                 raise ConfigurationError(
                     f"groups: {error.pattern!r} is no regular expression: {error}"
                 ) from error
-        if unused := [pattern for pattern in self.groups if not found[pattern]]:
+        if unused := [pattern for pattern in groups if not found[pattern]]:
             raise ConfigurationError(
                 f"groups: {unused[0]!r} is in the name of no parameter that is trained and in no group before; "
                 f"names are such as {', '.join(list(trained)[:: max(1, len(trained) // 3)][:3])}"
             )
         return [
-            {"params": parameters, **self.groups.get(pattern, {})}
+            {"params": parameters, **groups.get(pattern, {})}
             for pattern, parameters in found.items()
             if parameters
         ]
