@@ -37,7 +37,14 @@ TYPES: dict[str, dict[str, Any]] = {
     "diff": {"before": str, "after": str},
 }
 # Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.
-_PAPER = {"path": _TEXT, "device": str, "dtype": str, "resolution": _WHOLE, "num_frames": _WHOLE}
+_PAPER = {
+    "path": _TEXT,
+    "device": str,
+    "dtype": str,
+    "resolution": _WHOLE,
+    "num_frames": _WHOLE,
+    "lora_rank": _WHOLE,
+}
 
 for _verb, _types in TYPES.items():
     _node = OmegaConf.structured(make_dataclass(_verb, _types.items()))

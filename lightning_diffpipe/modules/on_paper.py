@@ -28,6 +28,7 @@ from transformers import BatchEncoding
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import created_in
+from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
@@ -199,6 +200,7 @@ class OnPaper:
         configs: Its configurations, in place of those that are read.
         call: Further arguments of the pipeline's call.
         device: Where weights are: without memory by default, else with random values.
+        lora_rank: Rank of adapters of the attention, which are trained in place of all weights.
 
     Attributes:
         module: The model in training.
@@ -216,6 +218,7 @@ class OnPaper:
         configs: Configs | None = None,
         call: Mapping[str, Any] | None = None,
         device: torch.device | str = "meta",
+        lora_rank: int | None = None,
     ) -> None:
         configs = configs or read_configs(path)
         index = configs["model_index"]
@@ -241,7 +244,8 @@ class OnPaper:
             side = 8 * self.module.unet.config.sample_size
             self.size = {"height": side, "width": side, "num_frames": 1}
         else:
-            self.module = PipelineDiffusion(cls(**missing | parts), 0.0, call=call)
+            lora = None if lora_rank is None else Lora(lora_rank)
+            self.module = PipelineDiffusion(cls(**missing | parts), 0.0, call=call, lora=lora)
             self.denoiser = self.module.step.denoiser
             with Values():
                 self.size = self._looked_at(self.module)
@@ -306,6 +310,7 @@ class ModelOnPaper:
         resolution: Pixels along an edge; that of the model if not given.
         num_frames: Of a video; that of the model if not given.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
+        lora_rank: Rank of adapters of the attention, trained in place of all weights; None trains all.
 
     Raises:
         ConfigurationError: There is no such model, device or type.
@@ -317,6 +322,7 @@ class ModelOnPaper:
     resolution: int | None = None
     num_frames: int | None = None
     call: Mapping[str, Any] | None = None
+    lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         read_configs(str(self.path))
@@ -340,7 +346,8 @@ class ModelOnPaper:
         diffusers.utils.logging.set_verbosity_error()  # nobody draws with these pipelines
         try:
             path = str(self.path)
-            paper = OnPaper(path, getattr(torch, self.dtype), call=self.call)
+            dtype = getattr(torch, self.dtype)
+            paper = OnPaper(path, dtype, call=self.call, lora_rank=self.lora_rank)
             if self.resolution is not None:
                 paper.module.require_size(self.resolution, self.resolution)
                 paper.size |= {"height": self.resolution, "width": self.resolution}

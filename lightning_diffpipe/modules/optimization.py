@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.graph.versions import plain_tensors
 
 Decay = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
@@ -83,6 +84,29 @@ class Optimization:
             return make(groups, **{n: v for n, v in own.items() if n in taken and n not in fixed})
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{name}: {error}") from error
+
+    def state_bytes_factor(self) -> float:
+        """Returns bytes of the optimizer's state for each byte of gradient, by a step of one matrix on the host.
+
+        Adam's, if the optimizer cannot step there.
+
+        Example:
+            >>> Optimization(optimizer=partial(torch.optim.SGD, momentum=0.9)).state_bytes_factor()
+            1.0
+        """
+        weight = nn.Parameter(torch.ones(512, 512))
+        weight.grad = torch.ones_like(weight)
+        optimizer = self._made([{"params": [weight]}])
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                if averages(optimizer):
+                    optimizer.train()
+                optimizer.step()
+        except (RuntimeError, NotImplementedError, AssertionError):  # made for GPUs alone
+            return 2.0
+        tensors = [each for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
+        kept = sum(plain.nbytes for each in tensors for plain in plain_tensors(each))
+        return round(kept / weight.nbytes, 2)
 
     def factor(self, step: int, num_steps: float) -> float:
         """Returns the learning rate at a step, as a share of `lr`.

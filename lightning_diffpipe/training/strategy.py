@@ -118,8 +118,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             fields as a mapping.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
             planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
-            float32 beside bfloat16. `"auto"` counts Adam, since the optimizer is made later. The averages of
-            an `EMA` are counted besides.
+            float32 beside bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
+            Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
@@ -345,6 +345,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         silence_watching(trainer)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
+        optimization = getattr(module, "optimization", None)
+        if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
+            options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
         with (
             hooks_come_later(),
             early_answers(self),

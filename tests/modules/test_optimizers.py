@@ -2,14 +2,19 @@
 
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
+import hydra
 import pytest
 import torch
 from diffusers.optimization import get_scheduler
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import Muon, Optimization, Prodigy
+
+CONF = Path(__file__).parents[2] / "conf" / "optimizer"
 
 
 def trained(make, num_steps, groups=None, dtype=torch.float64):
@@ -83,6 +88,29 @@ def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
     found, optimizer = trained(lambda p: Muon(p, lr=1e-2, weight_decay=0.1), 5, groups_of)
     assert all(map(torch.equal, found, expected))
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2, 1e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("adamw", 2.0),
+        ("adafactor", 0.0),
+        ("prodigy", 4.0),
+        ("muon", 1.0),
+        ("sgd", 1.0),
+        ("lion", 1.0),
+        ("schedule_free", 2.0),
+        ("adamw_8bit", 0.52),
+    ],
+)
+def test_memory_is_planned_for_the_state_that_an_optimizer_has(name, factor):
+    config = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    made = config.pop("optimizer", None)
+    if made and find_spec(made["_target_"].partition(".")[0]) is None:
+        pytest.skip(f"needs {made['_target_']}")
+    optimizer = made and hydra.utils.instantiate(made, _convert_="all")
+    optimization = Optimization(optimizer=optimizer, **config)
+    assert optimization.state_bytes_factor() == pytest.approx(factor, abs=0.02)
 
 
 def parameters_by_rate(groups):
