@@ -198,7 +198,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             for name, trained_by in (("glyph_cascade", "CascadedDiffusion"),)
         ),
         (
-            ["train", "optimizer=sgd", "model.optimization.optimizer._target_=not_there.Lion"],
+            ["train", "optimizer=custom", "model.optimization.optimizer._target_=not_there.Lion"],
             "model.optimization.optimizer=not_there.Lion needs the package not_there; run: pip install not-there",
         ),
         (
@@ -217,6 +217,26 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         (
             ["train", "+model.optimization.groups={encoder: {lr: 1e-6}}"],
             "model.optimization.groups: 'encoder' is in the name of no parameter that is trained",
+        ),
+        (
+            ["train", "optimizer=custom"],
+            "Missing mandatory value: model.optimization.optimizer._target_",
+        ),
+        (
+            ["train", "compile=all"],
+            "compile=all: a network compiled as a whole cannot be cut; take",
+        ),
+        (
+            ["train", "attention=fast"],
+            "attention=fast: UNet2DConditionModel cannot: `backend='fast'` must be one of the following:",
+        ),
+        (
+            ["train", "attention=_native_math"],
+            "attention=_native_math: UNet2DConditionModel cannot: its attention has one kind of kernel",
+        ),
+        (
+            ["train", "model=pretrained_transformer", "compile=blocks"],
+            "compile=blocks: PixArtTransformer2DModel cannot: `_repeated_blocks` attribute is empty.",
         ),
         # History: both were said not to be there.
         (

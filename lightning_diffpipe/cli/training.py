@@ -350,6 +350,11 @@ def _speed_up(config: DictConfig, module: Any) -> None:
             denoiser = getattr(module, "denoiser", module)
             try:
                 getattr(denoiser, method)(*arguments)
+                processors = [getattr(each, "processor", None) for each in denoiser.modules()]
+                if name == "attention" and not any(
+                    hasattr(p, "_attention_backend") for p in processors
+                ):
+                    raise ValueError("its attention has one kind of kernel, torch's own choice")
             except (AttributeError, ValueError, RuntimeError, ImportError) as error:
                 reason = " ".join(str(error).split())
                 raise ConfigurationError(
