@@ -130,7 +130,7 @@ def test_two_stages_train_as_one_process_and_go_on_as_if_never_stopped(
     assert len(state["state"]) == sum(len(group["params"]) for group in state["param_groups"])
     if name == "prodigy":
         last = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["optimizer_states"][0]
-        assert last["param_groups"][0]["d"] > 2e-4, "no step size was found"
+        assert last["param_groups"][0]["d"] > 1.1e-4, "no step size was found"
     if name == "schedule_free":
         assert not state["param_groups"][0]["train_mode"], "the weights are not the averages"
     pipelined.trainer.pop("callbacks", None)
