@@ -79,6 +79,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_arguments,
     refuse_on_several_ranks,
     refuse_optimizers,
+    refuse_steps_apart,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
@@ -122,8 +123,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             fields as a mapping.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
             planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
-            float32 beside bfloat16. `"auto"` counts Adam, since the optimizer is made later. The averages of
-            an `EMA` are counted besides.
+            float32 beside bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
+            Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
@@ -308,6 +309,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.plan is not None and len(self.plan.stages) > 1:
             with raised_by_all():
                 refuse_optimizers(self.optimizers)
+                if self.plan.runs_free:
+                    refuse_steps_apart(self.optimizers, self.plan.options.schedule)
+            for optimizer in self.optimizers:
+                self._running.connect(optimizer)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
@@ -348,6 +353,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         silence_watching(trainer)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
+        optimization = getattr(module, "optimization", None)
+        if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
+            options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
         with (
             hooks_come_later(),
             early_answers(self),
