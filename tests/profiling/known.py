@@ -59,5 +59,6 @@ def check_known(name, profile):
         "flux": 0.05,
         "pixart": 0.45,
         "wan": 0.56,
+        "sd35": 0.1,
     }
     assert frozen_s / path_s == pytest.approx(shares[name], rel=0.25)
