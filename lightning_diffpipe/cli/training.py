@@ -102,9 +102,9 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
                 f"strategy.num_microbatches={count} is more than the {size} samples of a batch "
                 f"(data.batch_size={size}); take at most {size}, or larger batches"
             )
-    if hasattr(data, "require_listing") and own_rank() == 0:
+    if hasattr(data, "read_files") and own_rank() == 0:
         with named({"folder": "data.folder"}):
-            data.require_listing()
+            data.read_files()
     with named(
         {name: f"strategy.{name}" for name in ("num_stages", "num_replicas", "data_parallel")}
     ):
@@ -121,11 +121,20 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
 
 def _data_for(module: Any, config: DictConfig) -> Any:
     """Builds the data, of images that the module can learn from."""
-    resolution = config.data.get("resolution")
+    resolution, buckets = config.data.get("resolution"), config.data.get("buckets")
+    sizes, names = [(resolution, resolution)], {"height": "data.resolution"}
+    if buckets is True:
+        data = hydra.utils.instantiate(config.data)
+        sizes = data.sizes
+        names = {
+            side: f"data.bucket_step={data.hparams.bucket_step}: {side}"
+            for side in ("height", "width")
+        }
     if hasattr(module, "require_size") and isinstance(resolution, int):
-        with raised_by_all(), named({"height": "data.resolution"}):
-            module.require_size(resolution, resolution)
-    return hydra.utils.instantiate(config.data)
+        with raised_by_all(), named(names):
+            for height, width in sizes:
+                module.require_size(height, width)
+    return data if buckets is True else hydra.utils.instantiate(config.data)
 
 
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
