@@ -102,9 +102,6 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
                 f"strategy.num_microbatches={count} is more than the {size} samples of a batch "
                 f"(data.batch_size={size}); take at most {size}, or larger batches"
             )
-    if hasattr(data, "read_files") and own_rank() == 0:
-        with named({"folder": "data.folder"}):
-            data.read_files()
     with named(
         {name: f"strategy.{name}" for name in ("num_stages", "num_replicas", "data_parallel")}
     ):
@@ -119,22 +116,30 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
             ) from error
 
 
-def _data_for(module: Any, config: DictConfig) -> Any:
-    """Builds the data, of images that the module can learn from."""
-    resolution, buckets = config.data.get("resolution"), config.data.get("buckets")
-    sizes, names = [(resolution, resolution)], {"height": "data.resolution"}
-    if buckets is True:
-        data = hydra.utils.instantiate(config.data)
-        sizes = data.sizes
-        names = {
-            side: f"data.bucket_step={data.hparams.bucket_step}: {side}"
-            for side in ("height", "width")
-        }
-    if hasattr(module, "require_size") and isinstance(resolution, int):
-        with raised_by_all(), named(names):
-            for height, width in sizes:
+def _data_of(config: DictConfig) -> Any:
+    """Builds the data, and looks on rank 0 at what they list."""
+    data = hydra.utils.instantiate(config.data)
+    if hasattr(data, "read_files") and own_rank() == 0:
+        with named({"folder": "data.folder"}):
+            data.read_files()
+    return data
+
+
+@raised_by_all()
+def _require_sizes(module: Any, data: Any, config: DictConfig) -> None:
+    """Refuses images of a size that the module cannot learn from."""
+    resolution = config.data.get("resolution")
+    if not hasattr(module, "require_size") or not isinstance(resolution, int):
+        return
+    with named({"height": "data.resolution"}):
+        for height, width in getattr(data, "sizes", [(resolution, resolution)]):
+            try:
                 module.require_size(height, width)
-    return data if buckets is True else hydra.utils.instantiate(config.data)
+            except ConfigurationError as error:
+                if height != width:
+                    step = f"data.bucket_step={config.data.bucket_step}"
+                    error.args = (f"{step} makes images of {width}x{height} pixels: {error}",)
+                raise
 
 
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
@@ -343,13 +348,14 @@ def train(config: DictConfig) -> Any:
         ]
     )
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
+    data = _data_of(config)
     module = module_of(config)
+    _require_sizes(module, data, config)
     with raised_by_all():  # what cannot be written is refused now
         if config.save_lora is not None:
             module.lora_weights(config.save_lora_names)
         if config.save_to is not None and hasattr(module, "refuse_folder"):
             module.refuse_folder(config.save_to)
-    data = _data_for(module, config)
     path = config.ckpt_path
     if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
         path = chosen(trainer, path, fits=True)  # which ours does by itself

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_diffpipe.data.pixels import Crop
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.errors import ConfigurationError, require_flags, require_number
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         require_number("flip", self.flip, 0, 1)
         require_number("keep_tags", self.keep_tags, 0, whole=True)
+        require_flags(random_crop=self.random_crop, shuffle_tags=self.shuffle_tags)
         if self.keep_tags and not self.shuffle_tags:
             raise ConfigurationError(
                 f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled; add shuffle_tags=true"

@@ -46,7 +46,7 @@ from lightning_diffpipe.data.pixels import (
     too_short,
     video_size,
 )
-from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
 
 _NUM_READERS = 16
 """Threads that read headers, most of whose time is a disk's or a network's."""
@@ -198,6 +198,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         require_color(background)
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
+        require_flags(buckets=buckets, enlarge=enlarge)
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
         if last_batch not in ("filled", "dropped", "smaller"):

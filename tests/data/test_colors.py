@@ -271,7 +271,9 @@ def test_colours_are_those_that_viewers_show(kind):
     content, color = PROFILES[kind]
     image = Image.open(io.BytesIO(content()))
     expected = onto(color, KEY * 0 + 255, (0, 0, 0))
-    torch.testing.assert_close(shown(to_pixels(image, Crop(SIZE, SIZE))), expected, atol=2.01, rtol=0)
+    torch.testing.assert_close(
+        shown(to_pixels(image, Crop(SIZE, SIZE))), expected, atol=2.01, rtol=0
+    )
 
 
 def test_folders_with_equal_names_are_split_apart(tmp_path):

@@ -169,7 +169,9 @@ def test_photographs_stand_upright(tmp_path, form):
 
 def test_a_missing_index_says_what_to_write(tmp_path):
     data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"):
+    with pytest.raises(
+        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
+    ):
         data.setup("fit")
 
 
@@ -386,7 +388,9 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, num_worke
     make = listed(tmp_path, [*broken_files(tmp_path), "missing.png"])
     data = make(on_error="skip")
     data.num_workers = num_workers
-    with pytest.warns(UserWarning, match=r"1 of 6 lines or files of .* were left out .*missing.png cannot be"):
+    with pytest.warns(
+        UserWarning, match=r"1 of 6 lines or files of .* were left out .*missing.png cannot be"
+    ):
         data.setup("fit")
     loader = data.train_dataloader()
     assert [batch["caption"] for batch in loader] == [["whole.png"]] * 5
@@ -417,7 +421,9 @@ def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
 def test_folders_without_images_to_train_on_are_refused(tmp_path):
     """History: an empty file ended in torch's own error about `num_samples=0`."""
     (tmp_path / "metadata.jsonl").touch()
-    with pytest.raises(ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"):
+    with pytest.raises(
+        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
+    ):
         ImageFolderDataModule(tmp_path).setup("fit")
     write_folder(tmp_path, 2)
     with pytest.raises(ConfigurationError, match=r"all 2 images .* are held back"):
