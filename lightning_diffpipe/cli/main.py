@@ -59,7 +59,7 @@ _FLAGS = (
 # Of those the ones that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
-_PRINTING = ("plan", "show", "diff")
+_PRINTING = ("plan", "show", "diff", "data")
 _CONF = "pkg://lightning_diffpipe.conf"
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -166,6 +166,7 @@ class ImageFolderDataModule(CaptionedDataModule):
     Attributes:
         train_buckets: Places in `train_set` of the samples of each shape, once it is set up.
         validation_buckets: Those in `validation_set`.
+        left_out: What is wrong with lines and files that were left out.
     """
 
     train_buckets: dict[Shape, list[int]]
@@ -222,6 +223,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             raise ConfigurationError("folder=[] names no folder")
         self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
         self._split: list[dict[str, Any]] = []
+        self.left_out: list[DataError] = []
         # A checkpoint of plain values can be read without trusting it.
         folder = (
             str(folder) if isinstance(folder, str | PurePath) else [vars(f) for f in self._folders]
@@ -267,21 +269,21 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     def described(self) -> str:
         """Returns how many batches the buckets make in an epoch, and what of them is seen again or not at all."""
-        batches = self._batches(shuffle=True)
+        batches = self.batches(shuffle=True)
         size, counts = self.batch_size, [len(members) for members in batches.buckets]
         text = (
             f"{sum(counts)} samples in {len(counts)} buckets make {len(batches)} batches of {size}"
         )
-        if self.hparams.last_batch == "filled":
+        if batches.last == "filled":
             text += f"; {len(batches) * size - sum(counts)} of these are seen again, to fill last batches"
-        elif self.hparams.last_batch == "dropped":
+        elif batches.last == "dropped":
             text += f"; {sum(counts) - len(batches) * size} are left out in each epoch, of incomplete batches"
         else:
             text += f"; {sum(count % size > 0 for count in counts)} of these are smaller"
         small = {s: members for s, members in self.train_buckets.items() if len(members) < size}
         if small:
             text += f". {len(small)} buckets have less samples than a batch ({listed(small)})"
-        return f"{text} (data.last_batch={self.hparams.last_batch})"
+        return f"{text} (data.last_batch={batches.last})" if self._has_buckets else text
 
     def read_files(self) -> None:
         """Reads listings, and with buckets the headers of images, unless it has; may be called before `setup`.
@@ -304,31 +306,37 @@ class ImageFolderDataModule(CaptionedDataModule):
             listing = Listing(
                 path, h.caption_key, beside, bool(self._frames), needs_captions=not h.trigger
             )
-            entries = listing.read(self.on_error)
+            entries, errors = listing.read(self.on_error)
             if self._frames:
                 _require_decoder(entries)
-            for entry, shape in self._with_shapes(entries):
+            count = len(entries) + len(errors)
+            for entry, shape in self._with_shapes(entries, errors):
                 name = Path(os.path.relpath(entry.path, path)).as_posix()
                 held = share_of(name) < h.validation_share
                 for _ in range(1 if held else folder.repeats):
                     split[held]["entries"].append(entry._replace(weight=folder.weight))
                     split[held]["shapes"].append(shape)
+            if errors:
+                rank_zero_warn(
+                    f"{len(errors)} of {count} lines or files of {path} were left out (on_error=skip). The first "
+                    f"one: {errors[0]}"
+                )
+            self.left_out += errors
         self.train_buckets, self.validation_buckets = (grouped(each["shapes"]) for each in split)
         if self._has_buckets and h.last_batch == "dropped":
             refuse_lost(self.train_buckets, self.batch_size)
         self._split = split
 
-    def _with_shapes(self, entries: list[Entry]) -> Iterable[tuple[Entry, Shape]]:
-        """Yields what each entry is given, without those whose headers cannot be read if these are left out."""
+    def _with_shapes(
+        self, entries: list[Entry], errors: list[DataError]
+    ) -> Iterable[tuple[Entry, Shape]]:
+        """Yields what each entry is given; adds to the errors where its header cannot be read."""
         if not self._has_buckets:
             side, frames = self.hparams.resolution, self._frames[0] if self._frames else None
             yield from ((entry, Shape(side, side, frames)) for entry in entries)
             return
-        errors = []
         with ThreadPoolExecutor(_NUM_READERS) as threads:
-            for entry, shape in zip(
-                entries, threads.map(_tried(self._shape), entries), strict=True
-            ):
+            for entry, shape in zip(entries, threads.map(self._shape, entries), strict=True):
                 if isinstance(shape, Shape):
                     yield entry, shape
                 elif self.on_error == "raise":
@@ -336,45 +344,44 @@ class ImageFolderDataModule(CaptionedDataModule):
                     raise shape
                 else:
                     errors.append(shape)
-        if errors:
-            rank_zero_warn(
-                f"{len(errors)} of {len(entries)} files could not be read and were left out (on_error=skip). The "
-                f"first one: {errors[0]}"
-            )
 
     @property
     def _has_buckets(self) -> bool:
         return self._sizes is not None or len(self._frames) > 1
 
-    def _shape(self, entry: Entry) -> Shape:
-        """Returns what an entry is given, by its header.
+    def _shape(self, entry: Entry) -> Shape | DataError:
+        """Returns what an entry is given, by its header; or why it cannot be used."""
+        try:
+            with reading(f"{entry.path} ({entry.where})"):
+                return self._shape_of(entry.path)
+        except DataError as error:
+            return error
 
-        Raises:
-            DataError: It cannot be read, or is too small or short.
-        """
-        frames, path = None, entry.path
-        with reading(f"{path} ({entry.where})"):
-            if not self._frames:
-                with Image.open(path) as image:
-                    width, height = size_of(image)
-            else:
-                width, height, there = video_size(path)
-                frames = max((n for n in self._frames if n <= there), default=None)
-                if frames is None:
-                    raise too_short(path, there, self._frames[0])
-            if self._sizes is None:
-                return Shape(self.hparams.resolution, self.hparams.resolution, frames)
-            return Shape(*self._sizes.of(height, width), frames)
+    def _shape_of(self, path: Path) -> Shape:
+        frames = None
+        if not self._frames:
+            with Image.open(path) as image:
+                width, height = size_of(image)
+        else:
+            width, height, there = video_size(path)
+            frames = max((n for n in self._frames if n <= there), default=None)
+            if frames is None:
+                raise too_short(path, there, self._frames[0])
+        if self._sizes is None:
+            return Shape(self.hparams.resolution, self.hparams.resolution, frames)
+        return Shape(*self._sizes.of(height, width), frames)
 
-    def _batches(self, shuffle: bool) -> BucketBatches:
+    def batches(self, shuffle: bool) -> BucketBatches:
+        """Returns which samples make a batch, in training (shuffled) or of those held back."""
         buckets = self.train_buckets if shuffle else self.validation_buckets
-        last = self.hparams.last_batch if shuffle else "smaller"
+        last = self.hparams.last_batch if self._has_buckets else "dropped"
+        last = last if shuffle else "smaller"
         return BucketBatches(list(buckets.values()), self.batch_size, last, shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
         if not self._has_buckets:
             return super()._loader(dataset, shuffle)
-        batches = self._batches(shuffle)
+        batches = self.batches(shuffle)
         return DataLoader(
             Batches(dataset, len(batches)),
             batch_size=None,
@@ -388,18 +395,6 @@ class ImageFolderDataModule(CaptionedDataModule):
         if self.hparams.condition is None or not self.validation_buckets:
             return super()._drawn_from()
         return next(iter(self.validation_buckets.values()))  # conditions of one shape
-
-
-def _tried(function: Callable[[Entry], Shape]) -> Callable[[Entry], Shape | DataError]:
-    """Returns a function that returns a DataError which another one raises."""
-
-    def call(entry: Entry) -> Shape | DataError:
-        try:
-            return function(entry)
-        except DataError as error:
-            return error
-
-    return call
 
 
 def _require_decoder(entries: list[Entry]) -> None:

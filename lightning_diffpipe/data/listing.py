@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from lightning_diffpipe.data.pixels import IMAGES, VIDEOS
 from lightning_diffpipe.errors import ConfigurationError, DataError
 
@@ -66,14 +64,17 @@ class Listing:
     has_videos: bool = False
     needs_captions: bool = True
 
-    def read(self, on_error: str) -> list[Entry]:
+    def read(self, on_error: str) -> tuple[list[Entry], list[DataError]]:
         """Reads all entries.
 
         Args:
-            on_error: `"skip"` leaves out those that cannot be used, and says how many.
+            on_error: `"skip"` leaves out those that cannot be used.
+
+        Returns:
+            The entries, and what is wrong with those left out.
 
         Raises:
-            DataError: There is one.
+            DataError: One cannot be used, and `on_error` is `"raise"`.
             ConfigurationError: There is no such folder, nothing in it, or two listings.
         """
         found, errors = list[Entry](), list[DataError]()
@@ -84,17 +85,12 @@ class Listing:
                 if on_error == "raise":
                     raise
                 errors.append(error)
-        if errors:
-            rank_zero_warn(
-                f"{len(errors)} of {len(errors) + len(found)} lines or files of {self.folder} were left out "
-                f"(on_error=skip). The first one: {errors[0]}"
-            )
         if not found:
             raise ConfigurationError(
                 f"folder={self.folder} lists no image{' that can be used' if errors else ''}; give each a line of "
                 "metadata.jsonl, or a caption: cat.txt beside cat.png"
             )
-        return found
+        return found, errors
 
     def _readers(self, on_error: str) -> Iterable[Callable[[], Entry]]:
         """Returns a function for each entry, which raises DataError for one that cannot be used."""

@@ -20,11 +20,11 @@ def write_folder(folder, count=40):
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
-def write_ratios(folder, count=200):
-    """Images of twelve ratios of sides, each with a text beside it."""
+def write_ratios(folder, count=200, ratios=12):
+    """Images of so many ratios of sides, each with a text beside it."""
     for i in range(count):
         pixels = np.random.default_rng(i).integers(0, 255, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize(RATIOS[i % 12]).save(folder / f"{i}.png")
+        Image.fromarray(pixels).resize(RATIOS[i % ratios]).save(folder / f"{i}.png")
         (folder / f"{i}.txt").write_text(f"cat {i}, grey, fog, small\n")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from lightning_diffpipe.data import ImageFolderDataModule
 from lightning_diffpipe.data.buckets import Sizes
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader, shared_out
+from tests.command import call
 from tests.data.folders import write_clips, write_ratios
 
 
@@ -386,3 +388,31 @@ def test_videos_say_their_size_without_being_decoded(tmp_path):
     data = module_of(tmp_path, num_frames=[1, 5, 9], resolution=32, batch_size=1)
     shapes = {tuple(batch["video"].shape[2:]) for batch in data.train_dataloader()}
     assert shapes == {(9, 24, 40), (5, 40, 24)}
+
+
+def test_a_command_shows_what_is_trained_on(tmp_path, capsys, monkeypatch):
+    images, sheet = tmp_path / "images", tmp_path / "sheet.png"
+    images.mkdir()
+    write_ratios(images, 36)
+    (images / "12.png").write_bytes((images / "12.png").read_bytes()[:-60])
+    (images / "alone.txt").write_text("nothing")
+    (images / "3.txt").write_text("a long " * 20)
+    size = ("data.resolution=64", "data.bucket_step=32", "data.batch_size=4")
+    command = ("data", f"data.folder={images}", "data.buckets=true", *size, f"output={sheet}")
+    code, _, err = call(capsys, monkeypatch, *command)
+    assert code == 2
+    assert "1 caption files have no image beside them: alone.txt." in err
+    skips = ("data.on_error=skip", "data.validation_share=0")
+    code, out, err = call(capsys, monkeypatch, *command, *skips)
+    assert code == 0, err
+    rows = dict(re.findall(r"^ +(\d+x\d+) +(\d+) +\d+$", out, re.MULTILINE))
+    assert sum(map(int, rows.values())) == 36
+    assert "36 samples in 5 buckets make 11 batches of 4; 8 of these are seen again" in out
+    assert re.search(rf"longest captions:\n +139 characters  {images}/3.png: 'a long", out)
+    assert re.search(r"1 left out:\n  .*alone.txt: caption files have no image", out)
+    assert re.search(r"1 cannot be read:\n  .*12.png \(12.txt\) cannot be used", out)
+    with Image.open(sheet) as drawn:
+        assert drawn.height == 5 * (128 + 3 * 18)
+        assert len(drawn.getcolors(drawn.width * drawn.height)) > 100
+    code, _, err = call(capsys, monkeypatch, "data", f"data.folder={images}", "output=a.jpg")
+    assert (code, err) == (2, "diffpipe data: output=a.jpg must end in .png\n")

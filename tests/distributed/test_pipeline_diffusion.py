@@ -1,28 +1,13 @@
 """A pipeline of diffusers, trained by its own call on several ranks: the numbers of one process."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
-from lightning_diffpipe.modules import Optimization, PipelineDiffusion
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
-from tests.distributed.tiny import Images
-from tests.predictor import tiny_pipelines as tiny
+from tests.distributed.tiny import Images, TinyPipeline
 from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
-
-
-class Tiny(PipelineDiffusion):
-    """Equal in every process."""
-
-    def __init__(self, name):
-        with tempfile.TemporaryDirectory() as folder:
-            pipeline = tiny.build(name, Path(folder))
-        options = {"max_sequence_length": 8} if name == "flux" else {}
-        super().__init__(pipeline, call=options, optimization=Optimization(lr=1e-2, warmup_steps=1))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +17,7 @@ def test_it_learns_what_one_process_learns(name, world_size, schedule):
     """Noise and loss are computed in single precision, so that rounding may differ once in a while."""
     settings = Settings(
         module={"name": name},
-        module_class=Tiny,
+        module_class=TinyPipeline,
         data_class=Images,
         trainer={"max_steps": 3, "max_epochs": -1},
     )
