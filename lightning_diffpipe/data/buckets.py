@@ -97,27 +97,6 @@ def grouped(shapes: Sequence[Shape]) -> dict[Shape, list[int]]:
     return dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
-def refuse_lost(groups: dict[Shape, list[int]], batch_size: int) -> None:
-    """Refuses buckets that make no batch, where incomplete batches are dropped.
-
-    Raises:
-        ConfigurationError: There are some.
-    """
-    small = {shape: members for shape, members in groups.items() if len(members) < batch_size}
-    if small:
-        raise ConfigurationError(
-            f"{len(small)} of {len(groups)} buckets have fewer than the {batch_size} samples of a batch and would "
-            f"never be trained on ({listed(small)}): take last_batch=filled or smaller (data.last_batch), or lower "
-            "data.batch_size"
-        )
-
-
-def listed(groups: dict[Shape, list[int]], most: int = 5) -> str:
-    """Returns shapes with the numbers of their samples, in a line."""
-    names = [f"{shape}: {len(members)}" for shape, members in groups.items()]
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if names[most:] else "")
-
-
 class BucketBatches(Sampler[list[int]]):
     """Batches of places of samples, each out of one bucket.
 

@@ -32,8 +32,6 @@ from lightning_diffpipe.data.buckets import (
     Shape,
     Sizes,
     grouped,
-    listed,
-    refuse_lost,
 )
 from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
 from lightning_diffpipe.data.listing import Entry, Listing
@@ -47,9 +45,6 @@ from lightning_diffpipe.data.pixels import (
     video_size,
 )
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
-
-_NUM_READERS = 16
-"""Threads that read headers, most of whose time is a disk's or a network's."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +150,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         enlarge: Whether buckets may enlarge images.
         last_batch: What becomes of a bucket's last batch in an epoch if it is incomplete: it is `"filled"` with
             samples of the bucket again, `"dropped"`, or is `"smaller"`. Without buckets it is dropped.
-        flip: Share of the samples that are mirrored, left and right.
-        random_crop: Crop anywhere, not in the middle.
-        shuffle_tags: Mix the order of a caption's parts between commas.
-        keep_tags: So many of the first ones stay where they are.
-        trigger: Words put in front of captions that do not have them; images may then have no caption.
         mask: Where the loss counts: the key of the metadata that names a grey image of the same shape, or a folder
             of such images, or `"alpha"` for the images' own alpha channel; None for everywhere.
+        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger. With the
+            last one images may have no caption.
 
     Attributes:
         train_buckets: Places in `train_set` of the samples of each shape, once it is set up.
@@ -188,12 +180,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         bucket_step: int = 64,
         enlarge: bool = False,
         last_batch: Last = "filled",
-        flip: float = 0.0,
-        random_crop: bool = False,
-        shuffle_tags: bool = False,
-        keep_tags: int = 0,
-        trigger: str | None = None,
         mask: str | None = None,
+        **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)
@@ -216,7 +204,7 @@ class ImageFolderDataModule(CaptionedDataModule):
                     raise ConfigurationError(
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
                     )
-        self._augmentation = Augmentation(flip, random_crop, shuffle_tags, keep_tags, trigger)
+        self._augmentation = Augmentation.of(augmentation)
         several = [folder] if isinstance(folder, str | PurePath | Mapping) else list(folder)
         self._folders = [Folder.of(each) for each in several]
         if not several:
@@ -280,10 +268,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             text += f"; {sum(counts) - len(batches) * size} are left out in each epoch, of incomplete batches"
         else:
             text += f"; {sum(count % size > 0 for count in counts)} of these are smaller"
-        small = {s: members for s, members in self.train_buckets.items() if len(members) < size}
-        if small:
-            text += f". {len(small)} buckets have less samples than a batch ({listed(small)})"
-        return f"{text} (data.last_batch={batches.last})" if self._has_buckets else text
+        small = f". {self._small()}" if self._small() else ""
+        return f"{text} (data.last_batch={batches.last}){small}" if self._has_buckets else text
 
     def read_files(self) -> None:
         """Reads listings, and with buckets the headers of images, unless it has; may be called before `setup`.
@@ -304,11 +290,19 @@ class ImageFolderDataModule(CaptionedDataModule):
         for folder in self._folders:
             path = Path(folder.folder)
             listing = Listing(
-                path, h.caption_key, beside, bool(self._frames), needs_captions=not h.trigger
+                path,
+                h.caption_key,
+                beside,
+                bool(self._frames),
+                needs_captions=not self._augmentation.trigger,
             )
             entries, errors = listing.read(self.on_error)
-            if self._frames:
-                _require_decoder(entries)
+            files = [entry.path for entry in entries if self._frames and entry.path.is_file()]
+            if files and importlib.util.find_spec("av") is None:  # else each would be called broken
+                raise ConfigurationError(
+                    f"{files[0]} needs the package av to be decoded; run: pip install "
+                    "'lightning-diffpipe[video]', or give folders of frames"
+                )
             count = len(entries) + len(errors)
             for entry, shape in self._with_shapes(entries, errors):
                 name = Path(os.path.relpath(entry.path, path)).as_posix()
@@ -323,9 +317,22 @@ class ImageFolderDataModule(CaptionedDataModule):
                 )
             self.left_out += errors
         self.train_buckets, self.validation_buckets = (grouped(each["shapes"]) for each in split)
-        if self._has_buckets and h.last_batch == "dropped":
-            refuse_lost(self.train_buckets, self.batch_size)
+        if self._has_buckets and h.last_batch == "dropped" and (small := self._small()):
+            raise ConfigurationError(
+                f"{small} and would never be trained on: take last_batch=filled or smaller (data.last_batch), or "
+                "lower data.batch_size"
+            )
         self._split = split
+
+    def _small(self) -> str:
+        """Returns which buckets are smaller than a batch; empty if none is."""
+        size, buckets = self.batch_size, self.train_buckets
+        small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
+        more = f"; and {len(small) - 5} more" if len(small) > 5 else ""
+        text = (
+            f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of a batch"
+        )
+        return f"{text} ({'; '.join(small[:5])}{more})" if small else ""
 
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
@@ -335,7 +342,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             side, frames = self.hparams.resolution, self._frames[0] if self._frames else None
             yield from ((entry, Shape(side, side, frames)) for entry in entries)
             return
-        with ThreadPoolExecutor(_NUM_READERS) as threads:
+        with ThreadPoolExecutor(16) as threads:  # which wait for a disk or a network
             for entry, shape in zip(entries, threads.map(self._shape, entries), strict=True):
                 if isinstance(shape, Shape):
                     yield entry, shape
@@ -395,18 +402,3 @@ class ImageFolderDataModule(CaptionedDataModule):
         if self.hparams.condition is None or not self.validation_buckets:
             return super()._drawn_from()
         return next(iter(self.validation_buckets.values()))  # conditions of one shape
-
-
-def _require_decoder(entries: list[Entry]) -> None:
-    """Refuses videos without the package that decodes them, else each of them would be called broken.
-
-    Raises:
-        ConfigurationError: It is missing.
-    """
-    if importlib.util.find_spec("av") is None:
-        for entry in entries:
-            if entry.path.is_file():
-                raise ConfigurationError(
-                    f"{entry.path} needs the package av to be decoded; run: pip install "
-                    "'lightning-diffpipe[video]', or give folders of frames"
-                )

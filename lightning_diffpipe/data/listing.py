@@ -16,7 +16,7 @@ import csv
 import io
 import json
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ class Listing:
             ConfigurationError: There is no such folder, nothing in it, or two listings.
         """
         found, errors = list[Entry](), list[DataError]()
-        for read in self._readers(on_error):
+        for read in self._readers(on_error, errors):
             try:
                 found.append(read())
             except DataError as error:
@@ -92,7 +92,7 @@ class Listing:
             )
         return found, errors
 
-    def _readers(self, on_error: str) -> Iterable[Callable[[], Entry]]:
+    def _readers(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Returns a function for each entry, which raises DataError for one that cannot be used."""
         if not self.folder.is_dir():
             there = "is no folder" if self.folder.exists() else "does not exist"
@@ -103,7 +103,7 @@ class Listing:
                 f"folder={self.folder} has both {' and '.join(METADATA)}; remove one of them"
             )
         if not listings:
-            return self._found(on_error)
+            return self._found(on_error, errors)
         (listing,), content = listings, listings[0].read_bytes()
         if listing.suffix == ".jsonl":
             # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
@@ -154,7 +154,7 @@ class Listing:
             )
         return Entry(path, caption, dict(zip(self.beside, others, strict=True)), where)
 
-    def _found(self, on_error: str) -> Iterable[Callable[[], Entry]]:
+    def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Finds images by their endings and captions beside them."""
         known = IMAGES | VIDEOS if self.has_videos else IMAGES
         there = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
@@ -171,7 +171,6 @@ class Listing:
         if self.needs_captions:
             alone = [path.name for path, stem in images.items() if stem not in texts]
             lonely[f"{what}s have no caption"] = alone
-        errors = []
         for problem, names in lonely.items():
             if names and on_error == "raise":
                 more = f", and {len(names) - 3} more" if len(names) > 3 else ""
@@ -182,12 +181,11 @@ class Listing:
                 )
             errors += [DataError(f"{self.folder / name}: {problem}") for name in names]
         folders = {key: self._by_stem(key) for key in self.beside.values()}
-        readers = [
+        return [
             partial(self._of_files, path, texts.get(stem), folders)
             for path, stem in images.items()
             if stem in texts or not self.needs_captions
         ]
-        return [*readers, *(partial(_raise, error) for error in errors)]
 
     def _by_stem(self, key: str) -> dict[str, Path]:
         folder = self.folder / key
@@ -225,10 +223,6 @@ class Listing:
         if not status.st_size:
             raise DataError(f"{where}: {path} is empty (0 bytes)")
         return path
-
-
-def _raise(error: DataError) -> Entry:
-    raise error
 
 
 def _decoded(content: bytes, where: str) -> str:

@@ -144,13 +144,9 @@ class WebDatasetDataModule(CaptionedDataModule):
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
-        flip: Share of the training samples that are mirrored, left and right.
-        random_crop: Crop anywhere, not in the middle.
-        shuffle_tags: Mix the order of a caption's parts between commas.
-        keep_tags: So many of the first ones stay where they are.
-        trigger: Words put in front of captions that do not have them.
         mask: Where the loss counts: `"alpha"` for the images' alpha channel, or the extension under which shards
             have grey images, such as `"mask.png"`; None for everywhere.
+        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger.
 
     Raises:
         ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
@@ -170,16 +166,12 @@ class WebDatasetDataModule(CaptionedDataModule):
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         background: str = "white",
-        flip: float = 0.0,
-        random_crop: bool = False,
-        shuffle_tags: bool = False,
-        keep_tags: int = 0,
-        trigger: str | None = None,
         mask: str | None = None,
+        **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)
-        self._augmentation = Augmentation(flip, random_crop, shuffle_tags, keep_tags, trigger)
+        self._augmentation = Augmentation.of(augmentation)
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
