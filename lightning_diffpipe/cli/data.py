@@ -29,8 +29,6 @@ def data(config: DictConfig) -> None:
     """Prints buckets, captions and unreadable files of `data`, and draws some samples into `output`."""
     values = plain(config)
     if values["output"] is not None:
-        if Path(values["output"]).suffix.lower() != ".png":
-            raise ConfigurationError(f"output={values['output']} must end in .png")
         require_writable(values["output"])
     announce_loading()
     from lightning_diffpipe.data import ImageFolderDataModule
@@ -69,7 +67,7 @@ def data(config: DictConfig) -> None:
             print(f"\n{len(errors)} {what}:", *errors[:_MOST], sep="\n  ", end=f"{more}\n")
     if values["output"] is not None:
         with file_errors("write", values["output"]):
-            _sheet(shown).save(values["output"])
+            _sheet(shown).save(values["output"], "PNG")
         print(f"\nwrote {values['output']}")
 
 
@@ -106,12 +104,10 @@ def _counter(tokenizer: str | None) -> Callable[[str], tuple[int, str]]:
 
     def count(caption: str) -> tuple[int, str]:
         counts = [len(each(caption, verbose=False).input_ids) for each in known]
-        limits = (each.model_max_length for each in known)
-        texts = (
-            f"{count:4d} of {limit}" if limit < 1e6 else f"{count:4d}"
-            for count, limit in zip(counts, limits, strict=True)
+        most = ", ".join(
+            f"{n:4d} of {t.model_max_length}" for n, t in zip(counts, known, strict=True)
         )
-        return max(counts), f"{', '.join(texts)} tokens"
+        return max(counts), f"{most} tokens"
 
     return count
 

@@ -6,9 +6,7 @@ Numbers come from the global generators, which the run's seed, the epoch and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,20 +43,6 @@ class Augmentation:
             raise ConfigurationError(
                 f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled; add shuffle_tags=true"
             )
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Augmentation:
-        """Returns one of given settings.
-
-        Raises:
-            ConfigurationError: There is no such setting.
-        """
-        known = [each.name for each in fields(cls)]
-        if unknown := [name for name in settings if name not in known]:
-            raise ConfigurationError(
-                f"there is no setting {unknown[0]!r} of data; {', '.join(known)}"
-            )
-        return cls(**settings)
 
     def held_back(self) -> Augmentation:
         """Returns what becomes of samples that are held back: the same each time."""

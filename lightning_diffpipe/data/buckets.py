@@ -97,10 +97,11 @@ def grouped(shapes: Sequence[Shape]) -> dict[Shape, list[int]]:
     return dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
+@dataclass(eq=False)
 class BucketBatches(Sampler[list[int]]):
     """Batches of places of samples, each out of one bucket.
 
-    Args:
+    Attributes:
         buckets: Places of the samples of each bucket.
         batch_size: Samples of a batch.
         last: What becomes of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
@@ -108,10 +109,10 @@ class BucketBatches(Sampler[list[int]]):
         shuffle: Whether samples and batches come in an order drawn from the global generator, or as they are given.
     """
 
-    def __init__(
-        self, buckets: Sequence[Sequence[int]], batch_size: int, last: Last, shuffle: bool
-    ) -> None:
-        self.buckets, self.batch_size, self.last, self.shuffle = buckets, batch_size, last, shuffle
+    buckets: Sequence[Sequence[int]]
+    batch_size: int
+    last: Last
+    shuffle: bool
 
     def __len__(self) -> int:
         """Returns the number of batches."""
@@ -137,6 +138,7 @@ class BucketBatches(Sampler[list[int]]):
         return [values[i] for i in torch.randperm(len(values)).tolist()]
 
 
+@dataclass(eq=False)
 class Batches(Dataset[Batch]):
     """Batches of another data set's samples, asked for by lists of places.
 
@@ -144,8 +146,8 @@ class Batches(Dataset[Batch]):
     pipelines as they share samples.
     """
 
-    def __init__(self, samples: Dataset[Sample], num_batches: int) -> None:
-        self.samples, self.num_batches = samples, num_batches
+    samples: Dataset[Sample]
+    num_batches: int
 
     def __len__(self) -> int:
         return self.num_batches

@@ -161,8 +161,7 @@ class Readable(Dataset[Sample]):
                     return self.samples[place]
                 except DataError:
                     self.left_out[place] = True
-        count = len(list(self._from(index)))
-        raise DataError(f"none of {count} samples of one size can be read. {self.why(index)}")
+        raise DataError(f"no sample of one size can be read. {self.why(index)}")
 
     def _from(self, index: int) -> Iterator[int]:
         yield index

@@ -89,18 +89,18 @@ class FolderSamples(Dataset[Sample]):
     Attributes:
         entries: What is read.
         shapes: What each is given.
-        background: What shows where it is transparent.
         augmentation: What differs each time it is read.
+        background: What shows where it is transparent.
         alpha: Whether the alpha channel is the mask.
         is_weighted: Whether samples have weights.
     """
 
     entries: list[Entry]
     shapes: list[Shape]
-    background: str
     augmentation: Augmentation
-    alpha: bool = False
-    is_weighted: bool = False
+    background: str
+    alpha: bool
+    is_weighted: bool
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -115,9 +115,7 @@ class FolderSamples(Dataset[Sample]):
                 video = read_video(entry.path, shape.num_frames, crop, self.background)
             sample: Sample = {"video": video, "caption": caption}
         else:
-            beside = {
-                kind: (file, f"{file} ({entry.where})") for kind, file in entry.beside.items()
-            }
+            beside = {n: (file, f"{file} ({entry.where})") for n, file in entry.beside.items()}
             given = entry.path, caption, crop, self.background, called, beside, self.alpha
             sample = read_sample(*given)
         if self.is_weighted:
@@ -192,7 +190,7 @@ class ImageFolderDataModule(CaptionedDataModule):
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
         if last_batch not in ("filled", "dropped", "smaller"):
             raise ConfigurationError(
-                f"last_batch={last_batch!r}; choose 'filled', 'dropped' or 'smaller'"
+                f"last_batch={last_batch!r}; choose filled, dropped or smaller"
             )
         self._frames: list[int] = []
         if num_frames is not None:
@@ -204,7 +202,7 @@ class ImageFolderDataModule(CaptionedDataModule):
                     raise ConfigurationError(
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
                     )
-        self._augmentation = Augmentation.of(augmentation)
+        self._augmentation = Augmentation(**augmentation)
         several = [folder] if isinstance(folder, str | PurePath | Mapping) else list(folder)
         self._folders = [Folder.of(each) for each in several]
         if not several:
@@ -213,9 +211,8 @@ class ImageFolderDataModule(CaptionedDataModule):
         self._split: list[dict[str, Any]] = []
         self.left_out: list[DataError] = []
         # A checkpoint of plain values can be read without trusting it.
-        folder = (
-            str(folder) if isinstance(folder, str | PurePath) else [vars(f) for f in self._folders]
-        )
+        is_one = isinstance(folder, str | PurePath)
+        folder = str(folder) if is_one else [vars(each) for each in self._folders]
         num_frames = self._frames if isinstance(num_frames, Sequence) else num_frames
         self.save_hyperparameters()
 
@@ -243,14 +240,11 @@ class ImageFolderDataModule(CaptionedDataModule):
             )
         if stage == "fit" and self._has_buckets:
             rank_zero_info(self.described())
-        common = {
-            "background": h.background,
-            "alpha": h.mask == "alpha",
-            "is_weighted": any(folder.weight != 1 for folder in self._folders),
-        }
+        is_weighted = any(folder.weight != 1 for folder in self._folders)
+        common = h.background, h.mask == "alpha", is_weighted
         self._use(
-            FolderSamples(**train, augmentation=self._augmentation, **common),
-            FolderSamples(**held_back, augmentation=self._augmentation.held_back(), **common),
+            FolderSamples(*train.values(), self._augmentation, *common),
+            FolderSamples(*held_back.values(), self._augmentation.held_back(), *common),
             h.condition if h.condition in MADE else None,
             [list(self.train_buckets.values()), list(self.validation_buckets.values())],
         )
@@ -262,40 +256,27 @@ class ImageFolderDataModule(CaptionedDataModule):
         text = (
             f"{sum(counts)} samples in {len(counts)} buckets make {len(batches)} batches of {size}"
         )
-        if batches.last == "filled":
-            text += f"; {len(batches) * size - sum(counts)} of these are seen again, to fill last batches"
-        elif batches.last == "dropped":
-            text += f"; {sum(counts) - len(batches) * size} are left out in each epoch, of incomplete batches"
-        else:
-            text += f"; {sum(count % size > 0 for count in counts)} of these are smaller"
+        more = len(batches) * size - sum(counts)
+        text += {
+            "filled": f"; {more} of these are seen again, to fill last batches",
+            "dropped": f"; {-more} are left out in each epoch, of incomplete batches",
+            "smaller": f"; {sum(count % size > 0 for count in counts)} of these are smaller",
+        }[batches.last]
         small = f". {self._small()}" if self._small() else ""
         return f"{text} (data.last_batch={batches.last}){small}" if self._has_buckets else text
 
     def read_files(self) -> None:
-        """Reads listings, and with buckets the headers of images, unless it has; may be called before `setup`.
-
-        Raises:
-            ConfigurationError: As `setup` does.
-            DataError: See there.
-        """
+        """Reads listings, and with buckets headers of images, once; `setup` does, which says what is raised."""
         if self._split:
             return
         h = self.hparams
         wanted = {"condition": h.condition, "mask": h.mask}
         made = {*MADE, "alpha", None}
         beside = {kind: key for kind, key in wanted.items() if key not in made}
-        split: list[dict[str, Any]] = [
-            {"entries": [], "shapes": []} for _ in ("train", "held back")
-        ]
+        split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
         for folder in self._folders:
             path = Path(folder.folder)
-            listing = Listing(
-                path,
-                h.caption_key,
-                beside,
-                bool(self._frames),
-                needs_captions=not self._augmentation.trigger,
-            )
+            listing = Listing(path, h.caption_key, beside, bool(self._frames), not h.get("trigger"))
             entries, errors = listing.read(self.on_error)
             files = [entry.path for entry in entries if self._frames and entry.path.is_file()]
             if files and importlib.util.find_spec("av") is None:  # else each would be called broken
@@ -328,11 +309,10 @@ class ImageFolderDataModule(CaptionedDataModule):
         """Returns which buckets are smaller than a batch; empty if none is."""
         size, buckets = self.batch_size, self.train_buckets
         small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
-        more = f"; and {len(small) - 5} more" if len(small) > 5 else ""
         text = (
             f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of a batch"
         )
-        return f"{text} ({'; '.join(small[:5])}{more})" if small else ""
+        return f"{text} ({'; '.join(small)})" if small else ""
 
     def _with_shapes(
         self, entries: list[Entry], errors: list[DataError]
@@ -358,25 +338,21 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     def _shape(self, entry: Entry) -> Shape | DataError:
         """Returns what an entry is given, by its header; or why it cannot be used."""
+        side, frames = self.hparams.resolution, None
         try:
             with reading(f"{entry.path} ({entry.where})"):
-                return self._shape_of(entry.path)
+                if self._frames:
+                    width, height, there = video_size(entry.path)
+                    frames = max((n for n in self._frames if n <= there), default=None)
+                    if frames is None:
+                        raise too_short(entry.path, there, self._frames[0])
+                else:
+                    with Image.open(entry.path) as image:
+                        width, height = size_of(image)
+                size = self._sizes.of(height, width) if self._sizes else (side, side)
+                return Shape(*size, frames)
         except DataError as error:
             return error
-
-    def _shape_of(self, path: Path) -> Shape:
-        frames = None
-        if not self._frames:
-            with Image.open(path) as image:
-                width, height = size_of(image)
-        else:
-            width, height, there = video_size(path)
-            frames = max((n for n in self._frames if n <= there), default=None)
-            if frames is None:
-                raise too_short(path, there, self._frames[0])
-        if self._sizes is None:
-            return Shape(self.hparams.resolution, self.hparams.resolution, frames)
-        return Shape(*self._sizes.of(height, width), frames)
 
     def batches(self, shuffle: bool) -> BucketBatches:
         """Returns which samples make a batch, in training (shuffled) or of those held back."""

@@ -25,10 +25,8 @@ from lightning_diffpipe.data.captioned import Sample
 from lightning_diffpipe.errors import ConfigurationError, DataError
 
 IMAGES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-"""Endings by which images are found where no listing names them."""
-
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
-"""Endings of videos."""
+"""Endings by which files are found where no listing names them."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,8 @@ class Crop:
         """Returns width and height of an image of this size once it is scaled, and left and top of what is kept."""
         scale = max(self.width / width, self.height / height)
         wide, high = max(self.width, round(scale * width)), max(self.height, round(scale * height))
-        return (wide, high), (
-            int((wide - self.width) * self.across),
-            int((high - self.height) * self.down),
-        )
+        beyond = (wide - self.width) * self.across, (high - self.height) * self.down
+        return (wide, high), (int(beyond[0]), int(beyond[1]))
 
     def of(self, image: Image.Image) -> Image.Image:
         """Returns what is kept of an image."""

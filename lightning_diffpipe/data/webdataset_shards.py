@@ -171,7 +171,7 @@ class WebDatasetDataModule(CaptionedDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)
-        self._augmentation = Augmentation.of(augmentation)
+        self._augmentation = Augmentation(**augmentation)
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),

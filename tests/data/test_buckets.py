@@ -333,7 +333,7 @@ def test_bad_folders_are_refused_before_training(tmp_path, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"last_batch": "x"}, "last_batch='x'; choose 'filled', 'dropped' or 'smaller'"),
+        ({"last_batch": "x"}, "last_batch='x'; choose filled, dropped or smaller"),
         ({"bucket_step": 65}, "bucket_step must be a whole number >= 1 and <= 64; got 65"),
         ({"keep_tags": 1}, "keep_tags=1 keeps tags in front of others that are shuffled"),
         ({"flip": 1.5}, "flip must be a number >= 0 and <= 1"),
@@ -414,5 +414,6 @@ def test_a_command_shows_what_is_trained_on(tmp_path, capsys, monkeypatch):
     with Image.open(sheet) as drawn:
         assert drawn.height == 5 * (128 + 3 * 18)
         assert len(drawn.getcolors(drawn.width * drawn.height)) > 100
-    code, _, err = call(capsys, monkeypatch, "data", f"data.folder={images}", "output=a.jpg")
-    assert (code, err) == (2, "diffpipe data: output=a.jpg must end in .png\n")
+    code, _, err = call(capsys, monkeypatch, "data", f"data.folder={images}", "tokenizer=nowhere")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("diffpipe data: tokenizer=nowhere cannot be opened: ")
