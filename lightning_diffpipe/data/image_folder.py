@@ -219,8 +219,7 @@ class ImageFolderDataModule(CaptionedDataModule):
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Heights and widths that images may be given; smaller ones are multiples of the step, too."""
-        resolution = self.hparams.resolution
-        return [(resolution, resolution)] if self._sizes is None else self._sizes.all
+        return self._sizes.all if self._sizes else [(self.hparams.resolution,) * 2]
 
     def setup(self, stage: str) -> None:
         """Reads listings, and with buckets the sizes of images; splits them, and says what an epoch is.
@@ -357,8 +356,9 @@ class ImageFolderDataModule(CaptionedDataModule):
     def batches(self, shuffle: bool) -> BucketBatches:
         """Returns which samples make a batch, in training (shuffled) or of those held back."""
         buckets = self.train_buckets if shuffle else self.validation_buckets
-        last = self.hparams.last_batch if self._has_buckets else "dropped"
-        last = last if shuffle else "smaller"
+        last = (
+            (self.hparams.last_batch if self._has_buckets else "dropped") if shuffle else "smaller"
+        )
         return BucketBatches(list(buckets.values()), self.batch_size, last, shuffle)
 
     def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:

@@ -179,10 +179,7 @@ def read_sample(
             with reading(its_name), Image.open(its_file) as other:
                 require_same_shape(image, name, other, its_name, kind)
                 pixels = (to_pixels(other, crop, background) + 1) / 2
-            if kind == "mask":
-                sample["mask"] = pixels[:1]
-            else:
-                sample["condition"] = pixels
+            sample[kind] = pixels[:1] if kind == "mask" else pixels
     return sample
 
 
