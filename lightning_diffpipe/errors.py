@@ -194,6 +194,17 @@ def require_number(
         raise ConfigurationError(f"{name} must be {f'{number} {bounds}'.strip()}; got {value!r}")
 
 
+def require_flags(**values: Any) -> None:
+    """Refuses arguments that are neither true nor false.
+
+    Raises:
+        ConfigurationError: One is.
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name} must be true or false; got {value!r}")
+
+
 def require_timeout(timeout_s: Any) -> None:
     """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits.
 

@@ -112,7 +112,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "diffpipe: there is no verb 'trian'; verbs: profile, plan, "),
+        (["trian"], "diffpipe: there is no verb 'trian'; verbs: data, profile, plan, "),
         (
             ["train", "trainer.max_stepz=3"],
             "diffpipe train: Could not override 'trainer.max_stepz'. To append to your config use +tr",
@@ -607,7 +607,7 @@ def test_wrong_values_are_named_by_their_setting(setting, message, capsys, monke
         (["profile", "sample_counts=[]"], "such as [1,4,16]; got []"),
         (["plan", "cluster=measured", "model=flux", "global_batch_size=64"], "value: path (cluster.path)"),
         (["train", "logger=none", "data=image_folder", "data.folder=nowhere"],
-         "data.folder=nowhere: nowhere/metadata.jsonl does not exist; write one line per image"),
+         "data.folder=nowhere does not exist; name one with images"),
         (["sample", "sampler.num_patches=0"], "sampler.num_patches must be a whole number >= 1; got 0"),
         (["sample", "sampler.num_patches=abc"], "sampler.num_patches must be a whole number >= 1; got"),
         (["sample", "sampler.warmup_steps=-1"], "sampler.warmup_steps must be a whole number >= 0; got -1"),

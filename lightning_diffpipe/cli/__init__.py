@@ -6,6 +6,7 @@
     training   train
     sampling   sample
     plans      profile, plan, show, diff
+    data       data
     main       finds the verb, lets Hydra compose its config, says errors in a line
 
 A verb is a function of one composed config, `conf/<verb>.yaml`, found as a package from any directory.
@@ -17,7 +18,7 @@ import gc
 # What is imported stays: to look for what does not is a tenth of the time to the first line.
 gc.disable()
 
-from lightning_diffpipe.cli import plans, sampling, settings, training  # noqa: E402, F401  register
+from lightning_diffpipe.cli import data, plans, sampling, settings, training  # noqa: E402, F401  register
 from lightning_diffpipe.cli.main import main  # noqa: E402
 from lightning_diffpipe.cli.values import VERBS  # noqa: E402
 

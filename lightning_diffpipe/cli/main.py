@@ -59,7 +59,7 @@ _FLAGS = (
 # Of those the ones that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
-_PRINTING = ("plan", "show", "diff")
+_PRINTING = ("plan", "show", "diff", "data")
 _CONF = "pkg://lightning_diffpipe.conf"
 
 
@@ -256,8 +256,8 @@ def _explain(error: Exception) -> str:
     said = f"{said} ({key[1]})" if key and key[1] not in said else said
     if isinstance(error, MissingMandatoryValue) and "data.folder" in said:
         said += (
-            "; it holds images or videos and metadata.jsonl, with a line for each, such as "
-            '{"file_name": "cat.png", "text": "a cat"}'
+            "; it holds images or videos with captions: cat.txt beside cat.png, or metadata.jsonl with a line for "
+            'each, such as {"file_name": "cat.png", "text": "a cat"}'
         )
     return said
 

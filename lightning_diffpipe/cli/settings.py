@@ -34,6 +34,7 @@ TYPES: dict[str, dict[str, Any]] = {
     },
     "plan": {"profile": _TEXT, "output": _TEXT, "explain": bool, "explain_s": float},
     "show": {"plan": str, "profile": _TEXT, "output": _TEXT, "max_columns": int, "samples": int},
+    "data": {"tokenizer": _TEXT, "output": _TEXT, "samples": int},
     "diff": {"before": str, "after": str},
 }
 # Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.

@@ -103,9 +103,6 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
                 f"strategy.num_microbatches={count} is more than the {size} samples of a batch "
                 f"(data.batch_size={size}); take at most {size}, or larger batches"
             )
-    if hasattr(data, "require_listing") and own_rank() == 0:
-        with named({"folder": "data.folder"}):
-            data.require_listing()
     with named(
         {name: f"strategy.{name}" for name in ("num_stages", "num_replicas", "data_parallel")}
     ):
@@ -120,13 +117,30 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
             ) from error
 
 
-def _data_for(module: Any, config: DictConfig) -> Any:
-    """Builds the data, of images that the module can learn from."""
+def _data_of(config: DictConfig) -> Any:
+    """Builds the data, and looks on rank 0 at what they list."""
+    data = hydra.utils.instantiate(config.data)
+    if hasattr(data, "read_files") and own_rank() == 0:
+        with named({"folder": "data.folder"}):
+            data.read_files()
+    return data
+
+
+@raised_by_all()
+def _require_sizes(module: Any, data: Any, config: DictConfig) -> None:
+    """Refuses images of a size that the module cannot learn from."""
     resolution = config.data.get("resolution")
-    if hasattr(module, "require_size") and isinstance(resolution, int):
-        with raised_by_all(), named({"height": "data.resolution"}):
-            module.require_size(resolution, resolution)
-    return hydra.utils.instantiate(config.data)
+    if not hasattr(module, "require_size") or not isinstance(resolution, int):
+        return
+    with named({"height": "data.resolution"}):
+        for height, width in getattr(data, "sizes", [(resolution, resolution)]):
+            try:
+                module.require_size(height, width)
+            except ConfigurationError as error:
+                if height != width:
+                    step = f"data.bucket_step={config.data.bucket_step}"
+                    error.args = (f"{step} makes images of {width}x{height} pixels: {error}",)
+                raise
 
 
 def _build_trainer(config: DictConfig, *further: Any) -> Any:
@@ -397,7 +411,9 @@ def train(config: DictConfig) -> Any:
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
     with raised_by_all():
         trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
+    data = _data_of(config)
     module = module_of(config)
+    _require_sizes(module, data, config)
     with raised_by_all():  # what cannot be written is refused now
         _speed_up(config, module)
         if config.save_lora is not None:
@@ -407,7 +423,6 @@ def train(config: DictConfig) -> Any:
         if hasattr(module, "optimization"):
             with named({"groups": "model.optimization.groups"}):
                 module.optimization.parameter_groups(module)
-    data = _data_for(module, config)
     path = config.ckpt_path
     if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):
         path = chosen(trainer, path, fits=True)  # which ours does by itself

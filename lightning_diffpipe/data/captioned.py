@@ -4,13 +4,14 @@ A sample is `{"image": (3, H, W) float in [-1, 1], "caption": str}`; a batch sta
 lists the captions. Captions stay text, because only the model knows its tokenizer. For a ControlNet there is a
 `"condition"` besides, `(3, H, W)` in [0, 1], made from the image itself (`"edges"`) or read with it. Images
 that were scaled and cropped come with their size before (`"original_size"`, height and width) and where the crop
-begins (`"crops_coords_top_left"`), `(2,)` each.
+begins (`"crops_coords_top_left"`), `(2,)` each. A `"mask"`, `(1, H, W)` in [0, 1], says where the loss counts, and
+a `"weight"` how much that of the sample does.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypedDict
 
 import lightning as L
@@ -29,6 +30,8 @@ class _Tensors(TypedDict, total=False):
     condition: Tensor
     original_size: Tensor
     crops_coords_top_left: Tensor
+    mask: Tensor
+    weight: Tensor
 
 
 class Sample(_Tensors):
@@ -135,27 +138,37 @@ class Readable(Dataset[Sample]):
 
     Args:
         samples: The data set; raises `DataError` for what cannot be read.
+        groups: Places of samples that may stand for each other; None: all may.
 
     Attributes:
         left_out: Which could not be read so far, in any process that has loaded some.
     """
 
-    def __init__(self, samples: Dataset[Sample]) -> None:
+    def __init__(
+        self, samples: Dataset[Sample], groups: Iterable[Sequence[int]] | None = None
+    ) -> None:
         self.samples = samples
+        self._alike = {place: group for group in groups or () for place in group}
         self.left_out = torch.zeros(len(self), dtype=torch.bool).share_memory_()
 
     def __len__(self) -> int:
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        for place in range(index, index + len(self)):
-            place %= len(self)
+        for place in self._from(index):
             if not self.left_out[place]:
                 try:
                     return self.samples[place]
                 except DataError:
                     self.left_out[place] = True
-        raise DataError(f"none of {len(self)} samples can be read. {self.why(0)}")
+        raise DataError(f"no sample of one size can be read. {self.why(index)}")
+
+    def _from(self, index: int) -> Iterator[int]:
+        yield index
+        alike = self._alike.get(index, range(len(self)))
+        start = alike.index(index)
+        yield from alike[start + 1 :]
+        yield from alike[:start]
 
     def why(self, place: int) -> str:
         """Returns what is wrong with a sample; empty if nothing is any more."""
@@ -194,14 +207,25 @@ class CaptionedDataModule(L.LightningDataModule):
         self.on_error = on_error
 
     def _use(
-        self, train_set: Dataset[Sample], validation_set: Dataset[Sample], condition: str | None
+        self,
+        train_set: Dataset[Sample],
+        validation_set: Dataset[Sample],
+        condition: str | None,
+        groups: Sequence[Iterable[Sequence[int]] | None] = (None, None),
     ) -> None:
-        """Sets both data sets, with conditions that are made from the images if one is asked for."""
+        """Sets both data sets, with conditions that are made from the images if one is asked for.
+
+        Args:
+            train_set: Samples trained on.
+            validation_set: Samples held back.
+            condition: What is made, by its name in `MADE`.
+            groups: Of both, places of the samples of one size; None where all have it.
+        """
         made = (train_set, validation_set)
         if condition is not None:
             made = tuple(Conditioned(samples, condition) for samples in made)
         if self.on_error == "skip":
-            made = tuple(map(Readable, made))
+            made = tuple(map(Readable, made, groups))
         self.train_set, self.validation_set = made
 
     def teardown(self, stage: str) -> None:
@@ -245,6 +269,10 @@ class CaptionedDataModule(L.LightningDataModule):
         return stacked_conditions(self._held_back(count))
 
     def _held_back(self, count: int) -> list[Sample]:
-        there = len(self.validation_set)
-        count = min(count, there)
-        return [self.validation_set[i * there // count] for i in range(count)]
+        there = self._drawn_from()
+        count = min(count, len(there))
+        return [self.validation_set[there[i * len(there) // count]] for i in range(count)]
+
+    def _drawn_from(self) -> Sequence[int]:
+        """Returns places of the samples held back of which some are drawn while training."""
+        return range(len(self.validation_set))

@@ -1,410 +1,170 @@
-"""A folder of images with captions in `metadata.jsonl`, the layout of Hugging Face's ImageFolder.
+"""Folders of images or videos with captions (`listing.py`), in one size, or in buckets of several (`buckets.py`).
 
-    folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one per line
-    folder/cat.png
-
-Images are turned upright, converted to sRGB, put on a background where they are transparent, scaled so that the
-shorter side fits, then cropped in the middle. Which images are held back follows from a hash of their path in the
-folder. For a ControlNet, or a pipeline that edits images, a line may name a second image of the same shape
-(`condition="conditioning_image"`):
+Which images are held back follows from a hash of their path in the folder. For a ControlNet, or a pipeline that
+edits images, there may be a second image of the same shape beside each (`condition="conditioning_image"`), and a
+mask that says where the loss counts (`mask="masks"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 
-Where `num_frames` are asked for, files are videos that PyAV decodes (mp4, webm, gif, ...), or folders of frames:
-
-    {"file_name": "cat.mp4", "text": "a cat jumps from a sofa"}
+Where `num_frames` are asked for, files are videos that PyAV decodes (mp4, webm, gif, ...), or folders of frames.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import json
 import os
-import re
-import stat
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from PIL import Image, ImageCms, ImageColor, ImageOps
-from torch import Tensor
-from torch.utils.data import Dataset
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_diffpipe.data.augmentation import Augmentation
+from lightning_diffpipe.data.buckets import (
+    Batches,
+    BucketBatches,
+    Last,
+    Shape,
+    Sizes,
+    grouped,
+)
 from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
-from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
-
-_LONGEST = 8
-"""Sides of an image in lengths of the shorter one; what lies beyond would be scaled, and then cut off."""
-
-
-def to_square(image: Image.Image, resolution: int, background: str = "white") -> Tensor:
-    """Scales the shorter side to `resolution` and crops the middle square.
-
-    Args:
-        image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
-        resolution: Width and height wanted, in pixels.
-        background: Colour that shows where the image is transparent, as PIL knows it.
-
-    Returns:
-        Float32 in [-1, 1], `(3, resolution, resolution)`.
-
-    Raises:
-        ConfigurationError: The image has values of 32 bits, of which nobody knows where white is.
-    """
-    # Cameras keep the sensor's rows and note how the image was held; every viewer turns it.
-    image = ImageOps.exif_transpose(image)
-    icc, key = image.info.get("icc_profile"), image.info.get("transparency")
-    most = _LONGEST * min(image.size)
-    if max(image.size) > most:  # a line of 60000 pixels would take 20 s to scale
-        width, height = (min(side, most) for side in image.size)
-        left, top = (image.width - width) // 2, (image.height - height) // 2
-        image = image.crop((left, top, left + width, top + height))
-    if image.mode in ("I", "F"):
-        raise ConfigurationError(
-            f"an image has values of 32 bits (mode {image.mode}), of which nobody knows where white is; write "
-            "it with 8 or 16 bits"
-        )
-    if image.mode.startswith("I;16"):
-        # Depth maps and others, of which a conversion to RGB would make white.
-        values = np.asarray(image)
-        levels = (values.astype(np.float32) / 257).round().astype(np.uint8)
-        image = Image.fromarray(levels)
-        if key is not None:
-            image.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
-    is_grey = image.mode in ("1", "L", "LA")
-    if image.has_transparency_data:
-        image = image.convert("LA" if is_grey else "RGBA")
-    elif image.mode != "CMYK":
-        image = image.convert("L" if is_grey else "RGB")
-    size, (left, top) = _scaled_and_cropped(image.size, resolution)
-    # With an alpha channel, colours are weighted by it: those that nobody sees do not bleed into others.
-    square = image.resize(size, Image.Resampling.LANCZOS)
-    square = square.crop((left, top, left + resolution, top + resolution))
-    seen = _in_srgb(square.convert(square.mode.removesuffix("A")), icc)
-    if "A" in square.getbands():
-        behind = Image.new("RGB", seen.size, background)
-        seen = Image.composite(seen, behind, square.getchannel("A"))
-    return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
-
-
-def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
-    """Converts grey, RGB or CMYK to sRGB; as in viewers, a broken profile or one of other channels does nothing."""
-    if icc:
-        with contextlib.suppress(ImageCms.PyCMSError, OSError):
-            profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
-            mode = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}.get(
-                profile.profile.xcolor_space.strip()
-            )
-            if (image.mode, mode) == ("L", "RGB"):
-                image = image.convert("RGB")
-            if image.mode == mode:
-                srgb = ImageCms.createProfile("sRGB")
-                return ImageCms.profileToProfile(image, profile, srgb, outputMode="RGB")
-    return image.convert("RGB")
-
-
-def require_color(name: str) -> None:
-    """Raises ConfigurationError for a background that PIL does not know."""
-    try:
-        ImageColor.getrgb(name)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"background={name!r} is no colour; write a name such as 'white', or '#ff8000' (data.background)"
-        ) from error
-
-
-def _scaled_and_cropped(
-    size: tuple[int, int], resolution: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns width and height of an image once it is scaled, and left and top of its middle square."""
-    scale = resolution / min(size)
-    width, height = (max(resolution, round(scale * side)) for side in size)
-    return (width, height), ((width - resolution) // 2, (height - resolution) // 2)
-
-
-def read_sample(
-    file: IO[bytes] | Path,
-    caption: str,
-    condition: IO[bytes] | Path | None,
-    resolution: int,
-    background: str,
-    names: tuple[str, str],
-) -> Sample:
-    """Reads an image and that of its condition, if there is one.
-
-    Args:
-        file: In any form that PIL knows.
-        caption: Of the image.
-        condition: A file, too.
-        resolution: Width and height wanted, in pixels.
-        background: As for `to_square`.
-        names: What to call image and condition.
-
-    Raises:
-        DataError: A file cannot be read, or the two have other shapes; names what they are called.
-    """
-    with _reading(names[0]), Image.open(file) as image:
-        sample: Sample = {"image": to_square(image, resolution, background), "caption": caption}
-        # What models such as SDXL are told; section 2.2 of https://arxiv.org/abs/2307.01952
-        upright = ImageOps.exif_transpose(image)
-        _, (left, top) = _scaled_and_cropped(upright.size, resolution)
-        sample["original_size"] = torch.tensor([upright.height, upright.width])
-        sample["crops_coords_top_left"] = torch.tensor([top, left])
-        if condition is not None:
-            with _reading(names[1]), Image.open(condition) as other:
-                require_same_shape(image, names[0], other, names[1])
-                # In [0, 1], as ControlNets want it.
-                sample["condition"] = (to_square(other, resolution, background) + 1) / 2
-    return sample
-
-
-def read_video(path: Path, num_frames: int, resolution: int, background: str = "white") -> Tensor:
-    """Reads successive frames out of the middle of a video.
-
-    Args:
-        path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
-        num_frames: How many.
-        resolution: Width and height wanted, in pixels.
-        background: As for `to_square`.
-
-    Returns:
-        Float32 in [-1, 1], `(3, num_frames, resolution, resolution)`.
-
-    Raises:
-        DataError: It has fewer frames.
-    """
-    if path.is_file():
-        frames = _decoded(path, num_frames, resolution, background)
-    else:
-        known = Image.registered_extensions()
-        files = (file for file in path.iterdir() if file.suffix.lower() in known)
-        files, frames = sorted(files, key=_by_number), []
-        first = max(0, (len(files) - num_frames) // 2)
-        for file in files[first : first + num_frames]:
-            with Image.open(file) as image:
-                frames.append(to_square(image, resolution, background))
-    if len(frames) < num_frames:
-        raise DataError(
-            f"{path} has {len(frames)} frames, and num_frames={num_frames} are wanted (data.num_frames)"
-        )
-    return torch.stack(frames, 1)
-
-
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Sorts `frame2` before `frame10`."""
-    parts = re.split(r"(\d+)", path.name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-
-def _decoded(path: Path, num_frames: int, resolution: int, background: str) -> list[Tensor]:
-    import av
-
-    with av.open(str(path)) as container:  # counts without decoding
-        count = sum(packet.size > 0 for packet in container.demux(video=0))
-    stop = max(0, (count - num_frames) // 2) + num_frames
-    with av.open(str(path)) as container:
-        # Packets of some codecs show nothing: where frames end early, those are read that there are.
-        frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
-        images = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
-        return [to_square(image, resolution, background) for image in images]
-
-
-@contextlib.contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Names a file that cannot be read.
-
-    Raises:
-        DataError: For whatever a decoder meets in a broken file.
-    """
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{name} cannot be used: {error}. Mend or remove it, or leave such samples out with on_error='skip' "
-            "(data.on_error=skip)"
-        ) from error
-
-
-class _Listed(NamedTuple):
-    """A line of `metadata.jsonl`: an image, its caption, and the image of its condition, if there is one."""
-
-    path: Path
-    caption: str
-    condition: Path | None
-    line: int
-
-
-def require_listing(folder: Path) -> None:
-    """Refuses a folder without a listing.
-
-    Raises:
-        ConfigurationError: It has no `metadata.jsonl`.
-    """
-    if not (folder / "metadata.jsonl").is_file():
-        raise ConfigurationError(
-            f"folder={folder}: {folder / 'metadata.jsonl'} does not exist; write one line per image, such as "
-            '{"file_name": "cat.png", "text": "a cat"}, or per video ("cat.mp4", or a folder of frames) with '
-            "num_frames"
-        )
+from lightning_diffpipe.data.listing import Entry, Listing
+from lightning_diffpipe.data.pixels import (
+    read_sample,
+    read_video,
+    reading,
+    require_color,
+    size_of,
+    too_short,
+    video_size,
+)
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
 
 
 @dataclass(frozen=True)
-class _Lines:
-    """What a folder's `metadata.jsonl` lists, by the keys of file, caption and perhaps condition."""
+class Folder:
+    """A folder of images among several.
 
-    folder: Path
-    keys: Sequence[str]
-    may_be_folders: bool
+    Attributes:
+        folder: Its path.
+        repeats: How often an epoch takes each of its images.
+        weight: How much its losses count, such as those of a prior beside a subject.
 
-    def read(self, skip: bool) -> list[_Listed]:
-        """Reads all lines.
+    Raises:
+        ConfigurationError: A number that cannot be.
+    """
 
-        Args:
-            skip: Leave out lines and files that cannot be used, and say how many.
+    folder: str
+    repeats: int = 1
+    weight: float = 1.0
 
-        Raises:
-            DataError: There is one.
-            ConfigurationError: There is no such file, or nothing in it.
-        """
-        require_listing(self.folder)
-        (found, errors), path = ([], []), self.folder / "metadata.jsonl"
-        # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                found.append(self._entry(line, number, f"{path}, line {number}"))
-            except DataError as error:
-                if not skip:
-                    raise
-                errors.append(error)
-        if errors:
-            rank_zero_warn(
-                f"{len(errors)} of {len(errors) + len(found)} lines were left out (on_error=skip). The first one: "
-                f"{errors[0]}"
-            )
-        if not found:
-            raise ConfigurationError(
-                f"{path} lists no image{' that can be used' if errors else ''}; write one line for each"
-            )
-        return found
+    def __post_init__(self) -> None:
+        require_number("repeats", self.repeats, 1, whole=True)
+        require_number("weight", self.weight, 0)
 
-    def _entry(self, line: bytes, number: int, where: str) -> _Listed:
+    @classmethod
+    def of(cls, given: Any) -> Folder:
+        """Returns the folder that a path, or a mapping of its attributes, names."""
+        if isinstance(given, str | PurePath):
+            return cls(str(given))
         try:
-            entry = json.loads(line.decode("utf-8"))
-            values = [entry[key] for key in self.keys]
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{where}: {line[:80]!r} is no UTF-8 ({error.reason}); write it in UTF-8"
+            return cls(**{**given, "folder": str(given["folder"])})
+        except (TypeError, KeyError) as error:
+            raise ConfigurationError(
+                f"folder={given!r}: expected a path, or {{folder: PATH, repeats: 10, weight: 0.5}}, of which "
+                "repeats and weight may be left out"
             ) from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            *first, last = map(repr, self.keys)
-            wanted = f"{', '.join(first)} and {last}{' (the condition)' if first[1:] else ''}"
-            raise DataError(
-                f"{where}: expected a JSON object with {wanted}, but found {line.decode()[:80]!r}"
-            ) from error
-        for key, value in zip(self.keys, values, strict=True):
-            if not isinstance(value, str):
-                raise DataError(f"{where}: {key!r} must be a text, but is {json.dumps(value)[:80]}")
-        name, caption, *condition = values
-        paths = [self.folder / each for each in (name, *condition)]
-        for path in paths:
-            if self.may_be_folders and path.is_dir():
-                continue
-            try:  # from outside, as images are opened in training only
-                status = path.stat()
-            except OSError as error:
-                raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"{where}: {path} is no file")
-            if not status.st_size:
-                raise DataError(f"{where}: {path} is empty (0 bytes)")
-        return _Listed(paths[0], caption, paths[1] if condition else None, number)
 
 
 @dataclass(eq=False)
-class _Images(Dataset[Sample]):
-    entries: list[_Listed]
-    resolution: int
+class FolderSamples(Dataset[Sample]):
+    """Images or videos of folders.
+
+    Attributes:
+        entries: What is read.
+        shapes: What each is given.
+        augmentation: What differs each time it is read.
+        background: What shows where it is transparent.
+        alpha: Whether the alpha channel is the mask.
+        is_weighted: Whether samples have weights.
+    """
+
+    entries: list[Entry]
+    shapes: list[Shape]
+    augmentation: Augmentation
     background: str
-    num_frames: int | None
+    alpha: bool
+    is_weighted: bool
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Sample:
-        path, caption, condition, line = self.entries[index]
-        where = f" (metadata.jsonl, line {line})"
-        names = f"{path}{where}", f"{condition}{where}"
-        if self.num_frames is not None:
-            with _reading(names[0]):
-                return {
-                    "video": read_video(path, self.num_frames, self.resolution, self.background),
-                    "caption": caption,
-                }
-        return read_sample(path, caption, condition, self.resolution, self.background, names)
-
-
-def require_same_shape(
-    image: Image.Image, name: str, condition: Image.Image, its_name: str
-) -> None:
-    """Refuses a condition that would be cut out elsewhere; it may be larger or smaller.
-
-    Args:
-        image: What is learnt.
-        name: Of it, for the message.
-        condition: What belongs to it.
-        its_name: Of the condition.
-
-    Raises:
-        DataError: Width and height have another ratio.
-    """
-    width, height = ImageOps.exif_transpose(image).size
-    its_width, its_height = ImageOps.exif_transpose(condition).size
-    scale, shape = its_height / height, width / height
-    # Where one was made from the other, in pixels of the condition.
-    rounding = (1 + shape) * max(1, scale)
-    if abs(its_width - width * scale) > rounding:
-        raise DataError(
-            f"{its_name} has {its_width}x{its_height} pixels, and {name} {width}x{height}: a condition must have "
-            "the shape of its image, as it says where in it something shall be. Scale it to the image's size: "
-            "tools that make conditions may have rounded its sides"
-        )
+        entry, shape = self.entries[index], self.shapes[index]
+        crop = self.augmentation.crop(shape.height, shape.width)
+        caption = self.augmentation.caption(entry.caption)
+        called = f"{entry.path} ({entry.where})"
+        if shape.num_frames is not None:
+            with reading(called):
+                video = read_video(entry.path, shape.num_frames, crop, self.background)
+            sample: Sample = {"video": video, "caption": caption}
+        else:
+            beside = {n: (file, f"{file} ({entry.where})") for n, file in entry.beside.items()}
+            given = entry.path, caption, crop, self.background, called, beside, self.alpha
+            sample = read_sample(*given)
+        if self.is_weighted:
+            sample["weight"] = torch.tensor(entry.weight)
+        return sample
 
 
 class ImageFolderDataModule(CaptionedDataModule):
-    """Images of a folder, captioned by its `metadata.jsonl`.
+    """Images or videos of folders, captioned by `metadata.jsonl`, `metadata.csv` or texts beside them.
 
     Args:
-        folder: Holds `metadata.jsonl` and the images it names.
-        resolution: Width and height of the images, in pixels.
-        caption_key: The key of `metadata.jsonl` that holds the caption.
+        folder: Holds images and their captions; or a list of folders, each a path or a mapping such as
+            `{"folder": "cats", "repeats": 10, "weight": 1.0}` (see `Folder`).
+        resolution: Width and height of the images, in pixels; with buckets, the side of a square of their area.
+        caption_key: The key of the metadata that holds the caption.
         validation_share: Share of the images that is held back.
         batch_size: Samples per batch on each data-parallel rank.
         num_workers: Worker processes that decode images.
-        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of
-            `metadata.jsonl` that names a second image of the same shape; None for nothing.
+        condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of the
+            metadata that names a second image of the same shape, or a folder of such images; None for nothing.
         on_error: What becomes of lines and images that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and says their number. Broken images are found when
-            they are loaded; the next one takes the place of each.
-        num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; None for
-            images.
+            they are loaded; the next one of the same size takes the place of each.
+        num_frames: Successive frames of each file, a video or a folder of frames, out of its middle; of several
+            numbers each has the largest that it can. None for images.
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
+        buckets: Whether images keep about their ratio of sides, at about the same area (`buckets.py`), instead of
+            the middle square.
+        bucket_step: What sides are multiples of, with buckets.
+        enlarge: Whether buckets may enlarge images.
+        last_batch: What becomes of a bucket's last batch in an epoch if it is incomplete: it is `"filled"` with
+            samples of the bucket again, `"dropped"`, or is `"smaller"`. Without buckets it is dropped.
+        mask: Where the loss counts: the key of the metadata that names a grey image of the same shape, or a folder
+            of such images, or `"alpha"` for the images' own alpha channel; None for everywhere.
+        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger. With the
+            last one images may have no caption.
+
+    Attributes:
+        train_buckets: Places in `train_set` of the samples of each shape, once it is set up.
+        validation_buckets: Those in `validation_set`.
+        left_out: What is wrong with lines and files that were left out.
     """
+
+    train_buckets: dict[Shape, list[int]]
+    validation_buckets: dict[Shape, list[int]]
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | Sequence[str | Path | Mapping[str, Any]],
         resolution: int = 512,
         caption_key: str = "text",
         validation_share: float = 0.02,
@@ -412,61 +172,209 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: int = 4,
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
-        num_frames: int | None = None,
+        num_frames: int | Sequence[int] | None = None,
         background: str = "white",
+        buckets: bool = False,
+        bucket_step: int = 64,
+        enlarge: bool = False,
+        last_batch: Last = "filled",
+        mask: str | None = None,
+        **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)
-        if num_frames is not None:
-            require_number("num_frames", num_frames, 1, whole=True)
-            if condition is not None:
-                raise ConfigurationError(
-                    f"condition={condition!r} is for images; leave it or num_frames={num_frames} out"
-                )
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
-        folder = str(folder)  # a checkpoint of plain values can be read without trusting it
+        require_flags(buckets=buckets, enlarge=enlarge)
+        if buckets:
+            require_number("bucket_step", bucket_step, 1, resolution, whole=True)
+        if last_batch not in ("filled", "dropped", "smaller"):
+            raise ConfigurationError(
+                f"last_batch={last_batch!r}; choose filled, dropped or smaller"
+            )
+        self._frames: list[int] = []
+        if num_frames is not None:
+            self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
+            for number in self._frames:
+                require_number("num_frames", number, 1, whole=True)
+            for name, value in (("condition", condition), ("mask", mask)):
+                if value is not None:
+                    raise ConfigurationError(
+                        f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
+                    )
+        self._augmentation = Augmentation(**augmentation)
+        several = [folder] if isinstance(folder, str | PurePath | Mapping) else list(folder)
+        self._folders = [Folder.of(each) for each in several]
+        if not several:
+            raise ConfigurationError("folder=[] names no folder")
+        self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
+        self._split: list[dict[str, Any]] = []
+        self.left_out: list[DataError] = []
+        # A checkpoint of plain values can be read without trusting it.
+        is_one = isinstance(folder, str | PurePath)
+        folder = str(folder) if is_one else [vars(each) for each in self._folders]
+        num_frames = self._frames if isinstance(num_frames, Sequence) else num_frames
         self.save_hyperparameters()
 
-    def require_listing(self) -> None:
-        """Refuses a folder without a listing before processes start; a module that is only read needs none.
-
-        Raises:
-            ConfigurationError: It has no `metadata.jsonl`.
-        """
-        require_listing(Path(self.hparams.folder))
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths that images may be given; smaller ones are multiples of the step, too."""
+        return self._sizes.all if self._sizes else [(self.hparams.resolution,) * 2]
 
     def setup(self, stage: str) -> None:
-        """Reads `metadata.jsonl` and splits its lines.
+        """Reads listings, and with buckets the sizes of images; splits them, and says what an epoch is.
 
         Raises:
-            ConfigurationError: The file is missing, or all of its images are held back, or videos need a package
-                that is missing.
-            DataError: A line of it is malformed, or names an image that is not there.
+            ConfigurationError: A folder is missing, all images are held back, buckets would be lost, or videos need
+                a package that is missing.
+            DataError: A line or a file cannot be used.
         """
-        h = self.hparams
-        split: dict[bool, list[_Listed]] = {False: [], True: []}
-        keys = ["file_name", h.caption_key]
-        if h.condition and h.condition not in MADE:
-            keys.append(h.condition)
-        lines = _Lines(Path(h.folder), keys, may_be_folders=h.num_frames is not None)
-        entries = lines.read(h.on_error == "skip")
-        files = (entry.path for entry in entries if entry.path.is_file())
-        decodes = h.num_frames is None or importlib.util.find_spec("av") is not None
-        if not decodes and (file := next(files, None)):  # else each of them would be called broken
+        self.read_files()
+        h, (train, held_back) = self.hparams, self._split
+        if stage == "fit" and not train["entries"]:
+            names = ", ".join(folder.folder for folder in self._folders)
             raise ConfigurationError(
-                f"{file} needs the package av to be decoded; run: pip install 'lightning-diffpipe[video]', or "
-                "give folders of frames"
+                f"all {len(held_back['entries'])} images of {names} are held back, and none is left to train on: "
+                f"add images, or lower validation_share={h.validation_share} (data.validation_share)"
             )
-        for entry in entries:  # by paths in the folder, which it keeps wherever it is moved
-            name = Path(os.path.relpath(entry.path, h.folder)).as_posix()
-            split[share_of(name) < h.validation_share].append(entry)
-        if stage == "fit" and not split[False]:
-            raise ConfigurationError(
-                f"all {len(split[True])} images of {h.folder} are held back, and none is left to train on: add "
-                f"images, or lower validation_share={h.validation_share} (data.validation_share)"
-            )
-        train_set, validation_set = (
-            _Images(split[held], h.resolution, h.background, h.num_frames) for held in (False, True)
+        if stage == "fit" and self._has_buckets:
+            rank_zero_info(self.described())
+        is_weighted = any(folder.weight != 1 for folder in self._folders)
+        common = h.background, h.mask == "alpha", is_weighted
+        self._use(
+            FolderSamples(*train.values(), self._augmentation, *common),
+            FolderSamples(*held_back.values(), self._augmentation.held_back(), *common),
+            h.condition if h.condition in MADE else None,
+            [list(self.train_buckets.values()), list(self.validation_buckets.values())],
         )
-        self._use(train_set, validation_set, h.condition if h.condition in MADE else None)
+
+    def described(self) -> str:
+        """Returns how many batches the buckets make in an epoch, and what of them is seen again or not at all."""
+        batches = self.batches(shuffle=True)
+        size, counts = self.batch_size, [len(members) for members in batches.buckets]
+        text = (
+            f"{sum(counts)} samples in {len(counts)} buckets make {len(batches)} batches of {size}"
+        )
+        more = len(batches) * size - sum(counts)
+        text += {
+            "filled": f"; {more} of these are seen again, to fill last batches",
+            "dropped": f"; {-more} are left out in each epoch, of incomplete batches",
+            "smaller": f"; {sum(count % size > 0 for count in counts)} of these are smaller",
+        }[batches.last]
+        small = f". {self._small()}" if self._small() else ""
+        return f"{text} (data.last_batch={batches.last}){small}" if self._has_buckets else text
+
+    def read_files(self) -> None:
+        """Reads listings, and with buckets headers of images, once; `setup` does, which says what is raised."""
+        if self._split:
+            return
+        h = self.hparams
+        wanted = {"condition": h.condition, "mask": h.mask}
+        made = {*MADE, "alpha", None}
+        beside = {kind: key for kind, key in wanted.items() if key not in made}
+        split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
+        for folder in self._folders:
+            path = Path(folder.folder)
+            listing = Listing(path, h.caption_key, beside, bool(self._frames), not h.get("trigger"))
+            entries, errors = listing.read(self.on_error)
+            files = [entry.path for entry in entries if self._frames and entry.path.is_file()]
+            if files and importlib.util.find_spec("av") is None:  # else each would be called broken
+                raise ConfigurationError(
+                    f"{files[0]} needs the package av to be decoded; run: pip install "
+                    "'lightning-diffpipe[video]', or give folders of frames"
+                )
+            count = len(entries) + len(errors)
+            for entry, shape in self._with_shapes(entries, errors):
+                name = Path(os.path.relpath(entry.path, path)).as_posix()
+                held = share_of(name) < h.validation_share
+                for _ in range(1 if held else folder.repeats):
+                    split[held]["entries"].append(entry._replace(weight=folder.weight))
+                    split[held]["shapes"].append(shape)
+            if errors:
+                rank_zero_warn(
+                    f"{len(errors)} of {count} lines or files of {path} were left out (on_error=skip). The first "
+                    f"one: {errors[0]}"
+                )
+            self.left_out += errors
+        self.train_buckets, self.validation_buckets = (grouped(each["shapes"]) for each in split)
+        if self._has_buckets and h.last_batch == "dropped" and (small := self._small()):
+            raise ConfigurationError(
+                f"{small} and would never be trained on: take last_batch=filled or smaller (data.last_batch), or "
+                "lower data.batch_size"
+            )
+        self._split = split
+
+    def _small(self) -> str:
+        """Returns which buckets are smaller than a batch; empty if none is."""
+        size, buckets = self.batch_size, self.train_buckets
+        small = [f"{shape}: {len(m)}" for shape, m in buckets.items() if len(m) < size]
+        text = (
+            f"{len(small)} of {len(buckets)} buckets have fewer than the {size} samples of a batch"
+        )
+        return f"{text} ({'; '.join(small)})" if small else ""
+
+    def _with_shapes(
+        self, entries: list[Entry], errors: list[DataError]
+    ) -> Iterable[tuple[Entry, Shape]]:
+        """Yields what each entry is given; adds to the errors where its header cannot be read."""
+        if not self._has_buckets:
+            side, frames = self.hparams.resolution, self._frames[0] if self._frames else None
+            yield from ((entry, Shape(side, side, frames)) for entry in entries)
+            return
+        with ThreadPoolExecutor(16) as threads:  # which wait for a disk or a network
+            for entry, shape in zip(entries, threads.map(self._shape, entries), strict=True):
+                if isinstance(shape, Shape):
+                    yield entry, shape
+                elif self.on_error == "raise":
+                    threads.shutdown(cancel_futures=True)
+                    raise shape
+                else:
+                    errors.append(shape)
+
+    @property
+    def _has_buckets(self) -> bool:
+        return self._sizes is not None or len(self._frames) > 1
+
+    def _shape(self, entry: Entry) -> Shape | DataError:
+        """Returns what an entry is given, by its header; or why it cannot be used."""
+        side, frames = self.hparams.resolution, None
+        try:
+            with reading(f"{entry.path} ({entry.where})"):
+                if self._frames:
+                    width, height, there = video_size(entry.path)
+                    frames = max((n for n in self._frames if n <= there), default=None)
+                    if frames is None:
+                        raise too_short(entry.path, there, self._frames[0])
+                else:
+                    with Image.open(entry.path) as image:
+                        width, height = size_of(image)
+                size = self._sizes.of(height, width) if self._sizes else (side, side)
+                return Shape(*size, frames)
+        except DataError as error:
+            return error
+
+    def batches(self, shuffle: bool) -> BucketBatches:
+        """Returns which samples make a batch, in training (shuffled) or of those held back."""
+        buckets = self.train_buckets if shuffle else self.validation_buckets
+        last = (
+            (self.hparams.last_batch if self._has_buckets else "dropped") if shuffle else "smaller"
+        )
+        return BucketBatches(list(buckets.values()), self.batch_size, last, shuffle)
+
+    def _loader(self, dataset: Dataset[Sample], shuffle: bool) -> DataLoader[Any]:
+        if not self._has_buckets:
+            return super()._loader(dataset, shuffle)
+        batches = self.batches(shuffle)
+        return DataLoader(
+            Batches(dataset, len(batches)),
+            batch_size=None,
+            sampler=batches,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def _drawn_from(self) -> Sequence[int]:
+        if self.hparams.condition is None or not self.validation_buckets:
+            return super()._drawn_from()
+        return next(iter(self.validation_buckets.values()))  # conditions of one shape

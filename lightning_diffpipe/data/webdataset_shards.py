@@ -1,6 +1,7 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
-For a ControlNet a second image may lie beside each: `000.cond.png`, if the condition is called `"cond.png"`.
+A second image may lie beside each for a ControlNet, `000.cond.png` if the condition is called `"cond.png"`; a mask
+alike.
 
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
@@ -22,10 +23,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.image_folder import read_sample, require_color
+from lightning_diffpipe.data.pixels import read_sample, require_color
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
-from lightning_diffpipe.graph.rng import derived_seed
+from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
 _log = logging.getLogger(__name__)
 _IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -44,6 +46,7 @@ class _Epochs(IterableDataset[Batch]):
         num_batches: Batches of an epoch.
         batch_size: Samples of a batch.
         seed: Of all orders.
+        rank: Whose batches these are, of those that read other shards.
     """
 
     stored: Callable[[int, int, int], Iterable[Any]]
@@ -53,6 +56,7 @@ class _Epochs(IterableDataset[Batch]):
     num_batches: int
     batch_size: int
     seed: int
+    rank: int = 0
     _skipped: int = 0
     _num_read: int = 0
 
@@ -71,14 +75,20 @@ class _Epochs(IterableDataset[Batch]):
         return self._batches((worker + self._skipped) % count, count, self._skipped)
 
     def _batches(self, worker: int, count: int, skipped: int) -> Iterator[Batch]:
-        stored = self._endless(self.epoch(), worker, count)
+        epoch = self.epoch()
+        stored = self._endless(epoch, worker, count)
         before = self.batch_size * len(range(worker, skipped, count))
         if not self.leaves_out:  # else only those who read them know how many these are
             stored, before = itertools.islice(stored, before, None), 0
-        samples = itertools.islice(self._counted(self.read(stored)), before, None)
+        samples = self._counted(self.read(stored))
+        for _ in itertools.islice(samples, before):
+            pass
         first = worker + count * len(range(worker, skipped, count))
-        for _ in range(first, self.num_batches, count):
-            yield collate(list(itertools.islice(samples, self.batch_size)))
+        for number in range(first, self.num_batches, count):
+            seed = derived_seed(self.seed, "augmentation", self.rank, epoch, number)
+            with isolated_random_numbers(seed):
+                batch = collate(list(itertools.islice(samples, self.batch_size)))
+            yield batch
 
     def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
         for sample in samples:
@@ -134,6 +144,9 @@ class WebDatasetDataModule(CaptionedDataModule):
             `"raise"` ends the run with an error that names shard and sample, `"skip"` leaves them out and says
             their number.
         background: Colour that shows where images are transparent: a name, or such as `"#ff8000"`.
+        mask: Where the loss counts: `"alpha"` for the images' alpha channel, or the extension under which shards
+            have grey images, such as `"mask.png"`; None for everywhere.
+        augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger.
 
     Raises:
         ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
@@ -153,9 +166,12 @@ class WebDatasetDataModule(CaptionedDataModule):
         condition: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         background: str = "white",
+        mask: str | None = None,
+        **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
         require_color(background)
+        self._augmentation = Augmentation(**augmentation)
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
             ("shuffle_buffer", shuffle_buffer, 0),
@@ -208,29 +224,30 @@ class WebDatasetDataModule(CaptionedDataModule):
         self._left_out[worker.id + 1 if worker else 0] += 1
         _log.warning("left out (on_error=skip): %s", error)
 
-    def _read(self, stored: Iterable[Any]) -> Iterator[Sample]:
+    def _read(self, augmentation: Augmentation, stored: Iterable[Any]) -> Iterator[Sample]:
         """Makes samples of files, except for those that are left out."""
         for files in stored:
             try:
-                yield self._sample(files)
+                yield self._sample(augmentation, files)
             except DataError as error:
                 if self.on_error == "raise":
                     raise
                 self._count_left_out(error)
 
-    def _sample(self, files: Mapping[str, Any]) -> Sample:
+    def _sample(self, augmentation: Augmentation, files: Mapping[str, Any]) -> Sample:
         h = self.hparams
         where = f"sample {files['__key__']!r} of {files['__url__']}"
-        wanted = None if h.condition is None or h.condition in MADE else h.condition
+        kinds = {"condition": h.condition, "mask": h.mask}
+        beside = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
         image = next((end for end in _IMAGES if end in files), None)
         missing = [
             name
             for name, end in (
                 (f"image ({', '.join(_IMAGES)})", image),
                 ("txt", "txt"),
-                (wanted, wanted),
+                *((end, end) for end in beside.values()),
             )
-            if name is not None and end not in files
+            if end not in files
         ]
         if missing:
             raise DataError(f"{where} has no {' and no '.join(missing)}")
@@ -238,11 +255,13 @@ class WebDatasetDataModule(CaptionedDataModule):
             caption = files["txt"].decode()
         except UnicodeDecodeError as error:
             raise DataError(f"the caption of {where} is no UTF-8 ({error.reason})") from error
-        condition = None if wanted is None else io.BytesIO(files[wanted])
-        names = f"the image of {where}", f"{wanted} of {where}"
+        others = {
+            kind: (io.BytesIO(files[end]), f"{end} of {where}") for kind, end in beside.items()
+        }
+        crop, caption = augmentation.crop(h.resolution, h.resolution), augmentation.caption(caption)
         # Not by webdataset, which cuts images of 16 bits off at 255.
-        given = io.BytesIO(files[image]), caption, condition, h.resolution, h.background
-        sample = read_sample(*given, names)
+        given = io.BytesIO(files[image]), caption, crop, h.background, f"the image of {where}"
+        sample = read_sample(*given, others, alpha=h.mask == "alpha")
         if h.condition in MADE:
             sample["condition"] = MADE[h.condition](sample["image"])
         return sample
@@ -281,16 +300,17 @@ class WebDatasetDataModule(CaptionedDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Returns endless shuffled shards, cut into epochs of `samples_per_epoch`."""
-        h, (_, num_ranks) = self.hparams, self._data_parallel()
+        h, (rank, num_ranks) = self.hparams, self._data_parallel()
         batches = max(1, h.samples_per_epoch // (h.batch_size * num_ranks))
         stream = _Epochs(
             partial(self._stored, h.train_shards),
-            self._read,
+            partial(self._read, self._augmentation),
             h.on_error == "skip",
             lambda: getattr(self.trainer, "current_epoch", 0),
             batches,
             h.batch_size,
             h.seed,
+            rank,
         )
         # Lightning warns of every such length, as workers might all give the whole epoch. These share it out.
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
@@ -301,11 +321,14 @@ class WebDatasetDataModule(CaptionedDataModule):
         shards = self.hparams.validation_shards
         if shards is None:
             return []
+        read = partial(self._read, self._augmentation.held_back())
         return self._loader(
-            _Once(partial(self._stored, shards, None), self._read, self.batch_size), shards
+            _Once(partial(self._stored, shards, None), read, self.batch_size), shards
         )
 
     def _held_back(self, count: int) -> list[Sample]:
         shards = self.hparams.validation_shards
-        samples = [] if shards is None else self._read(self._stored(shards, None))
+        if shards is None:
+            return []
+        samples = self._read(self._augmentation.held_back(), self._stored(shards, None))
         return list(itertools.islice(samples, count))

@@ -1,8 +1,15 @@
-"""A folder of images with captions, as users have it."""
+"""Folders of images with captions, as users have them."""
 
 import json
 
+import numpy as np
 from PIL import Image
+
+RATIOS = [
+    *((64, 64), (64, 48), (48, 64), (96, 48), (48, 96), (80, 40)),
+    *((40, 80), (100, 50), (72, 56), (56, 72), (120, 40), (40, 120)),
+]
+"""Width and height of twelve kinds of images."""
 
 
 def write_folder(folder, count=40):
@@ -11,3 +18,21 @@ def write_folder(folder, count=40):
         Image.new("RGB", (20 + i, 30), (i, 0, 255)).save(folder / f"{i}.png")
         lines.append(json.dumps({"file_name": f"{i}.png", "text": f"image {i}"}))
     (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+def write_ratios(folder, count=200, ratios=12):
+    """Images of so many ratios of sides, each with a text beside it."""
+    for i in range(count):
+        pixels = np.random.default_rng(i).integers(0, 255, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize(RATIOS[i % ratios]).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text(f"cat {i}, grey, fog, small\n")
+
+
+def write_clips(folder, lengths=(5, 9, 13), each=4):
+    """Videos as folders of frames, each with a text beside it."""
+    for i in range(len(lengths) * each):
+        clip = folder / f"clip{i}"
+        clip.mkdir()
+        for frame in range(lengths[i % len(lengths)]):
+            Image.new("RGB", (32, 32), (20 * frame, i, 0)).save(clip / f"{frame}.png")
+        (folder / f"clip{i}.txt").write_text(f"clip {i}")

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageCms
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
-from lightning_diffpipe.data.image_folder import to_square
+from lightning_diffpipe.data.pixels import Crop, to_pixels
 from lightning_diffpipe.errors import ConfigurationError
 from tests.data.like_webdataset import write_shard
 
@@ -160,7 +160,7 @@ def test_scaled_edges_do_not_take_hidden_colours_along():
     """Magenta under the transparent half would tint the edge of the green one."""
     pixels = np.zeros((4 * SIZE, 4 * SIZE, 4), np.uint8)
     pixels[..., :3], pixels[: 2 * SIZE + 2] = (0, 200, 0), (255, 0, 255, 0)
-    red, _, blue = shown(to_square(Image.fromarray(pixels), SIZE))
+    red, _, blue = shown(to_pixels(Image.fromarray(pixels), Crop(SIZE, SIZE)))
     torch.testing.assert_close(red, blue, atol=1.01, rtol=0)
 
 
@@ -271,7 +271,9 @@ def test_colours_are_those_that_viewers_show(kind):
     content, color = PROFILES[kind]
     image = Image.open(io.BytesIO(content()))
     expected = onto(color, KEY * 0 + 255, (0, 0, 0))
-    torch.testing.assert_close(shown(to_square(image, SIZE)), expected, atol=2.01, rtol=0)
+    torch.testing.assert_close(
+        shown(to_pixels(image, Crop(SIZE, SIZE))), expected, atol=2.01, rtol=0
+    )
 
 
 def test_folders_with_equal_names_are_split_apart(tmp_path):

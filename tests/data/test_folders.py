@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.data import ImageFolderDataModule, WebDatasetDataModule
-from lightning_diffpipe.data.image_folder import to_square
+from lightning_diffpipe.data.pixels import Crop, to_pixels
 from lightning_diffpipe.errors import ConfigurationError, DataError
 from lightning_diffpipe.training.loader import PipelineLoader
 from tests.data.folders import write_folder
@@ -107,12 +107,12 @@ def test_images_of_16_bits_keep_their_levels(tmp_path):
     assert depth_map().mode == "I;16"
     depth_map().save(tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
-        condition = (to_square(image, 20) + 1) / 2
+        condition = (to_pixels(image, Crop(20, 20)) + 1) / 2
     expected = torch.zeros(3, 20, 20)
     expected[:, :10] = 128 / 255
     torch.testing.assert_close(condition, expected)
     with pytest.raises(ConfigurationError, match=r"32 bits \(mode F\).*8 or 16 bits"):
-        to_square(depth_map().convert("F"), 20)
+        to_pixels(depth_map().convert("F"), Crop(20, 20))
 
 
 def test_a_line_without_a_second_image_is_named(tmp_path):
@@ -139,7 +139,7 @@ def test_what_a_checkpoint_keeps_of_a_folder_is_plain(tmp_path):
 def test_squares_are_cut_from_the_middle():
     image = Image.new("RGB", (30, 10))
     image.paste((255, 255, 255), (10, 0, 20, 10))
-    assert torch.equal(to_square(image, 10), torch.ones(3, 10, 10))
+    assert torch.equal(to_pixels(image, Crop(10, 10)), torch.ones(3, 10, 10))
 
 
 def photograph(**options):
@@ -169,7 +169,9 @@ def test_photographs_stand_upright(tmp_path, form):
 
 def test_a_missing_index_says_what_to_write(tmp_path):
     data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(ConfigurationError, match=r"metadata.jsonl does not exist; write one line"):
+    with pytest.raises(
+        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
+    ):
         data.setup("fit")
 
 
@@ -177,7 +179,7 @@ def test_a_malformed_line_is_named(tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n{"file": "b"}')
     (tmp_path / "a.png").write_bytes(photograph(format="PNG"))
     data = ImageFolderDataModule(str(tmp_path))
-    with pytest.raises(DataError, match=r"line 2: expected .* 'file_name' and 'text'"):
+    with pytest.raises(DataError, match=r"line 2: expected 'file_name' and 'text'.* found '..file"):
         data.setup("fit")
 
 
@@ -386,7 +388,9 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, num_worke
     make = listed(tmp_path, [*broken_files(tmp_path), "missing.png"])
     data = make(on_error="skip")
     data.num_workers = num_workers
-    with pytest.warns(UserWarning, match=r"1 of 6 lines were left out .*missing.png cannot be"):
+    with pytest.warns(
+        UserWarning, match=r"1 of 6 lines or files of .* were left out .*missing.png cannot be"
+    ):
         data.setup("fit")
     loader = data.train_dataloader()
     assert [batch["caption"] for batch in loader] == [["whole.png"]] * 5
@@ -400,7 +404,7 @@ LINES = {
     b'{"file_name": "b.png", "text": "b"}': "b.png cannot be found",
     b'{"file_name": "empty.png", "text": "b"}': r"empty.png is empty \(0 bytes\)",
     b'{"file_name": ".", "text": "b"}': "is no file",
-    b'["a.png", "a"]': "expected a JSON object",
+    b'["a.png", "a"]': "expected 'file_name' and 'text', as in",
 }
 
 
@@ -417,7 +421,9 @@ def test_a_line_that_cannot_be_used_is_named_before_training(tmp_path, line):
 def test_folders_without_images_to_train_on_are_refused(tmp_path):
     """History: an empty file ended in torch's own error about `num_samples=0`."""
     (tmp_path / "metadata.jsonl").touch()
-    with pytest.raises(ConfigurationError, match=r"metadata.jsonl lists no image"):
+    with pytest.raises(
+        ConfigurationError, match=r"lists no image; give each a line of metadata.jsonl"
+    ):
         ImageFolderDataModule(tmp_path).setup("fit")
     write_folder(tmp_path, 2)
     with pytest.raises(ConfigurationError, match=r"all 2 images .* are held back"):
@@ -429,7 +435,7 @@ def test_folders_without_images_to_train_on_are_refused(tmp_path):
 def test_a_line_of_pixels_is_read_at_once():
     """History: it was scaled to 512 x 30 million pixels, of which 512 x 512 were used."""
     started_s = time.process_time()
-    assert to_square(Image.new("RGB", (1, 60000), (255, 255, 255)), 512).min() == 1
+    assert to_pixels(Image.new("RGB", (1, 60000), (255, 255, 255)), Crop(512, 512)).min() == 1
     assert time.process_time() - started_s < 2
 
 
@@ -451,7 +457,7 @@ def test_samples_of_shards_that_cannot_be_read_are_named(shards, tmp_path):
         (4, "sample '4' of .*0.tar has no txt"),
     ):
         with pytest.raises(DataError, match=reason):
-            data._sample(raw[index])
+            data._sample(data._augmentation, raw[index])
 
 
 def test_samples_of_shards_that_cannot_be_read_are_left_out_and_counted(shards, tmp_path):

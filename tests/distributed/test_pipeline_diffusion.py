@@ -1,30 +1,23 @@
 """A pipeline of diffusers, trained by its own call on several ranks: the numbers of one process."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
-from lightning_diffpipe.modules import Noise, Optimization, PipelineDiffusion
+from lightning_diffpipe.modules import Noise, Optimization
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
-from tests.distributed.tiny import Images
-from tests.predictor import tiny_pipelines as tiny
+from tests.distributed.tiny import Images, TinyPipeline
 from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
 
-class Tiny(PipelineDiffusion):
-    """Equal in every process, with a loss of its own that some samples and pixels count more in."""
+class Tiny(TinyPipeline):
+    """With a loss of its own that some samples and pixels count more in."""
 
     def __init__(self, name):
-        with tempfile.TemporaryDirectory() as folder:
-            pipeline = tiny.build(name, Path(folder))
-        options = {"max_sequence_length": 8} if name == "flux" else {}
         noise = Noise(loss="huber", offset=0.1, shift="size" if name == "flux" else None)
         optimization = Optimization(lr=1e-2, warmup_steps=1, groups={"norm|bias": {"lr": 1e-3}})
-        super().__init__(pipeline, call=options, optimization=optimization, noise=noise)
+        super().__init__(name, optimization=optimization, noise=noise)
 
     def losses(self, batch, generator=None):
         image = batch["image"]

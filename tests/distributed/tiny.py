@@ -7,6 +7,8 @@ skips between blocks, a shared conditioning layer, logging. No gate starts at ze
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -15,6 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_diffpipe.data.captioned import collate
+from lightning_diffpipe.modules import Optimization, PipelineDiffusion
+from tests.predictor import tiny_pipelines
 
 WIDTH = 12
 
@@ -320,3 +324,14 @@ class Images(L.LightningDataModule):
         images = torch.randn(18, 3, 32, 32, generator=generator, dtype=torch.float64)
         samples = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
         return DataLoader(samples, batch_size=self.batch_size, collate_fn=collate)
+
+
+class TinyPipeline(PipelineDiffusion):
+    """One of the tiny pipelines in training, equal in every process."""
+
+    def __init__(self, name, optimization=None, **options):
+        with tempfile.TemporaryDirectory() as folder:
+            pipeline = tiny_pipelines.build(name, Path(folder))
+        call = {"max_sequence_length": 8} if name in ("flux", "wan") else {}
+        optimization = optimization or Optimization(lr=1e-2, warmup_steps=1)
+        super().__init__(pipeline, call=call, optimization=optimization, **options)

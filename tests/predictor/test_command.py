@@ -23,6 +23,7 @@ from lightning_diffpipe.cli.sampling import _as_images
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.modules.latent_diffusion import as_pil
 from tests.command import ROOT, call, run, run_on_forks, run_under_torchrun
+from tests.data.folders import write_ratios
 from tests.modules.tiny_parts import save_checkpoint, save_with_averages, tiny_cascade
 from tests.rows import row
 
@@ -164,7 +165,8 @@ def test_a_size_that_a_pipeline_is_not_trained_at_is_refused_before_processes_st
 ):
     monkeypatch.chdir(tmp_path)
     path = f"model.path={folder_of('sd3')}"
-    data = ["data=image_folder", "data.folder=any", "data.resolution=63"]
+    write_ratios(tmp_path, 1)
+    data = ["data=image_folder", f"data.folder={tmp_path}", "data.resolution=63"]
     code, _, err = call(capsys, monkeypatch, "train", "model=pretrained", path, *data)
     assert code == 2
     assert "have to be divisible by 4 but are 63 and 63" in err.splitlines()[-1]

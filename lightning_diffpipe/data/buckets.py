@@ -1,0 +1,156 @@
+"""Images of several shapes: each becomes one of a few sizes of the same area, and a batch has one size.
+
+    resolution 512, step 64:   1024x256  896x256 ... 576x448  512x512  448x576 ... 256x1024
+
+An image gets the size whose ratio of sides is nearest to its own. One that is smaller keeps its pixels: sides of
+the size that are longer than its own are cut to multiples of the step. A bucket is all samples of one size (and, of
+videos, number of frames); an epoch takes each of them once, in an order of its own.
+
+Source:
+    Buckets of aspect ratios: NovelAI (2022), https://blog.novelai.net/novelai-improvements-on-stable-diffusion-e10d38db82ac
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle, islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from lightning_diffpipe.data.captioned import Batch, Sample, collate
+from lightning_diffpipe.errors import ConfigurationError
+
+Last = Literal["filled", "dropped", "smaller"]
+
+
+class Shape(NamedTuple):
+    """Height and width in pixels, and of videos the number of frames."""
+
+    height: int
+    width: int
+    num_frames: int | None = None
+
+    def __str__(self) -> str:
+        """Returns width x height, as images are described."""
+        frames = "" if self.num_frames is None else f", {self.num_frames} frames"
+        return f"{self.width}x{self.height}{frames}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that images are given.
+
+    Attributes:
+        resolution: Side of the square whose area no size exceeds; sides are between half and twice of it.
+        step: What sides are multiples of.
+        enlarge: Whether an image may be given a size in which it is enlarged.
+
+    Example:
+        >>> Sizes(512, 64).of(height=1080, width=1920), Sizes(512, 64).of(height=300, width=200)
+        ((384, 640), (256, 192))
+    """
+
+    resolution: int
+    step: int
+    enlarge: bool = False
+
+    @cached_property
+    def all(self) -> list[tuple[int, int]]:
+        """Heights and widths."""
+        step, area, least = self.step, self.resolution**2, max(self.step, self.resolution // 2)
+        first = math.ceil(least / step) * step
+        wide = [(area // width // step * step, width) for width in range(first, area, step)]
+        wide = [(high, width) for high, width in wide if least <= high <= width]
+        return sorted({*wide, *((width, high) for high, width in wide)})
+
+    def of(self, height: int, width: int) -> tuple[int, int]:
+        """Returns height and width that an image of this size is given.
+
+        Raises:
+            ConfigurationError: It has less than a step.
+        """
+        found = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
+        if self.enlarge:
+            return found
+        high, wide = (
+            min(side, own // self.step * self.step)
+            for side, own in zip(found, (height, width), strict=True)
+        )
+        if not (high and wide):
+            raise ConfigurationError(
+                f"{width}x{height} pixels are less than one step of {self.step} (data.bucket_step), and nothing is "
+                "enlarged without data.enlarge=true"
+            )
+        return high, wide
+
+
+def grouped(shapes: Sequence[Shape]) -> dict[Shape, list[int]]:
+    """Returns which samples have each shape, the largest group first."""
+    groups: dict[Shape, list[int]] = {}
+    for place, shape in enumerate(shapes):
+        groups.setdefault(shape, []).append(place)
+    return dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+@dataclass(eq=False)
+class BucketBatches(Sampler[list[int]]):
+    """Batches of places of samples, each out of one bucket.
+
+    Attributes:
+        buckets: Places of the samples of each bucket.
+        batch_size: Samples of a batch.
+        last: What becomes of a bucket's last batch if it is incomplete: it is `"filled"` with samples of the bucket
+            again, `"dropped"`, or is `"smaller"`.
+        shuffle: Whether samples and batches come in an order drawn from the global generator, or as they are given.
+    """
+
+    buckets: Sequence[Sequence[int]]
+    batch_size: int
+    last: Last
+    shuffle: bool
+
+    def __len__(self) -> int:
+        """Returns the number of batches."""
+        return sum(self.num_batches(len(members)) for members in self.buckets)
+
+    def num_batches(self, count: int) -> int:
+        """Returns how many batches a bucket of so many samples makes."""
+        return count // self.batch_size if self.last == "dropped" else -(-count // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = []
+        for members in self.buckets:
+            order = self._order(members)
+            drawn = cycle(order) if self.last == "filled" else iter(order)
+            batches += [
+                list(islice(drawn, self.batch_size)) for _ in range(self.num_batches(len(members)))
+            ]
+        return iter(self._order(batches))
+
+    def _order(self, values: Sequence[Any]) -> Sequence[Any]:
+        if not self.shuffle:
+            return values
+        return [values[i] for i in torch.randperm(len(values)).tolist()]
+
+
+@dataclass(eq=False)
+class Batches(Dataset[Batch]):
+    """Batches of another data set's samples, asked for by lists of places.
+
+    In a loader without batches of its own (`batch_size=None`): so Lightning and this package share batches out to
+    pipelines as they share samples.
+    """
+
+    samples: Dataset[Sample]
+    num_batches: int
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, places: list[int]) -> Batch:  # type: ignore[override]
+        return collate([self.samples[place] for place in places])

@@ -1,0 +1,239 @@
+"""Which images of a folder are trained on, with which captions.
+
+    folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one for each line
+    folder/metadata.csv        file_name,text                                        the same as a table
+    folder/cat.txt             a cat on a sofa                                       beside cat.png
+
+The first two are the layout of Hugging Face's ImageFolder, the third that of most trainers. A folder with metadata
+consists of what they list; a text beside one of these images must say the same. In a folder without, images are
+found by their endings. What lies beside an image (a condition, a mask) is named by a key of the metadata, or
+is the file of the same name in a folder: `folder/masks/cat.png`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_diffpipe.data.pixels import IMAGES, VIDEOS
+from lightning_diffpipe.errors import ConfigurationError, DataError
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+
+
+class Entry(NamedTuple):
+    """An image or video, its caption, files beside it by what they are, and where it was found.
+
+    Attributes:
+        path: Of the image.
+        caption: As it is written.
+        beside: Files of a `"condition"` and a `"mask"`, as far as they are asked for.
+        where: The listing and line, or the file of the caption, for messages.
+        weight: How much its loss counts.
+    """
+
+    path: Path
+    caption: str
+    beside: Mapping[str, Path]
+    where: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Reads what a folder lists.
+
+    Attributes:
+        folder: Where the images are.
+        caption_key: Key, or column, of the caption.
+        beside: Keys of files beside each image, by what they are: `{"mask": "masks"}`.
+        has_videos: Whether videos are wanted, which are files or folders.
+        needs_captions: Whether an image found without caption is refused; else it has an empty one.
+    """
+
+    folder: Path
+    caption_key: str = "text"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    has_videos: bool = False
+    needs_captions: bool = True
+
+    def read(self, on_error: str) -> tuple[list[Entry], list[DataError]]:
+        """Reads all entries.
+
+        Args:
+            on_error: `"skip"` leaves out those that cannot be used.
+
+        Returns:
+            The entries, and what is wrong with those left out.
+
+        Raises:
+            DataError: One cannot be used, and `on_error` is `"raise"`.
+            ConfigurationError: There is no such folder, nothing in it, or two listings.
+        """
+        found, errors = list[Entry](), list[DataError]()
+        for read in self._readers(on_error, errors):
+            try:
+                found.append(read())
+            except DataError as error:
+                if on_error == "raise":
+                    raise
+                errors.append(error)
+        if not found:
+            raise ConfigurationError(
+                f"folder={self.folder} lists no image{' that can be used' if errors else ''}; give each a line of "
+                "metadata.jsonl, or a caption: cat.txt beside cat.png"
+            )
+        return found, errors
+
+    def _readers(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
+        """Returns a function for each entry, which raises DataError for one that cannot be used."""
+        if not self.folder.is_dir():
+            there = "is no folder" if self.folder.exists() else "does not exist"
+            raise ConfigurationError(f"folder={self.folder} {there}; name one with images")
+        listings = [self.folder / name for name in METADATA if (self.folder / name).is_file()]
+        if len(listings) > 1:
+            raise ConfigurationError(
+                f"folder={self.folder} has both {' and '.join(METADATA)}; remove one of them"
+            )
+        if not listings:
+            return self._found(on_error, errors)
+        (listing,), content = listings, listings[0].read_bytes()
+        if listing.suffix == ".jsonl":
+            # JSON may hold U+2028 and other characters as they are, at which `splitlines` would cut.
+            lines = enumerate(content.split(b"\n"), start=1)
+            return [
+                partial(self._of_line, line, f"{listing.name}, line {number}")
+                for number, line in lines
+                if line.strip()
+            ]
+        rows = csv.DictReader(io.StringIO(_decoded(content, str(listing)), newline=""))
+        return [
+            partial(self._of_values, row, f"{listing.name}, line {rows.line_num}") for row in rows
+        ]
+
+    def _of_line(self, line: bytes, where: str) -> Entry:
+        text = _decoded(line, f"{self.folder / where}")
+        try:
+            return self._of_values(json.loads(text), where)
+        except json.JSONDecodeError as error:
+            raise DataError(self._expected(where, text)) from error
+
+    def _expected(self, where: str, found: str) -> str:
+        *first, last = map(repr, ("file_name", self.caption_key, *self.beside.values()))
+        kinds = f" ({', '.join(f'the {kind}' for kind in self.beside)})" if self.beside else ""
+        return (
+            f"{self.folder / where}: expected {', '.join(first)} and {last}{kinds}, as in "
+            f'{{"file_name": "cat.png", "text": "a cat"}}, but found {found[:80]!r}'
+        )
+
+    def _of_values(self, values: Any, where: str) -> Entry:
+        """Returns the entry of a line or row."""
+        keys = "file_name", self.caption_key, *self.beside.values()
+        try:
+            texts = [values[key] for key in keys]
+        except (KeyError, TypeError) as error:
+            raise DataError(self._expected(where, json.dumps(values))) from error
+        at = f"{self.folder / where}"
+        for key, text in zip(keys, texts, strict=True):
+            if not isinstance(text, str):
+                raise DataError(f"{at}: {key!r} must be a text, but is {json.dumps(text)[:80]}")
+        name, caption, *names = texts
+        path, *others = (self._there(self.folder / each, at) for each in (name, *names))
+        text = path.with_suffix(".txt")
+        if text.is_file() and (other := _caption_in(text)) != " ".join(caption.split()):
+            raise DataError(
+                f"{path} has two captions: {text.name} says {other[:80]!r}, and {where} {caption[:80]!r}; keep one "
+                "of them"
+            )
+        return Entry(path, caption, dict(zip(self.beside, others, strict=True)), where)
+
+    def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
+        """Finds images by their endings and captions beside them."""
+        known = IMAGES | VIDEOS if self.has_videos else IMAGES
+        there = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
+        texts = {path.stem: path for path in there if path.suffix == ".txt" and path.is_file()}
+        images = {path: path.stem for path in there if path.suffix.lower() in known}
+        if self.has_videos:
+            images |= {path: path.name for path in there if path.is_dir() and path.name in texts}
+        what = "image or video" if self.has_videos else "image"
+        lonely = {
+            f"caption files have no {what} beside them": [
+                text.name for stem, text in texts.items() if stem not in images.values()
+            ]
+        }
+        if self.needs_captions:
+            alone = [path.name for path, stem in images.items() if stem not in texts]
+            lonely[f"{what}s have no caption"] = alone
+        for problem, names in lonely.items():
+            if names and on_error == "raise":
+                more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+                raise DataError(
+                    f"{self.folder}: {len(names)} {problem}: {', '.join(names[:3])}{more}. Give each its other "
+                    "half (cat.txt beside cat.png; an empty one is a caption, too), or leave these out with "
+                    "on_error='skip' (data.on_error=skip)"
+                )
+            errors += [DataError(f"{self.folder / name}: {problem}") for name in names]
+        folders = {key: self._by_stem(key) for key in self.beside.values()}
+        return [
+            partial(self._of_files, path, texts.get(stem), folders)
+            for path, stem in images.items()
+            if stem in texts or not self.needs_captions
+        ]
+
+    def _by_stem(self, key: str) -> dict[str, Path]:
+        folder = self.folder / key
+        if not folder.is_dir():
+            raise ConfigurationError(
+                f"{folder} is no folder, and there are no metadata whose {key!r} names a file for each image; put "
+                f"there files of the same names as the images, such as {key}/cat.png"
+            )
+        return {path.stem: path for path in sorted(folder.iterdir())}
+
+    def _of_files(
+        self, path: Path, text: Path | None, folders: Mapping[str, Mapping[str, Path]]
+    ) -> Entry:
+        beside = {}
+        for kind, key in self.beside.items():
+            if path.stem not in folders[key]:
+                raise DataError(
+                    f"{path} has no {kind}: {self.folder / key / path.name} is not there"
+                )
+            beside[kind] = self._there(folders[key][path.stem], str(path))
+        caption = "" if text is None else _caption_in(text)
+        where = "no caption" if text is None else text.name
+        return Entry(self._there(path, str(path)), caption, beside, where)
+
+    def _there(self, path: Path, where: str) -> Path:
+        """Looks at a file from outside, as images are opened in training only."""
+        if self.has_videos and path.is_dir():
+            return path
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"{where}: {path} cannot be found ({error.strerror})") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{where}: {path} is no file")
+        if not status.st_size:
+            raise DataError(f"{where}: {path} is empty (0 bytes)")
+        return path
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: {content[:80]!r} is no UTF-8 ({error.reason}); write it in UTF-8"
+        ) from error
+
+
+def _caption_in(path: Path) -> str:
+    """Returns the words of a file, in one line."""
+    return " ".join(_decoded(path.read_bytes(), str(path)).split())

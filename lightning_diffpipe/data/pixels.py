@@ -1,0 +1,308 @@
+"""From files to tensors: images, videos, and what lies beside them.
+
+Images are turned upright, scaled and cropped in one pass over what is kept, put on a background where they are
+transparent, and converted to sRGB. Videos are decoded by PyAV, or are folders of frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageCms, ImageColor, ImageOps
+from torch import Tensor
+
+from lightning_diffpipe.data.captioned import Sample
+from lightning_diffpipe.errors import ConfigurationError, DataError
+
+IMAGES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
+"""Endings by which files are found where no listing names them."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Scales an image until it covers a size, and keeps that size of it.
+
+    Attributes:
+        height: Of what is kept, in pixels.
+        width: Of what is kept.
+        down: Where it lies in the scaled image: 0 at the top, 1 at the bottom.
+        across: 0 at the left, 1 at the right.
+        flipped: Whether it is mirrored, left and right.
+    """
+
+    height: int
+    width: int
+    down: float = 0.5
+    across: float = 0.5
+    flipped: bool = False
+
+    def place(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns width and height of an image of this size once it is scaled, and left and top of what is kept."""
+        scale = max(self.width / width, self.height / height)
+        wide, high = max(self.width, round(scale * width)), max(self.height, round(scale * height))
+        beyond = (wide - self.width) * self.across, (high - self.height) * self.down
+        return (wide, high), (int(beyond[0]), int(beyond[1]))
+
+    def of(self, image: Image.Image) -> Image.Image:
+        """Returns what is kept of an image."""
+        (wide, high), (left, top) = self.place(*image.size)
+        across, down = image.width / wide, image.height / high
+        right = min((left + self.width) * across, image.width)
+        bottom = min((top + self.height) * down, image.height)
+        box = left * across, top * down, right, bottom
+        kept = image.resize((self.width, self.height), Image.Resampling.LANCZOS, box)
+        return ImageOps.mirror(kept) if self.flipped else kept
+
+
+def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:
+    """Returns what is kept of an image, upright and in sRGB.
+
+    Args:
+        image: Any image of 8 or 16 bits; turned as its EXIF orientation says, and converted to sRGB.
+        crop: What is kept.
+        background: Colour that shows where the image is transparent, as PIL knows it.
+
+    Returns:
+        Float32 in [-1, 1], `(3, height, width)` of the crop.
+
+    Raises:
+        ConfigurationError: The image has values of 32 bits, of which nobody knows where white is.
+    """
+    # Cameras keep the sensor's rows and note how the image was held; every viewer turns it.
+    image = ImageOps.exif_transpose(image)
+    icc, key = image.info.get("icc_profile"), image.info.get("transparency")
+    if image.mode in ("I", "F"):
+        raise ConfigurationError(
+            f"an image has values of 32 bits (mode {image.mode}), of which nobody knows where white is; write "
+            "it with 8 or 16 bits"
+        )
+    if image.mode.startswith("I;16"):
+        # Depth maps and others, of which a conversion to RGB would make white.
+        values = np.asarray(image)
+        levels = (values.astype(np.float32) / 257).round().astype(np.uint8)
+        image = Image.fromarray(levels)
+        if key is not None:
+            image.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    is_grey = image.mode in ("1", "L", "LA")
+    if image.has_transparency_data:
+        image = image.convert("LA" if is_grey else "RGBA")
+    elif image.mode != "CMYK":
+        image = image.convert("L" if is_grey else "RGB")
+    # With an alpha channel, colours are weighted by it: those that nobody sees do not bleed into others.
+    kept = crop.of(image)
+    seen = _in_srgb(kept.convert(kept.mode.removesuffix("A")), icc)
+    if "A" in kept.getbands():
+        behind = Image.new("RGB", seen.size, background)
+        seen = Image.composite(seen, behind, kept.getchannel("A"))
+    return torch.from_numpy(np.asarray(seen).copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
+    """Converts grey, RGB or CMYK to sRGB; as in viewers, a broken profile or one of other channels does nothing."""
+    if icc:
+        with contextlib.suppress(ImageCms.PyCMSError, OSError):
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+            mode = {"GRAY": "L", "RGB": "RGB", "CMYK": "CMYK"}.get(
+                profile.profile.xcolor_space.strip()
+            )
+            if (image.mode, mode) == ("L", "RGB"):
+                image = image.convert("RGB")
+            if image.mode == mode:
+                srgb = ImageCms.createProfile("sRGB")
+                return ImageCms.profileToProfile(image, profile, srgb, outputMode="RGB")
+    return image.convert("RGB")
+
+
+def require_color(name: str) -> None:
+    """Raises ConfigurationError for a background that PIL does not know."""
+    try:
+        ImageColor.getrgb(name)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"background={name!r} is no colour; write a name such as 'white', or '#ff8000' (data.background)"
+        ) from error
+
+
+def size_of(image: Image.Image) -> tuple[int, int]:
+    """Returns width and height of an image that stands upright, by its header alone."""
+    # Not by the method of PNG files, which decodes them to look behind the pixels.
+    turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+    return (image.height, image.width) if turned else image.size
+
+
+def read_sample(
+    file: IO[bytes] | Path,
+    caption: str,
+    crop: Crop,
+    background: str,
+    name: str,
+    beside: Mapping[str, tuple[IO[bytes] | Path, str]],
+    alpha: bool = False,
+) -> Sample:
+    """Reads an image and what lies beside it.
+
+    Args:
+        file: In any form that PIL knows.
+        caption: Of the image.
+        crop: What is kept of it, and of what lies beside it.
+        background: As for `to_pixels`.
+        name: What to call the file.
+        beside: Files of a `"condition"` and a `"mask"`, as far as there are some, and what to call them.
+        alpha: Whether the image's own alpha channel is the mask.
+
+    Raises:
+        DataError: A file cannot be read, or one beside the image has another shape; names what they are called.
+    """
+    with reading(name), Image.open(file) as image:
+        sample: Sample = {"image": to_pixels(image, crop, background), "caption": caption}
+        # What models such as SDXL are told; section 2.2 of https://arxiv.org/abs/2307.01952
+        width, height = ImageOps.exif_transpose(image).size
+        (wide, _), (left, top) = crop.place(width, height)
+        left = wide - crop.width - left if crop.flipped else left
+        sample["original_size"] = torch.tensor([height, width])
+        sample["crops_coords_top_left"] = torch.tensor([top, left])
+        if alpha:
+            channel = ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
+            sample["mask"] = (to_pixels(channel, crop)[:1] + 1) / 2
+        for kind, (its_file, its_name) in beside.items():
+            with reading(its_name), Image.open(its_file) as other:
+                require_same_shape(image, name, other, its_name, kind)
+                pixels = (to_pixels(other, crop, background) + 1) / 2
+            sample[kind] = pixels[:1] if kind == "mask" else pixels
+    return sample
+
+
+def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white") -> Tensor:
+    """Reads successive frames out of the middle of a video.
+
+    Args:
+        path: A file, or a folder whose images are the frames, in the order of the numbers in their names.
+        num_frames: How many.
+        crop: What is kept of each.
+        background: As for `to_pixels`.
+
+    Returns:
+        Float32 in [-1, 1], `(3, num_frames, height, width)`.
+
+    Raises:
+        DataError: It has fewer frames.
+    """
+    if path.is_file():
+        frames = _decoded(path, num_frames, crop, background)
+    else:
+        files, frames = _frames(path), []
+        first = max(0, (len(files) - num_frames) // 2)
+        for file in files[first : first + num_frames]:
+            with Image.open(file) as image:
+                frames.append(to_pixels(image, crop, background))
+    if len(frames) < num_frames:
+        raise too_short(path, len(frames), num_frames)
+    return torch.stack(frames, 1)
+
+
+def video_size(path: Path) -> tuple[int, int, int]:
+    """Returns width, height and number of frames of a video, a file or a folder, without decoding it."""
+    if path.is_dir():
+        files = _frames(path)
+        if not files:
+            raise too_short(path, 0, 1)
+        with Image.open(files[0]) as image:
+            return *size_of(image), len(files)
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        return stream.width, stream.height, stream.frames or _count(container)
+
+
+def too_short(path: Path, there: int, wanted: int) -> DataError:
+    """Returns what is wrong with a video of fewer frames than are wanted."""
+    return DataError(
+        f"{path} has {there} frames, and num_frames={wanted} are wanted (data.num_frames)"
+    )
+
+
+def _frames(folder: Path) -> list[Path]:
+    known = Image.registered_extensions()
+    files = (file for file in folder.iterdir() if file.suffix.lower() in known)
+    return sorted(files, key=_by_number)
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sorts `frame2` before `frame10`."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _count(container: Any) -> int:
+    return sum(packet.size > 0 for packet in container.demux(video=0))
+
+
+def _decoded(path: Path, num_frames: int, crop: Crop, background: str) -> list[Tensor]:
+    import av
+
+    with av.open(str(path)) as container:  # counts without decoding
+        count = _count(container)
+    stop = max(0, (count - num_frames) // 2) + num_frames
+    with av.open(str(path)) as container:
+        # Packets of some codecs show nothing: where frames end early, those are read that there are.
+        frames = deque(islice(container.decode(video=0), stop), maxlen=num_frames)
+        images = (Image.fromarray(frame.to_ndarray(format="rgba")) for frame in frames)
+        return [to_pixels(image, crop, background) for image in images]
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Names a file that cannot be read.
+
+    Raises:
+        DataError: For whatever a decoder meets in a broken file.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{name} cannot be used: {error}. Mend or remove it, or leave such samples out with on_error='skip' "
+            "(data.on_error=skip)"
+        ) from error
+
+
+def require_same_shape(
+    image: Image.Image, name: str, condition: Image.Image, its_name: str, kind: str
+) -> None:
+    """Refuses a condition or mask that would be cut out elsewhere; it may be larger or smaller.
+
+    Args:
+        image: What is learnt.
+        name: Of it, for the message.
+        condition: What belongs to it.
+        its_name: Of the condition.
+        kind: What it is: condition or mask.
+
+    Raises:
+        DataError: Width and height have another ratio.
+    """
+    width, height = ImageOps.exif_transpose(image).size
+    its_width, its_height = ImageOps.exif_transpose(condition).size
+    scale, shape = its_height / height, width / height
+    # Where one was made from the other, in pixels of the condition.
+    rounding = (1 + shape) * max(1, scale)
+    if abs(its_width - width * scale) > rounding:
+        raise DataError(
+            f"{its_name} has {its_width}x{its_height} pixels, and {name} {width}x{height}: a {kind} must have "
+            "the shape of its image, as it says where in it something shall be. Scale it to the image's size: "
+            "tools that make such images may have rounded its sides"
+        )

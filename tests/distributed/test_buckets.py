@@ -1,0 +1,161 @@
+"""Batches of several shapes out of folders: the numbers of one process, also from the middle of an epoch on."""
+
+import re
+
+import diffusers
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_diffpipe.data import ImageFolderDataModule
+from tests.command import run_on_forks
+from tests.data.folders import write_clips, write_ratios
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+    reference,
+    weights_of,
+)
+from tests.distributed.tiny import TinyPipeline
+from tests.ranks import run_ranks
+from tests.rows import row
+from tests.zoo import pipelines
+
+pytestmark = pytest.mark.distributed
+
+OPTIONS = {"validation_share": 0.0, "num_workers": 0, "resolution": 32, "bucket_step": 8}
+
+
+class InOrder(ImageFolderDataModule):
+    """Batches in the order of the files, which plain Lightning has, too."""
+
+    def batches(self, shuffle):
+        batches = super().batches(shuffle)
+        batches.shuffle = False
+        return batches
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("flux", "images"), row("sdxl", "images"), row("wan", "clips")],
+)
+def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
+    """SDXL is told sizes and crops of each image."""
+    options = {
+        **OPTIONS,
+        "folder": tmp_path,
+        "buckets": True,
+        "batch_size": 3,
+        "last_batch": "smaller",
+    }
+    if kind == "images":
+        write_ratios(tmp_path, 7, 3)
+    else:
+        write_clips(tmp_path, (5, 9), each=2)
+        options |= {"num_frames": [5, 9]}
+    settings = Settings(
+        module={"name": name},
+        module_class=TinyPipeline,
+        data_class=InOrder,
+        data=options,
+        trainer={"max_epochs": 1},
+    )
+    expected = reference(settings, 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    outcomes = run_ranks(fit, 2, settings, 2)
+    assert_equal_runs(outcomes, expected, 1e-6)
+
+
+class Noted(TinyPipeline):
+    """Notes what it is trained on."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        (pixels,) = (batch[name] for name in ("image", "video") if name in batch)
+        self.seen = [*getattr(self, "seen", []), (batch["caption"], pixels.double().sum().item())]
+
+
+def interrupted(rank, world_size, data, path):
+    """Trains two epochs; then again from the middle of the second one."""
+    found = []
+    for resumed in (None, path):
+        module = build(Settings(module={"name": "flux"}, module_class=Noted))
+        saves = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=7, save_top_k=-1)
+        trainer = quiet_trainer(
+            devices=world_size,
+            strategy=quick_strategy(num_stages=world_size, num_microbatches=2),
+            max_epochs=2,
+            enable_checkpointing=True,
+            callbacks=[] if resumed else [saves],
+        )
+        losses = []
+        module.on_train_batch_end = lambda outputs, *_, losses=losses: losses.append(
+            outputs["loss"].item()
+        )
+        trainer.fit(module, ImageFolderDataModule(**data), ckpt_path=resumed)
+        found.append((module.seen, losses, weights_of(module)))
+    return found
+
+
+def test_buckets_go_on_in_the_middle_of_an_epoch(tmp_path):
+    """Orders, crops, flips and tags of a resumed run are those of one that was not interrupted."""
+    write_ratios(tmp_path, 11, 3)
+    changes = {"flip": 0.5, "random_crop": True, "shuffle_tags": True, "keep_tags": 1}
+    data = {**OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3, **changes}
+    runs = [(n, data, tmp_path / f"of_{n}.ckpt") for n in (1, 2)]
+    ((seen, losses, weights), _), *_ = alone = run_ranks(interrupted, 1, *runs[0])
+    assert len(seen) == 10
+    assert seen[: len(seen) // 2] != seen[len(seen) // 2 :]
+    for (own_seen, own_losses, own_weights), again in (
+        *alone,
+        *run_ranks(interrupted, 2, *runs[1]),
+    ):
+        assert own_seen == seen
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        for name, value in own_weights.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+        assert again[0] == seen[7:]
+        assert again[1] == own_losses[7:]
+        assert all(torch.equal(again[2][name], value) for name, value in own_weights.items())
+
+
+@pytest.mark.table
+@pytest.mark.slow
+def test_two_hundred_images_and_one_command(tmp_path):
+    """Adapters of SDXL out of images of twelve ratios, on two ranks; then from the middle of the epoch again."""
+    images = tmp_path / "images"
+    images.mkdir()
+    write_ratios(images)
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    pipelines.build("StableDiffusionXLPipeline", tmp_path / "parts").save_pretrained(model)
+    command = (
+        *("train", "experiment=sdxl_lora", f"model.path={model}", f"data.folder={images}"),
+        *("data.buckets=true", "data.resolution=64", "data.bucket_step=32", "data.batch_size=16"),
+        *("data.flip=0.5", "data.shuffle_tags=true", "data.trigger=sks", "data.validation_share=0"),
+        *("trainer=cpu", "trainer.devices=2", "strategy=two_stages", "strategy.profile=flops"),
+        *("logger=none", "callbacks=training", "num_threads=1", "data.num_workers=0"),
+        *("trainer.max_steps=-1", "trainer.max_epochs=1", f"hydra.run.dir={tmp_path / 'run'}"),
+    )
+    half = "callbacks.checkpoint.every_n_train_steps=10", "+callbacks.checkpoint.save_top_k=-1"
+    done = run_on_forks(*command, *half, f"save_lora={saved}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.search(
+        r"200 samples in (\d+) buckets make (\d+) batches of 16; (\d+) of",
+        done.stdout + done.stderr,
+    )
+    buckets, batches, again = map(int, said.groups())
+    assert batches * 16 - again == 200
+    assert buckets == 5
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(model)
+    pipeline.load_lora_weights(saved)
+    assert pipeline.get_list_adapters()
+    (checkpoint,) = (tmp_path / "run").rglob("*10.ckpt")
+    resumed = [f"ckpt_path={checkpoint}", f"save_lora={tmp_path / 'again'}"]
+    done = run_on_forks(*command, *resumed, f"hydra.run.dir={tmp_path / 'second'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (one,), (other,) = (list(path.glob("*.safetensors")) for path in (saved, tmp_path / "again"))
+    assert one.read_bytes() == other.read_bytes()
