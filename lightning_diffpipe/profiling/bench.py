@@ -75,12 +75,13 @@ class Subject:
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
         repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
-        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs eight times
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
             at least.
         name: Name of the profile; the module's class if not given.
         progress: Is called with how far it is.
         least_samples: Fewer than these the step cannot be run on.
         looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
+        splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
     """
 
     module: nn.Module
@@ -95,6 +96,7 @@ class Subject:
     name: str | None = None
     progress: Progress | None = None
     looks_at_results: bool = True
+    splits_backward: bool = True
     least_samples: int = 1
 
     @property
@@ -188,7 +190,8 @@ class Subject:
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
-            runs = 3 * _MIN_ROUNDS + 1
+            kinds = ("whole", "inputs") if self.splits_backward else ("whole",)
+            runs = (len(kinds) + self.splits_backward) * _MIN_ROUNDS + 1
             warm_up = lambda count: runs * run(count, "whole").total_s
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
             results = {count: ([], []) for count in self._runnable(warm_up)}
@@ -204,8 +207,8 @@ class Subject:
                     self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
                     try:
                         # Either is first in turn: it finds caches full of something else.
-                        for kind in (0, 1) if turn % 2 == 0 else (1, 0):
-                            results[count][kind].append(run(count, ("whole", "inputs")[kind]))
+                        for kind in kinds if turn % 2 == 0 else kinds[::-1]:
+                            results[count][kind == "inputs"].append(run(count, kind))
                     except torch.OutOfMemoryError as error:
                         # Its warm-up found more memory, or less of it in pieces.
                         if len(results) == 1:
@@ -213,7 +216,7 @@ class Subject:
                         self._without(count, error)
                         del results[count], splits[count]
                         continue
-                    if turn < _MIN_ROUNDS:
+                    if self.splits_backward and turn < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
         self._report("timed", 1.0)
         return results, splits

@@ -92,7 +92,7 @@ class StepTimes:
 
 
 Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
-"""Steps by sample count: with whole backward, and with that of inputs only."""
+"""Steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
 
 
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
@@ -147,7 +147,10 @@ def alone(rounds: Rounds) -> Rounds:
 
 def summed_up(rounds: Rounds) -> Rounds:
     """Reduces runs to one step for each sample count and kind of backward: medians, layer by layer."""
-    return {count: ([middle(whole)], [middle(inputs)]) for count, (whole, inputs) in rounds.items()}
+    return {
+        count: ([middle(whole)], [middle(inputs)] if inputs else [])
+        for count, (whole, inputs) in rounds.items()
+    }
 
 
 def pooled(ranks: Sequence[Rounds]) -> Rounds:

@@ -42,6 +42,7 @@ from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit
 from lightning_diffpipe.host_memory import keep_freed_memory
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.bench import Progress
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import bar
@@ -58,7 +59,7 @@ from lightning_diffpipe.training.refusals import (
 )
 
 _log = logging.getLogger(__name__)
-_NUM_PROBED_SAMPLES = 2
+_NUM_PROBED_SAMPLES, _TIMING_S = 2, 3.0
 
 
 def prepare(
@@ -113,6 +114,7 @@ def prepare(
     with _phase("timing layers and links, and planning", process) as report:
         subject = Subject(
             module, probed.widest, batch, graph, device=process.device, progress=report,
+            splits_backward=_splits_backward(options), budget_s=_TIMING_S,
             microbatch_size=math.ceil(size / count) if isinstance(count, int) else None,
             least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, own), size, graph),
         )  # fmt: skip
@@ -121,6 +123,10 @@ def prepare(
     with watcher.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
     return replace(pipeline, basis=basis)
+
+
+def _splits_backward(options: PipelineOptions) -> bool:
+    return options.schedule in SCHEDULES and SCHEDULES[options.schedule].splits_backward
 
 
 @contextlib.contextmanager

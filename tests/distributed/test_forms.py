@@ -10,6 +10,7 @@ import itertools
 import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,19 +224,47 @@ def test_a_layer_that_comes_first_with_a_later_shape_is_named():
         fit(0, settings, 1)
 
 
-@pytest.mark.parametrize(("reads", "number"), [("fixed", 4), ("drawn", 32), ("nothing", 4)])
-def test_a_number_that_is_not_drawn_is_no_coin(reads, number):
-    """History: a step that read any number was run 32 times before training to look for coins."""
-    module, sigmas, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(3), []
+READS = {
+    "nothing": lambda: 1.0,
+    "a number that is not drawn": lambda: float(torch.ones(3)[1]),
+    "a number that is drawn": lambda: float(torch.rand(())),
+    "Python's": lambda: random.random(),
+    "numpy's": lambda: float(np.random.rand()),
+    "an order, of which no number is seen": lambda: random.choice([0.5, 1.0]),
+    "torch's coin": lambda: 1 + bool(torch.rand(()) < 0.1),
+    "Python's coin": lambda: 1 + (random.random() < 0.1),
+    "two coins that must fall apart": lambda: 1 + (random.random() < 0.1 and random.random() > 0.9),
+    "a counter": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("reads", "most"),
+    list(zip(READS, [2, 2, 6, 6, 6, 3 + 32, 6 + 32, 6 + 32, 6 + 32, 32], strict=True)),
+)
+def test_runs_in_search_of_coins(reads, most):
+    """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does.
+
+    History: every step that drew from Python's generators, as all that drop captions do, ran 32 times.
+    """
+    module, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    module.count = 0
 
     def step(module, batch):
         runs.append(1)
-        factor = {"fixed": sigmas[1], "drawn": torch.rand(()), "nothing": 1.0}[reads]
-        return module(batch * float(factor)).square().mean()
+        if READS[reads] is None:
+            module.count += 1
+        factor = READS[reads]() if READS[reads] else 1.0
+        for _ in range(int(factor) if "coin" in reads else 1):
+            batch = module(batch * float(factor))
+        return batch.square().mean()
 
     batch = torch.randn(2, 2)
+    random.seed(1)
     graph = probe(module, step, batch)
     runs.clear()
-    _, forms = survey(module, step, batch, graph, lambda *numbers: sum(numbers))
-    assert (len(runs), forms.widest) == (number, None)
-    assert forms.throws_coins == (reads == "drawn")
+    _, forms = survey(module, step, batch, graph, lambda *numbers: 100 + sum(numbers))
+    is_coin = "coin" in reads
+    assert len(runs) == most if most < 32 else 32 <= len(runs) <= most
+    assert (forms.widest is not None) == (is_coin and reads != "two coins that must fall apart")
+    assert forms.throws_coins == (most not in (2, 32))
