@@ -54,6 +54,17 @@ PURPOSES = {
 """By the function that runs the step: what for."""
 
 
+class Said(logging.Handler):
+    """Keeps what the strategy says about the time before training."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the line."""
+        if "ready in" in record.getMessage():
+            self.text = record.getMessage()
+
+
 class Counted(L.Callback):
     """Counts runs of a module's step until the first one of training has ended, and the seconds that they take."""
 
@@ -109,8 +120,9 @@ MODELS = {"flux": flux, "glyphs": glyphs}
 def measure(rank: int, name: str, ranks: int, folder: str, profile: str | None) -> dict[str, Any]:
     """Fits for two steps; ranks = 0 is plain Lightning."""
     warnings.simplefilter("ignore")
-    if not os.environ.get("DIFFPIPE_LOG"):
-        logging.disable(logging.INFO)
+    said = Said()
+    logging.getLogger("lightning_diffpipe").setLevel(logging.INFO)
+    logging.getLogger("lightning_diffpipe.training.preparation").addHandler(said)
     world_size = max(ranks, 1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.manual_seed(0)
@@ -136,6 +148,7 @@ def measure(rank: int, name: str, ranks: int, folder: str, profile: str | None) 
         "to the end of the first step, s": counted.seconds,
         "runs of the step": counted.runs.total(),
         "of which": ", ".join(parts),
+        "before training": said.text,
     }
 
 

@@ -36,7 +36,8 @@ from lightning_diffpipe.predictor import Predictor
 
 GIB = 2**30
 SIZES = {"tiny": (32, 19, 38, 2), "1e9": (2048, 3, 8, 8), "3e9": (3072, 4, 13, 8)}
-"""By number of parameters, or of Flux's depth (`tiny`): width, double and single blocks of the transformer, layers of the text encoder."""
+"""By number of parameters, or of Flux' depth (`tiny`): width, double and single blocks of the transformer, layers
+of the text encoder."""
 
 
 class Peaks(threading.Thread):

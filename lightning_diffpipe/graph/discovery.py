@@ -3,8 +3,8 @@
 A first run, with one sample more, gives the tree of calls, from which layers are chosen by cost, and tells which
 dimensions count samples; of all calls, so that it need not be repeated when containers are folded, nor for batches
 of other sizes that agree with it. A second one follows all values; if one of them leaks out of a layer (an
-attribute, a write into an argument), this layer is expanded and the second run repeated. Where the step does not run
-with one sample more, calls other modules then, or is run on values, the tree is that of the batch itself.
+attribute, a write into an argument), this layer is expanded and the second run repeated. Where the step does not
+run with one sample more, calls other modules then, or is run on values, the tree is that of the batch itself.
 """
 
 from __future__ import annotations

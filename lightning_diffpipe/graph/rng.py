@@ -208,10 +208,11 @@ _NUMBERS = (
     (np.random, ("random", "random_sample", "rand", "randn", "randint", "uniform", "normal")),
 )
 """By module: functions that draw numbers, which can be compared."""
-_NUM_REDRAWN, _MOST_REDRAWN = (
+_NUM_REDRAWN, _MOST_DRAWS = (
     64,
-    4096,
-)  # draws of each number; numbers, of more of which nobody makes a coin
+    1000,
+)  # later ones are as they fall: a step may draw until it likes what it gets
+_MOST_NUMBERS = 4096  # of more nobody makes a coin
 
 
 class Extremes(TorchDispatchMode):
@@ -226,7 +227,8 @@ class Extremes(TorchDispatchMode):
 
     def __init__(self, sides: Sequence[bool]) -> None:
         super().__init__()
-        self.sees_all, self._sides = False, itertools.cycle(sides)
+        self.sees_all = False
+        self._sides = itertools.islice(itertools.cycle(sides), _MOST_DRAWS)
         self._functions = [(m, n, getattr(m, n)) for m, names in _NUMBERS for n in names]
 
     def __enter__(self) -> Self:
@@ -245,20 +247,25 @@ class Extremes(TorchDispatchMode):
             setattr(*function)
 
     def _drawn_on_host(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if (is_large := next(self._sides, None)) is None:
+            return function(*args, **kwargs)
         with preserved(host=True):
             drawn = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
-        if isinstance(drawn[0], np.ndarray):
-            return (np.max if next(self._sides) else np.min)(drawn, axis=0)
-        return (max if next(self._sides) else min)(drawn)
+        return (np.max if is_large else np.min)(drawn, axis=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw = functools.partial(func, *args, **(kwargs or {}))
-        out = draw()
-        is_numbers = isinstance(out, Tensor) and out.numel() <= _MOST_REDRAWN
-        if not is_numbers or not draws(func, args, kwargs or {}):
+        out, is_large = draw(), None
+        if (
+            isinstance(out, Tensor)
+            and out.numel() <= _MOST_NUMBERS
+            and draws(func, args, kwargs or {})
+        ):
+            is_large = next(self._sides, None)
+        if is_large is None:
             return out
         drawn = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
-        return out.copy_(drawn.amax(0) if next(self._sides) else drawn.amin(0))
+        return out.copy_(drawn.amax(0) if is_large else drawn.amin(0))
 
 
 def host_state() -> tuple[Any, ...]:

@@ -55,6 +55,7 @@ Splits = Mapping[int, Sequence[float]]
 """By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_NOISE = 0.05  # where all runs differ by less, as on a device of one's own, a few are enough
 _MAX_COUNTS = 5
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
@@ -74,7 +75,7 @@ class Subject:
         sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
-        repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
+        repeats: Timed runs at each count; if not given 3, and while they disagree as many as fit into `budget_s`.
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
             at least.
         name: Name of the profile; the module's class if not given.
@@ -156,15 +157,7 @@ class Subject:
     def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:
         with placed(self.module, self.place):
             here = replace(self, batch=tree_to(self.batch, self.place))
-            rounds, splits = here._rounds()
-            known, saved = [*self.module.parameters(), *self.module.buffers()], {}
-            for count in {min(rounds), max(rounds)}:
-                # A slice would count as large as the whole batch.
-                few = pytree.tree_map_only(torch.Tensor, torch.clone, here.samples(count))
-                run = StepRun(self.graph, self._clock)
-                with self._interception() as calls, saved_bytes(run, known) as saved[count]:
-                    run.forward_only(self._call_on(few), calls)
-            return rounds, kept_bytes(saved), splits
+            return here._rounds()
 
     def _one_by_one(self) -> tuple[Rounds, list[KeptBytes]]:
         repeats = self.repeats or _MIN_ROUNDS
@@ -182,17 +175,25 @@ class Subject:
             self._runnable(run)
         return rounds, kept_bytes(saved)
 
-    def _rounds(
-        self,
-    ) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
-        repeats = self.repeats
+    def _rounds(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        repeats, saved = self.repeats, dict[int, list[int]]()
+        known = [*self.module.parameters(), *self.module.buffers()]
         scratch = scratch_gradients(self.module, self.graph.trained)
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
             kinds = ("whole", "inputs") if self.splits_backward else ("whole",)
             runs = (len(kinds) + self.splits_backward) * _MIN_ROUNDS + 1
-            warm_up = lambda count: runs * run(count, "whole").total_s
+
+            def warm_up(count: int) -> float:
+                # A slice would count as large as the whole batch.
+                few = pytree.tree_map_only(torch.Tensor, torch.clone, self.samples(count))
+                first = StepRun(self.graph, self._clock)
+                saving = saved_bytes(first, known)
+                times = first.measure(self._call_on(few), interception, "whole", saving)
+                saved[count] = first.num_saved_bytes
+                return runs * times.total_s
+
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
             results = {count: ([], []) for count in self._runnable(warm_up)}
             splits: dict[int, list[float]] = {count: [] for count in results}
@@ -201,7 +202,9 @@ class Subject:
                 share = max(
                     turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
                 )
-                if repeats is None and turn >= _MIN_ROUNDS and share >= 1:
+                steps = [whole for whole, _ in results.values()]
+                settled = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
+                if repeats is None and settled:
                     break
                 for count in tuple(results):
                     self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
@@ -219,7 +222,7 @@ class Subject:
                     if self.splits_backward and turn < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
         self._report("timed", 1.0)
-        return results, splits
+        return results, kept_bytes({count: saved[count] for count in results}), splits
 
     def _interception(self) -> AbstractContextManager[Interception]:
         return Interception(self.module, self.graph.layer_names).installed()
@@ -324,6 +327,11 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
             chosen.append(farthest)
             left_s -= farthest * per_sample_s
     return sorted(chosen[1:])
+
+
+def _agree(steps: Sequence[StepTimes]) -> bool:
+    seconds = [step.total_s for step in steps]
+    return max(seconds) <= (1 + _NOISE) * min(seconds)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -46,6 +46,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -225,7 +226,11 @@ class StepRun(Run):
         return min(upcoming, self.num_layers - 1)
 
     def measure(
-        self, call: Callable[[], Any], interception: Interception, backward: Backward
+        self,
+        call: Callable[[], Any],
+        interception: Interception,
+        backward: Backward,
+        saving: AbstractContextManager[Any] | None = None,
     ) -> StepTimes:
         """Runs the step forward and backward.
 
@@ -233,6 +238,7 @@ class StepRun(Run):
             call: Runs it and returns the loss.
             interception: The module's wrappers, installed.
             backward: "whole" adds weight gradients to `.grad`, "inputs" leaves them out.
+            saving: Around the forward; what it gives, as `saved_bytes` does, is kept as `num_saved_bytes`.
 
         Raises:
             GraphError: The step did not call the layers of the graph.
@@ -240,7 +246,8 @@ class StepRun(Run):
         with self._answering(interception):
             self._clock.settle()
             self._stamps.append(self._clock.stamp())
-            loss = loss_of(call())
+            with saving or contextlib.nullcontext() as self.num_saved_bytes:
+                loss = loss_of(call())
             self._stamps.append(self._clock.stamp())
             self._check()
             self._is_backward = True

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_links
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
@@ -47,6 +48,9 @@ _log = logging.getLogger(__name__)
 
 Auto = Literal["auto"]
 _SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
+# What a fit has measured, for those after it; all ranks have made the same fits.
+_links: dict[Process, Cluster] = {}
+_timed: WeakKeyDictionary[Any, dict[Any, ModelProfile]] = WeakKeyDictionary()
 _ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
 
 
@@ -303,7 +307,9 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
         memory_bytes = least_memory_bytes(world, process.device)
         return Cluster(process.world_size, memory_bytes=memory_bytes)
-    return measure_links(process.backend, process.device)
+    if process not in _links:
+        _links[process] = measure_links(process.backend, process.device)
+    return _links[process]
 
 
 def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> ModelProfile:
@@ -312,7 +318,17 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
         return estimate_profile(subject.module, subject.graph)
     profile = _given_profile(source)
     if profile is None:
-        return measure_profile(subject, partial(pool_times, group=world))
+        known = _timed.setdefault(subject.module, {})
+        asked = (
+            subject.graph.digest,
+            subject.counts,
+            subject.splits_backward,
+            subject.place,
+            world is None,
+        )
+        if asked not in known:
+            known[asked] = measure_profile(subject, partial(pool_times, group=world))
+        return known[asked]
     names, own = tuple(layer.name for layer in profile.layers), subject.graph.path_names
     if names != own:
         pairs = enumerate(zip(names, own, strict=False))
@@ -343,9 +359,9 @@ def _given_profile(source: Any) -> ModelProfile | None:
 def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
     """Returns the profile, with the encoders looked at here if it does not tell whether they can be split.
 
-    It does not where it was estimated, or layers were timed one by one.
+    It does not where it was estimated, or layers were timed one by one. On one rank nobody asks.
     """
-    if any(encoder.splittable is None for encoder in profile.encoders):
+    if subject.looks_at_results and any(e.splittable is None for e in profile.encoders):
         known = splittable_encoders(subject)
         profile = replace(
             profile,

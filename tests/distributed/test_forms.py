@@ -234,13 +234,17 @@ READS = {
     "torch's coin": lambda: 1 + bool(torch.rand(()) < 0.1),
     "Python's coin": lambda: 1 + (random.random() < 0.1),
     "two coins that must fall apart": lambda: 1 + (random.random() < 0.1 and random.random() > 0.9),
+    "until it is large": lambda: next(x for x in iter(random.random, 2) if x > 0.9),
+    "until a tensor is small": lambda: (
+        1 + 0 * len(list(iter(lambda: bool(torch.rand(()) > 0.1), False)))
+    ),
     "a counter": None,
 }
 
 
 @pytest.mark.parametrize(
     ("reads", "most"),
-    list(zip(READS, [2, 2, 6, 6, 6, 3 + 32, 6 + 32, 6 + 32, 6 + 32, 32], strict=True)),
+    list(zip(READS, [2, 2, 6, 6, 6, 3 + 32, 6 + 32, 6 + 32, 6 + 32, 3 + 32, 6, 32], strict=True)),
 )
 def test_runs_in_search_of_coins(reads, most):
     """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does.
