@@ -182,12 +182,14 @@ class FormView(View):
     def extreme_form(
         self, call: Callable[[], Any], seed: int, sides: Sequence[bool]
     ) -> StepForm | None:
-        """Returns the form of a microbatch whose draws are extremes; None if some of them cannot be made such."""
-        with rng.preserved(host=True), self.restored.preserved():
+        """Returns the form of a microbatch whose draws are extremes; None if they cannot be, or on an error."""
+        extremes = rng.Extremes(sides)
+        with rng.preserved(host=True), self.restored.preserved(), contextlib.suppress(Exception):
             rng.seed_all(seed, host=True)
-            with rng.Extremes(sides) as extremes:
-                form = self._walked(self._run(None), call, None)
-        return form if extremes.sees_all else None
+            with extremes:
+                form = self._walked(self._run(None), call, seed)
+            return form if extremes.sees_all else None
+        return None
 
     def count(self) -> None:
         """Goes on to the next batch: counters show what they do after the batch whose form was found last."""
@@ -197,10 +199,9 @@ class FormView(View):
     def _run(self, known: Collection[_Pattern] | None) -> _FormRun:
         return _FormRun(self, known, self._lenient, self._counters)
 
-    def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int | None) -> StepForm | None:
+    def _walked(self, run: _FormRun, call: Callable[[], Any], seed: int) -> StepForm | None:
         with self.interception.running(run), _Operators(run) if self.by_reads else _NOTHING:
-            if seed is not None:
-                rng.seed_all(seed, host=True)
+            rng.seed_all(seed, host=True)
             form = run.form_of(call)
         later = self.graph.counters.values()
         self.counted = [now + more for now, more in zip(run.counted, later, strict=True)]

@@ -251,7 +251,9 @@ class Extremes(TorchDispatchMode):
             return function(*args, **kwargs)
         with preserved(host=True):
             drawn = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
-        return (np.max if is_large else np.min)(drawn, axis=0)
+        if isinstance(drawn[0], np.ndarray):
+            return (np.max if is_large else np.min)(drawn, axis=0)
+        return max(drawn) if is_large else min(drawn)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw = functools.partial(func, *args, **(kwargs or {}))

@@ -33,6 +33,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -293,7 +294,7 @@ class OneStep:
             times = torch.tensor(self.time, dtype=timesteps.dtype)
             known[TIME] = timesteps[:, None]
         own[self.denoiser] = per_sample(parts[self.denoiser], self.places, known)
-        dtype = parts[self.denoiser].dtype  # for which diffusers looks at every module
+        dtype = _dtype_of(parts[self.denoiser])
         own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
@@ -377,6 +378,17 @@ def required_by(cls: type) -> list[str]:
         if (p.name in _IMAGES and types.NoneType not in get_args(p.annotation))
         or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     ]
+
+
+_dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictionary()
+
+
+def _dtype_of(part: Any) -> torch.dtype:
+    """Returns the type of a part, for which diffusers looks at every module; anew if its first weight changes."""
+    first = next(part.parameters()).dtype
+    if part not in _dtypes or _dtypes[part][0] != first:
+        _dtypes[part] = first, part.dtype
+    return _dtypes[part][1]
 
 
 @functools.cache

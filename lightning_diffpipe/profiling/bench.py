@@ -297,15 +297,16 @@ class Subject:
 
 
 def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
-    """Returns powers of two up to half of the batch, five at most, and the microbatch if its size is known.
+    """Returns powers of two up to half of the batch, five at most; if that is known, up to the microbatch, and it.
 
     Example:
-        >>> default_counts(24), default_counts(1), default_counts(256, microbatch_size=64)
-        ((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16, 64))
+        >>> default_counts(24), default_counts(1), default_counts(24, 3), default_counts(256, microbatch_size=64)
+        ((1, 2, 4, 8), (1,), (1, 2, 3), (1, 2, 4, 8, 16, 64))
     """
     total = num_samples or 1
-    counts = [2**i for i in range(max(total // 2, 1).bit_length())][:_MAX_COUNTS]
-    return tuple(sorted({*counts, min(microbatch_size or 1, total)}))
+    most = min(microbatch_size or max(total // 2, 1), total)
+    counts = [2**i for i in range(most.bit_length())][:_MAX_COUNTS]
+    return tuple(sorted({*counts, most} if microbatch_size else counts))
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:

@@ -318,14 +318,11 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
         return estimate_profile(subject.module, subject.graph)
     profile = _given_profile(source)
     if profile is None:
-        known = _timed.setdefault(subject.module, {})
-        asked = (
-            subject.graph.digest,
-            subject.counts,
-            subject.splits_backward,
-            subject.place,
-            world is None,
+        known, kinds = (
+            _timed.setdefault(subject.module, {}),
+            (subject.splits_backward, world is None),
         )
+        asked = subject.graph.digest, subject.counts, subject.place, kinds
         if asked not in known:
             known[asked] = measure_profile(subject, partial(pool_times, group=world))
         return known[asked]

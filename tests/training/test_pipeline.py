@@ -4,6 +4,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -371,7 +372,7 @@ def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
 def test_without_a_profile_layers_are_timed(monkeypatch, source):
     """History: profile=None ended in a TypeError of the path it was taken for."""
     monkeypatch.setattr(plan_source, "measure_profile", lambda subject, pool: "timed")
-    assert _profile(None, source, None) == "timed"
+    assert _profile(mock.MagicMock(), source, None) == "timed"
 
 
 def blocks():
