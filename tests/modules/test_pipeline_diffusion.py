@@ -53,7 +53,7 @@ def loss_of(module, batch, seed=0):
 
 
 def test_diffusers_looks_at_no_module_for_a_device_or_type_in_later_steps(tmp_path):
-    """History: that took half of the host's time for a microbatch of Flux's depth."""
+    """History: it walked over all modules of the pipeline several times for each microbatch."""
     module, batch = module_of("flux", tmp_path), batch_of("flux")
     first = loss_of(module, batch)
     looked = mock.Mock(side_effect=AssertionError)
