@@ -43,11 +43,13 @@ test: setup  ## all tests but the rows of tables
 
 test-tables: setup $(QUANTIZED)/.installed  ## every row of docs/models.md (each denoiser and pipeline of diffusers), more ways to lose a rank, more combinations
 	$(BIN)/python -m pytest -q --tb=short --durations=5 -n 2 --dist worksteal -m table $(ARGS)
-	PYTHONPATH=$(QUANTIZED) $(BIN)/python -m pytest -q --tb=short tests/distributed/test_quantized.py
+	PYTHONPATH=$(QUANTIZED) $(BIN)/python -m pytest -q --tb=short tests/distributed/test_quantized.py \
+		tests/distributed/test_optimizers.py tests/modules/test_optimizers.py
 
 # In a folder of their own: where they are installed, every process of diffusers and transformers imports them.
 $(QUANTIZED)/.installed: constraints.txt | setup
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(QUANTIZED) -c constraints.txt torchao bitsandbytes
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(QUANTIZED) -c constraints.txt \
+		torchao bitsandbytes lion-pytorch prodigyopt schedulefree
 	@touch $@
 
 test-fast: setup  ## the tests that take about a minute together

@@ -176,19 +176,6 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",
         ),
         (
-            ["train", "callbacks=none", "save_to=x"],
-            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
-        ),
-        # History: these trained to the end, and then had no weights to save, or drew those of an older run.
-        (
-            ["train", "trainer.enable_checkpointing=false", "save_to=x"],
-            "from the final checkpoint, which trainer.enable_checkpointing=False leaves out; set it to true",
-        ),
-        (
-            ["train", "callbacks.final_checkpoint=null", "save_to=x"],
-            "diffpipe train: save_to is written from the final checkpoint; take callbacks=training",
-        ),
-        (
             ["train", "+trainer.fast_dev_run=true", "save_to=x"],
             "from the final checkpoint, and trainer.fast_dev_run=True writes none; leave fast_dev_run out",
         ),
@@ -209,6 +196,47 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
                 f"diffpipe train: {trained_by} trains no adapters; leave out adapter=lora, or take",
             )
             for name, trained_by in (("glyph_cascade", "CascadedDiffusion"),)
+        ),
+        (
+            ["train", "optimizer=custom", "model.optimization.optimizer._target_=not_there.Lion"],
+            "model.optimization.optimizer=not_there.Lion needs the package not_there; run: pip install not-there",
+        ),
+        (
+            [
+                "train",
+                "optimizer=sgd",
+                "+model.optimization.optimizer.nesterov=1",
+                "model.optimization.optimizer.momentum=0",
+            ],
+            "model.optimization.optimizer: Nesterov momentum requires a momentum and zero dampening",
+        ),
+        (
+            ["train", "optimizer=prodigy", "model.optimization.lr=1e-4"],
+            "Prodigy finds one learning rate for all parameters, of which lr is a factor; got lr=0.0001: take lr=1",
+        ),
+        (
+            ["train", "+model.optimization.groups={encoder: {lr: 1e-6}}"],
+            "model.optimization.groups: 'encoder' is in the name of no parameter that is trained",
+        ),
+        (
+            ["train", "optimizer=custom"],
+            "Missing mandatory value: model.optimization.optimizer._target_",
+        ),
+        (
+            ["train", "compile=all"],
+            "compile=all: a network compiled as a whole cannot be cut; take",
+        ),
+        (
+            ["train", "attention=fast"],
+            "attention=fast: UNet2DConditionModel cannot: `backend='fast'` must be one of the following:",
+        ),
+        (
+            ["train", "attention=_native_math"],
+            "attention=_native_math: UNet2DConditionModel cannot: its attention has one kind of kernel",
+        ),
+        (
+            ["train", "model=pretrained_transformer", "compile=blocks"],
+            "compile=blocks: PixArtTransformer2DModel cannot: `_repeated_blocks` attribute is empty.",
         ),
         # History: both were said not to be there.
         (
@@ -254,7 +282,18 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "+trainer.callbacks=[]", "trainer.devices=1"],
             "trainer.callbacks=[]: there is a group callbacks for them; take callbacks=none",
         ),
-        (["train", "~callbacks", "save_to=x"], "from the final checkpoint; take callbacks="),
+        (
+            ["train", "lora_from=x"],
+            "lora_from goes on from adapters, and none are trained: add adapter=lora",
+        ),
+        (
+            ["train", "model=pretrained_unet", "adapter=lora", "lora_from=not/there"],
+            "diffpipe train: model.lora.lora_from=not/there: there is no such file or folder",
+        ),
+        (
+            ["train", "model=pretrained_unet", "adapter=lora", "save_lora_every_n_steps=3"],
+            "save_lora_every_n_steps=3 writes into save_lora; add save_lora=FOLDER",
+        ),
         # History: the last name alone was said to be left out, or what points to it not to be found.
         (
             ["train", "~trainer.accelerator"],
@@ -441,7 +480,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("model.optimization.lr=-1", "model.optimization.lr must be a number >= 0; got -1"),
         (
             "model.optimization.decay=off",
-            "model.optimization.decay must be one of constant, linear, cosine; got 'off'",
+            "model.optimization.decay must be one of constant, linear, cosine, cosine_with_restarts, polynomial",
         ),
         ("data.batch_size=-3", "data.batch_size must be a whole number >= 1; got -3"),
         ("data.batch_size=ten", "data.batch_size must be a whole number >= 1; got 'ten'"),

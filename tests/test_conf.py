@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from omegaconf import OmegaConf
 
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.cli import launch
-from lightning_diffpipe.cli.training import _build_trainer
+from lightning_diffpipe.cli.training import _build_trainer, _require_optimizer, _speed_up
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
+from tests.zoo.pipelines import build
 
 CONF = Path(__file__).parent.parent / "conf"
 VERBS = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -31,7 +34,7 @@ WRITES = ("train", "sample", "profile")  # into a folder of their own
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name not in ("adapter", "experiment", "cluster", "sampler")
+    if path.parent.name not in ("adapter", "experiment", "cluster", "optimizer", "sampler")
 )
 SAMPLERS = sorted(path.stem for path in CONF.glob("sampler/*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
@@ -147,6 +150,38 @@ def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_
     assert config.callbacks.samples.prompts is None
     glyphs = composed("train", "experiment=glyphs", output_dir)
     assert (glyphs.model.optimization.lr, glyphs.model.optimization.warmup_steps) == (5e-4, 20)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in CONF.glob("optimizer/*.yaml") if path.stem != "custom")
+)
+def test_an_optimizer_is_built_or_its_package_is_named(name, output_dir):
+    config = composed(
+        "train", "experiment=flux_lora", f"optimizer={name}", "data.folder=x", output_dir
+    )
+    node = config.model.optimization.get("optimizer")
+    if node is not None and find_spec(node._target_.partition(".")[0]) is None:
+        with pytest.raises(
+            ConfigurationError, match=r"needs the package \w+; run: pip install [\w-]+$"
+        ):
+            _require_optimizer(config)
+        return
+    _require_optimizer(config)
+    optimization = hydra.utils.instantiate(config.model.optimization, _convert_="all")
+    assert optimization.lr == (1 if name == "prodigy" else 1e-4)
+
+
+def test_blocks_are_compiled_and_kernels_of_attention_chosen(output_dir, tmp_path):
+    build("FluxPipeline", tmp_path / "parts").save_pretrained(tmp_path / "model")
+    chosen = ("model=pretrained", f"model.path={tmp_path / 'model'}", "attention=_native_math")
+    config = composed("train", *chosen, "compile=blocks", output_dir)
+    module = launch.module_of(config)
+    _speed_up(config, module)
+    compiled = [name for name, part in module.named_modules() if part._compiled_call_impl]
+    assert compiled
+    assert all(re.fullmatch(r"transformer\.(single_)?transformer_blocks\.\d+", n) for n in compiled)
+    processors = module.transformer.attn_processors.values()
+    assert {processor._attention_backend.value for processor in processors} == {"_native_math"}
 
 
 def test_several_machines_reach_the_trainer_and_its_strategy(output_dir):

@@ -1,10 +1,11 @@
-"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, samples, throughput."""
+"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, samples, adapters, throughput."""
 
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 from lightning_diffpipe.callbacks.monitor import PipelineMonitor, Throughput
 from lightning_diffpipe.callbacks.sample_images import SampleImages
+from lightning_diffpipe.callbacks.save_lora import SaveLora
 from lightning_diffpipe.checkpoint_files import FinalCheckpoint
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "FinalCheckpoint",
     "PipelineMonitor",
     "SampleImages",
+    "SaveLora",
     "Throughput",
 ]

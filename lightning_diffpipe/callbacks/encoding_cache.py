@@ -158,11 +158,12 @@ class EncodingCache(L.Callback):
         """Says what was found."""
         if self.memo is None or self._store is None:
             return
-        statistics = self.memo.statistics
+        statistics, pipeline = self.memo.statistics, trainer.strategy.pipeline
+        own = statistics.found.total(), statistics.made.total(), self._store.bytes_written
+        found, made, written = map(sum, zip(*pipeline.mesh.gathered(own), strict=True))
         rank_zero_info(
-            "Encodings of rank 0: %d read (%s), %d computed, %s written to %s",
-            statistics.found.total(), percent(statistics.found_share), statistics.made.total(),
-            size(self._store.bytes_written), self.folder,
+            "Encodings: %d read (%s), %d computed, %s written to %s",
+            found, percent(found / max(found + made, 1)), made, size(written), self.folder,
         )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
     for argument in arguments:
         name = argument.removeprefix("~").partition("=")[0]
         is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
-        if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger"):
+        if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger", "optimizer"):
             raise ConfigurationError(f"{argument} deletes what this needs; leave it out")
 
 

@@ -14,8 +14,9 @@ _PROCESS: dict[str, Any] = {"seed": _WHOLE, "offline": bool, "num_threads": _WHO
 TYPES: dict[str, dict[str, Any]] = {
     "train": {
         **_PROCESS,
-        **dict.fromkeys(("name", "ckpt_path", "save_to", "save_lora"), _TEXT),
-        **{"output_dir": str, "save_dtype": str},
+        **dict.fromkeys(("name", "ckpt_path", "save_to", "lora_from", "save_lora"), _TEXT),
+        **dict.fromkeys(("attention", "compile"), _TEXT),
+        **{"output_dir": str, "save_dtype": str, "save_lora_every_n_steps": _WHOLE},
     },
     "sample": {
         **_PROCESS,
@@ -36,7 +37,14 @@ TYPES: dict[str, dict[str, Any]] = {
     "diff": {"before": str, "after": str},
 }
 # Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.
-_PAPER = {"path": _TEXT, "device": str, "dtype": str, "resolution": _WHOLE, "num_frames": _WHOLE}
+_PAPER = {
+    "path": _TEXT,
+    "device": str,
+    "dtype": str,
+    "resolution": _WHOLE,
+    "num_frames": _WHOLE,
+    "lora_rank": _WHOLE,
+}
 
 for _verb, _types in TYPES.items():
     _node = OmegaConf.structured(make_dataclass(_verb, _types.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import signal
 import textwrap
@@ -260,28 +261,21 @@ def _require_last_checkpoints(config: DictConfig) -> None:
         )
 
 
-def _require_final_checkpoint(config: DictConfig, use: str) -> None:
-    """Refuses a run that would find out after training that nothing was saved of it.
+def _callbacks_that_save(config: DictConfig) -> list[Any]:
+    """Returns callbacks for `save_to` and `save_lora` beside those of the group."""
+    from lightning_diffpipe.callbacks import FinalCheckpoint, SaveLora
 
-    Args:
-        config: The whole config.
-        use: What the checkpoint is for: "save_to is written".
-    """
-    written = f"{use} from the final checkpoint"
-    if not (config.get("callbacks") or {}).get("final_checkpoint"):
-        raise ConfigurationError(
-            f"{written}; take callbacks=training or callbacks=default, which write one, and leave "
-            "callbacks.final_checkpoint as it is"
-        )
-    if not config.trainer.enable_checkpointing:
-        raise ConfigurationError(
-            f"{written}, which trainer.enable_checkpointing={config.trainer.enable_checkpointing} leaves out; "
-            "set it to true, or callbacks.checkpoint=null to write no others"
-        )
-    if config.trainer.get("fast_dev_run"):
-        raise ConfigurationError(
-            f"{written}, and trainer.fast_dev_run={config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
-        )
+    found: list[Any] = []
+    has_final = (config.get("callbacks") or {}).get("final_checkpoint")
+    if (config.save_to or config.save_lora) is not None and not (
+        has_final and config.trainer.enable_checkpointing
+    ):
+        found.append(FinalCheckpoint(Path(config.output_dir) / "final.ckpt"))
+    if config.save_lora_every_n_steps is not None:
+        names = config.save_lora_names and dict(config.save_lora_names)
+        with named({"every_n_steps": "save_lora_every_n_steps"}):
+            found.append(SaveLora(config.save_lora, config.save_lora_every_n_steps, names))
+    return found
 
 
 def _require_lora(config: DictConfig) -> None:
@@ -298,11 +292,74 @@ def _require_lora(config: DictConfig) -> None:
             raise ConfigurationError(
                 f"{module_class.__name__} trains no adapters; leave out adapter=lora, or take another model"
             )
-    elif config.save_lora is not None:
+    else:
+        for name, use in (("save_lora", "writes"), ("lora_from", "goes on from")):
+            if config[name] is not None:
+                raise ConfigurationError(
+                    f"{name} {use} adapters, and none are trained: add adapter=lora"
+                )
+    if config.save_lora is None and config.save_lora_every_n_steps is not None:
         raise ConfigurationError(
-            "save_lora writes adapters, and none are trained: add adapter=lora"
+            f"save_lora_every_n_steps={config.save_lora_every_n_steps} writes into save_lora; add save_lora=FOLDER"
         )
     renamed("", config.save_lora_names or {})
+
+
+def _require_optimizer(config: DictConfig) -> None:
+    """Refuses an optimizer whose package is missing, or that nothing would take.
+
+    Raises:
+        ConfigurationError: Names the package, or the module.
+    """
+    found = config.model.get("optimization")
+    node = OmegaConf.is_dict(found) and found.get("optimizer")
+    if not node:
+        return
+    if "_target_" not in found:
+        raise ConfigurationError(
+            f"model={config.model.get('_target_')} has no model.optimization and makes its optimizer itself; leave "
+            "out the group optimizer"
+        )
+    package = node._target_.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        known = {"prodigyplus": "prodigy-plus-schedule-free"}.get(
+            package, package.replace("_", "-")
+        )
+        raise ConfigurationError(
+            f"model.optimization.optimizer={node._target_} needs the package {package}; run: pip install {known}"
+        )
+
+
+def _speed_up(config: DictConfig, module: Any) -> None:
+    """Chooses the kernels of the denoiser's attention, and compiles its blocks, as `attention` and `compile` say.
+
+    Raises:
+        ConfigurationError: The denoiser cannot, or there is none; says why.
+    """
+    if config.compile not in (None, "blocks"):
+        raise ConfigurationError(
+            f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
+        )
+    # Kernels first: compiling reads them.
+    asked = {
+        "attention": ("set_attention_backend", config.attention),
+        "compile": ("compile_repeated_blocks",),
+    }
+    for name, (method, *arguments) in asked.items():
+        if config[name] is not None:
+            denoiser = getattr(module, "denoiser", module)
+            try:
+                getattr(denoiser, method)(*arguments)
+                processors = [getattr(each, "processor", None) for each in denoiser.modules()]
+                if name == "attention" and not any(
+                    hasattr(p, "_attention_backend") for p in processors
+                ):
+                    raise ValueError("its attention has one kind of kernel, torch's own choice")
+            except (AttributeError, ValueError, RuntimeError, ImportError) as error:
+                reason = " ".join(str(error).split())
+                raise ConfigurationError(
+                    f"{name}={config[name]}: {type(denoiser).__name__} cannot: {reason}"
+                ) from error
 
 
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
@@ -316,10 +373,14 @@ def train(config: DictConfig) -> Any:
     from lightning_diffpipe.training.strategy import DiffPipeStrategy
 
     for name in ("save_to", "save_lora"):
-        if config[name] is not None:
-            _require_final_checkpoint(config, f"{name} is written")
-            require_writable_folder(name, config[name])
+        require_writable_folder(name, config[name])
+        if config[name] is not None and config.trainer.get("fast_dev_run"):
+            raise ConfigurationError(
+                f"{name} is written from the final checkpoint, and trainer.fast_dev_run="
+                f"{config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
+            )
     _require_lora(config)
+    _require_optimizer(config)
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
         raise ConfigurationError(
             f"save_dtype={config.save_dtype!r} is no type that weights are saved in; choose "
@@ -334,12 +395,18 @@ def train(config: DictConfig) -> Any:
         ]
     )
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
+    with raised_by_all():
+        trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
     module = module_of(config)
     with raised_by_all():  # what cannot be written is refused now
+        _speed_up(config, module)
         if config.save_lora is not None:
             module.lora_weights(config.save_lora_names)
         if config.save_to is not None and hasattr(module, "refuse_folder"):
             module.refuse_folder(config.save_to)
+        if hasattr(module, "optimization"):
+            with named({"groups": "model.optimization.groups"}):
+                module.optimization.parameter_groups(module)
     data = _data_for(module, config)
     path = config.ckpt_path
     if path == "last" and not isinstance(trainer.strategy, DiffPipeStrategy):

@@ -35,6 +35,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 
 _log = logging.getLogger(__name__)
 _TAG = 3_777_777
+_EQUAL_MEMORY = 1.05  # cards of one kind differ by some megabytes
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
 _NUM_TENSORS, _CACHED_BYTES = 4, 1 << 25
 _HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
@@ -58,7 +59,7 @@ def measure_cluster(
         budget_s: Seconds to spend, about.
 
     Returns:
-        The same cluster on all ranks, with the smallest `memory_bytes` of their devices as its limit.
+        The same cluster on all ranks, with the memory of their devices as its limit.
     """
     if group is None or dist.get_world_size(group) == 1:
         return Cluster(1, memory_bytes=memory_bytes(device))
@@ -80,13 +81,13 @@ def measure_cluster(
     cluster = Cluster(
         num_ranks,
         ranks_per_host=per_host,
-        memory_bytes=least_memory_bytes(group, device),
         # gloo sends by copies that the calling rank makes.
         p2p=replace(p2p, holds_sender=dist.get_backend(group) == "gloo"),
         p2p_between_hosts=between,
         all_reduce=all_reduce,
         all_reduce_between_hosts=reduce_between,
     )
+    cluster = with_memory(cluster, group, device)
     return broadcast_object(cluster, dist.get_global_rank(group, 0), group)
 
 
@@ -277,24 +278,19 @@ def memory_bytes(device: torch.device) -> int | None:
     return total - max(round(_HELD_BACK_SHARE * total), _HELD_BACK_BYTES)
 
 
-def least_memory_bytes(group: dist.ProcessGroup | None, device: torch.device) -> int | None:
-    """Returns what a plan may use on every rank of a group: the smallest `memory_bytes`. A collective call.
+def with_memory(cluster: Cluster, group: dist.ProcessGroup | None, device: torch.device) -> Cluster:
+    """Returns a cluster with what a plan may use on every rank: its `memory_bytes`. A collective call.
 
     Args:
+        cluster: Without memory.
         group: The ranks; None means one rank.
         device: Of this rank.
     """
     own = memory_bytes(device)
-    if group is None:
-        return own
-    found = gathered_objects(own, group)
-    limits = {rank: limit for rank, limit in enumerate(found) if limit is not None}
+    found = [own] if group is None else gathered_objects(own, group)
+    limits = [limit for limit in found if limit is not None]
     if not limits:
-        return None
-    least = min(limits, key=lambda rank: limits[rank])
-    if max(limits.values()) > limits[least] and dist.get_rank(group) == 0:
-        _log.warning(
-            "GPUs have unequal memory: plans use %.1f GB on each, as rank %d has no more (others up to %.1f GB)",
-            limits[least] / 1e9, least, max(limits.values()) / 1e9,
-        )  # fmt: skip
-    return limits[least]
+        return cluster
+    if max(limits) <= _EQUAL_MEMORY * min(limits):
+        return replace(cluster, memory_bytes=min(limits))
+    return replace(cluster, rank_memory_bytes=tuple(limits))

@@ -134,6 +134,7 @@ class View:
         cut: What is executed, received and sent here.
         interception: Installed on the root; shared by all views of it.
         memory: What dummies are made of, to be shared by all views of a rank.
+        recomputed: Layers, before folding, whose activations the backward computes again instead of storing them.
     """
 
     def __init__(
@@ -143,8 +144,10 @@ class View:
         cut: StageCut,
         interception: Interception,
         memory: DummyMemory | None = None,
+        recomputed: frozenset[str] = frozenset(),
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
+        self.recomputed = recomputed
         interception.watch(graph.site_names)
         # What runs ask at every call of a module.
         self.names, self.sites = graph.layer_names, graph.site_names
@@ -229,11 +232,20 @@ class StubbedRun(Run):
         return out
 
     def call_inside(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Runs a layer of the fine graph inside a layer, with a random stream of its own if it draws."""
+        """Runs a layer of the fine graph inside a layer, and again in the backward if it is recomputed."""
         view = self._view
         if self._in_fine or site.name not in view.fine:
             return site.diffpipe_original(*args, **kwargs)
-        self._in_fine = True
+        if site.name not in view.recomputed or not torch.is_grad_enabled():
+            return self._call_fine(site, args, kwargs)
+        self.checkpointed = True
+        return torch.utils.checkpoint.checkpoint(
+            self._call_fine, site, args, kwargs, use_reentrant=False
+        )
+
+    def _call_fine(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """Runs a layer of the fine graph, with a random stream of its own if it draws."""
+        view, self._in_fine = self._view, True
         try:
             self.before_fine_layer(site.name)
             if site.name not in view.seeded:

@@ -44,9 +44,11 @@ class Lora:
         dropout: Of their inputs.
         store_all: Checkpoints hold the frozen weights as well, also where they are as they were read from a folder;
             else they name that folder, and are small.
+        lora_from: A file, or a folder with one, to go on from, also one of another program: of the parts that it
+            has adapters of, rank, scale and layers are its own.
 
     Raises:
-        ConfigurationError: A number is out of its range, or targets are no names.
+        ConfigurationError: A number is out of its range, targets are no names, or there is no such file.
 
     Source:
         LoRA, Hu et al. (2021), https://arxiv.org/abs/2106.09685
@@ -57,8 +59,11 @@ class Lora:
     targets: str | Sequence[str] = ("to_q", "to_k", "to_v", "to_out.0", *TEXT_TARGETS)
     dropout: float = 0.0
     store_all: bool = False
+    lora_from: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if self.lora_from is not None and not Path(self.lora_from).exists():
+            raise ConfigurationError(f"lora_from={self.lora_from}: there is no such file or folder")
         require_number("rank", self.rank, 1, whole=True)
         if self.alpha is not None:
             require_number("alpha", self.alpha, above=0)
@@ -115,7 +120,9 @@ class Lora:
 
 
 def lora_weights(
-    parts: Mapping[str, Any], names: Mapping[str, str] | None = None
+    parts: Mapping[str, Any],
+    names: Mapping[str, str] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Returns the adapters of parts as the tensors of a LoRA file, by their names in it.
 
@@ -124,6 +131,7 @@ def lora_weights(
     Args:
         parts: Parts of a pipeline, by their names there.
         names: Regular expressions, and what replaces them in names, one after the other.
+        state: Weights of the module that has the parts, where they are not all here; None for the parts' own.
 
     Raises:
         ConfigurationError: None of the parts has adapters, they are more than a file can hold, or names cannot be
@@ -135,7 +143,10 @@ def lora_weights(
     for name, part in adapted_parts(parts).items():
         adapter = _only_adapter(name, part)
         # Embeddings that were made larger are no adapters, and peft would look for the former config in the hub.
-        found = get_peft_model_state_dict(part, None, adapter, save_embedding_layers=False)
+        own = state and {
+            n.removeprefix(f"{name}."): v for n, v in state.items() if n.startswith(f"{name}.")
+        }
+        found = get_peft_model_state_dict(part, own, adapter, save_embedding_layers=False)
         for key, value in found.items():
             layer, _, kind = key.rpartition(".lora_")
             if not layer or kind.startswith("embedding"):

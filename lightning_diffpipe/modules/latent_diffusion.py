@@ -170,7 +170,7 @@ class LatentDiffusion(PartsModule):
         self.sampling: dict[str, Any] = {}
         self.frozen_parts = ("vae",) if train_text_encoder else ("vae", "text_encoder")
         self.freeze_parts()
-        self.add_lora(lora, train_text_encoder)
+        self.add_lora(lora, train_text_encoder, LORA_LOADER)
 
     @classmethod
     def from_pretrained(
@@ -315,7 +315,10 @@ class LatentDiffusion(PartsModule):
     def losses(
         self, batch: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Computes the loss of images, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings."""
+        """Computes the loss of images, `(B, 3, H, W)` in [-1, 1], and `caption`, B strings.
+
+        A `mask` and a `weight` of each sample say where and how much it counts (`noise.py`).
+        """
         is_training = generator is None
         latents = self.encode_images(batch["image"], sample=is_training)
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)
@@ -337,7 +340,8 @@ class LatentDiffusion(PartsModule):
                 first = self.denoise(*inputs, **conditions)
                 estimate = self.noise_schedule.clean(corrupted.noisy, first, corrupted.timesteps)
             conditions["estimate"] = estimate
-        return {"loss": corrupted.loss(self.denoise(*inputs, **conditions))}
+        prediction = self.denoise(*inputs, **conditions)
+        return {"loss": self.noise_schedule.loss(corrupted, prediction, batch)}
 
     def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns what the denoiser is given of a batch besides captions, a row for each sample; for subclasses."""

@@ -13,46 +13,107 @@ mantissa, neighbouring time steps would have the same alpha.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from diffusers import DDPMScheduler, SchedulerMixin
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
+Loss = Literal["mse", "huber", "smooth_l1"]
+
 
 @dataclass(frozen=True)
 class Noise:
-    """Settings of noise: how often each time is trained, and how much it counts.
+    """Settings of noise and loss: how often each time is trained, how much it counts, and which errors.
 
     Attributes:
         min_snr_gamma: Losses of epsilon and v count as if their signal-to-noise ratio were at most this, often 5.
+        debiased: Losses of epsilon count by the root of noise to signal, of v by noise to all.
         logit_mean: Times of flow matching are `sigmoid(logit_mean + logit_std * normal)`, before they are shifted.
         logit_std: See `logit_mean`.
         uniform: Times of flow matching are uniform instead.
+        mode_scale: Times of flow matching have a mode in the middle instead, sharper if higher; 1.29 in the paper.
+        shift: Times of flow matching are shifted by this factor; None for that of the scheduler, and by none where
+            it depends on the size; `"size"` for that, as sampling does, with tokens of 2 x 2 latents.
         preconditioned: Losses of flow matching are those of the clean latents that a prediction stands for.
+        offset: Noise has a part that is the same all over a channel, of this deviation.
+        loss: Of an error d: `"mse"` for its square; `"huber"` for `2 c (sqrt(d d + c c) - c)`, its square if small,
+            and `"smooth_l1"` for `2 (sqrt(d d + c c) - c)`.
+        huber_c: The `c` of these.
+        huber_schedule: `"constant"`, or `"exponential"`: c falls from 1 at the first time to `huber_c` at the last.
 
     Raises:
-        ConfigurationError: A number is negative.
+        ConfigurationError: A number is negative, a name is not known, or two settings exclude each other.
 
     Source:
         Min-SNR: Hang et al. (2023), https://arxiv.org/abs/2303.09556
+        Debiased estimation: Yu et al. (2023), https://arxiv.org/abs/2310.08442
         Times: Stable Diffusion 3, Esser et al. (2024), https://arxiv.org/abs/2403.03206
+        Offset: https://www.crosslabs.org/blog/diffusion-with-offset-noise
+        Scheduled pseudo-Huber: Khrapov et al. (2024), https://arxiv.org/abs/2403.16728
     """
 
     min_snr_gamma: float | None = None
+    debiased: bool = False
     logit_mean: float = 0.0
     logit_std: float = 1.0
     uniform: bool = False
+    mode_scale: float | None = None
+    shift: float | Literal["size"] | None = None
     preconditioned: bool = False
+    offset: float = 0.0
+    loss: Loss = "mse"
+    huber_c: float = 0.1
+    huber_schedule: Literal["constant", "exponential"] = "constant"
 
     def __post_init__(self) -> None:
         require_number("logit_std", self.logit_std, 0)
+        require_number("offset", self.offset, 0)
+        require_number("huber_c", self.huber_c, above=0)
         if self.min_snr_gamma is not None:
             require_number("min_snr_gamma", self.min_snr_gamma, 0)
+        if self.shift not in (None, "size"):
+            require_number("shift", self.shift, above=0)
+        if self.mode_scale is not None:  # beyond, one time stands for several numbers
+            require_number("mode_scale", self.mode_scale, -1, 2 / (math.pi - 2))
+        for name, known in (
+            ("loss", get_args(Loss)),
+            ("huber_schedule", ("constant", "exponential")),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
+                )
+        for one, other in (("min_snr_gamma", "debiased"), ("uniform", "mode_scale")):
+            values = getattr(self, one), getattr(self, other)
+            if all(value not in (None, False) for value in values):
+                raise ConfigurationError(
+                    f"{one}={values[0]} and {other}={values[1]} exclude each other; take one of them"
+                )
+
+    def draw_times(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draws a share of the way from noise to data for each sample of `like`, before any shift; `(B,)`."""
+        if not self.uniform and self.mode_scale is None:
+            logits = _normal((len(like),), like, generator)
+            return torch.sigmoid(-(self.logit_mean + self.logit_std * logits))
+        share = torch.rand(len(like), generator=generator, device=like.device)
+        if self.mode_scale is None:
+            return share
+        return 1 - share - self.mode_scale * ((math.pi / 2 * share).cos().square() - 1 + share)
+
+    def draw(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draws noise for latents."""
+        noise = _normal(like.shape, like, generator)
+        if self.offset:
+            shape = (*like.shape[:2], *(1,) * (like.ndim - 2))
+            noise = noise + self.offset * _normal(shape, like, generator)
+        return noise
 
 
 class Corrupted(NamedTuple):
@@ -63,16 +124,49 @@ class Corrupted(NamedTuple):
     target: Tensor
     weights: Tensor | None = None
 
-    def loss(self, prediction: Tensor) -> Tensor:
-        """Returns the mean squared error, that of each sample by its weight."""
-        errors = (prediction - self.target).square()
-        if self.weights is not None:
-            errors = errors * _per_sample(self.weights, errors)
-        return errors.mean()
-
 
 def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
+
+
+class _Schedule:
+    """What both kinds have in common."""
+
+    noise: Noise
+    num_timesteps: int
+
+    def loss(
+        self, corrupted: Corrupted, prediction: Tensor, batch: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """Returns the mean loss of a prediction.
+
+        That of a sample is `weight * sum(mask * errors) / sum(mask)`: a mean over what the mask shows, so that a
+        small subject is trained as much as a large one. Samples count by their times, too (see `Noise`).
+
+        Args:
+            corrupted: What the denoiser was given.
+            prediction: What it made of it, of the same shape.
+            batch: May have `weight`, `(B,)`, and `mask`, `(B, 1, H, W)` in [0, 1], averaged over a latent's pixels.
+        """
+        batch, difference = batch or {}, prediction - corrupted.target
+        if self.noise.loss == "mse":
+            errors = difference.square()
+        else:
+            c: Any = self.noise.huber_c
+            if self.noise.huber_schedule == "exponential":
+                c = _per_sample(c ** (corrupted.timesteps / self.num_timesteps), difference)
+            errors = 2 * ((difference.square() + c * c).sqrt() - c)
+            errors = errors * c if self.noise.loss == "huber" else errors
+        if (mask := batch.get("mask")) is not None:
+            size = tuple(errors.shape[-2:])
+            mask = F.interpolate(mask.to(errors.dtype), size, mode="area")
+            mask = mask.reshape(len(mask), *(1,) * (errors.ndim - 3), *size).expand_as(errors)
+            share = mask.flatten(1).mean(1).clamp_min(torch.finfo(mask.dtype).tiny)
+            errors = errors * mask / _per_sample(share, errors)
+        for weights in (corrupted.weights, batch.get("weight")):
+            if weights is not None:
+                errors = errors * _per_sample(weights.to(errors.dtype), errors)
+        return errors.mean()
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
@@ -80,18 +174,21 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class FlowMatching:
+class FlowMatching(_Schedule):
     """Straight lines from data to noise; times are multiples of one over the number of timesteps, shifted.
 
     Attributes:
         num_timesteps: What the denoiser is told at `t = 1`.
         shift: Times are `shift * t / (1 + (shift - 1) * t)`.
         noise: Which times are drawn how often, and how they count.
+        line: Two points, as numbers of tokens and logarithms of the shift, of the line on which the shift lies
+            instead.
     """
 
     num_timesteps: int = 1000
     shift: float = 1.0
     noise: Noise = Noise()
+    line: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """Draws times, one for each sample, and noise, and mixes them in.
@@ -100,16 +197,17 @@ class FlowMatching:
             clean: fp32 latents of unit variance, `(B, C, h, w)`.
             generator: Drawn from, on the device of `clean`; `None` for the global one.
         """
-        if self.noise.uniform:
-            share = torch.rand(len(clean), generator=generator, device=clean.device)
-        else:
-            logits = _normal((len(clean),), clean, generator)
-            share = torch.sigmoid(-(self.noise.logit_mean + self.noise.logit_std * logits))
+        share = self.noise.draw_times(clean, generator)
         # As an index into the timesteps of the scheduler, which fall.
-        index = (share * self.num_timesteps).long()
+        index = (share * self.num_timesteps).long().clamp(max=self.num_timesteps - 1)
         times = (self.num_timesteps - index).to(clean.dtype) / self.num_timesteps
-        times = self.shift * times / (1 + (self.shift - 1) * times)
-        noise = _normal(clean.shape, clean, generator)
+        shift = self.shift
+        if self.line is not None:
+            (least, low), (most, high) = self.line
+            num_tokens = clean.shape[-2] * clean.shape[-1] / 4
+            shift = math.exp(low + (high - low) * (num_tokens - least) / (most - least))
+        times = shift * times / (1 + (shift - 1) * times)
+        noise = self.noise.draw(clean, generator)
         t = _per_sample(times, clean)
         return Corrupted(
             (1 - t) * clean + t * noise,
@@ -124,18 +222,23 @@ class FlowMatching:
 
 
 @dataclass(eq=False)
-class Diffusion:
+class Diffusion(_Schedule):
     """The discrete noise schedule of DDPM, with epsilon or v as the target.
 
     Attributes:
         alphas_cumprod: Cumulated alphas, falling, fp32, `(num time steps,)`.
         predicts_v: Whether the target is v rather than epsilon.
-        min_snr_gamma: See `Noise`.
+        noise: How times count, and how noise is drawn.
     """
 
     alphas_cumprod: Tensor
     predicts_v: bool
-    min_snr_gamma: float | None = None
+    noise: Noise = Noise()
+
+    @property
+    def num_timesteps(self) -> int:  # type: ignore[override]
+        """Number of time steps."""
+        return len(self.alphas_cumprod)
 
     def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
         """See `FlowMatching.corrupt`."""
@@ -143,15 +246,22 @@ class Diffusion:
         timesteps = torch.randint(
             len(table), (len(clean),), device=clean.device, generator=generator
         )
-        noise = _normal(clean.shape, clean, generator)
+        noise = self.noise.draw(clean, generator)
         alpha = _per_sample(table[timesteps], clean)
         signal, spread = alpha.sqrt(), (1 - alpha).sqrt()
         target = signal * noise - spread * clean if self.predicts_v else noise
         weights = None
-        if self.min_snr_gamma is not None:
-            # min(snr, gamma) / snr, or / (snr + 1) for v, where snr = alpha / (1 - alpha); epsilon's last may be 0.
-            weights = torch.minimum(alpha, self.min_snr_gamma * (1 - alpha)).flatten()
+        # Of snr = alpha / (1 - alpha); that of epsilon's last time may be 0.
+        if (
+            gamma := self.noise.min_snr_gamma
+        ) is not None:  # min(snr, gamma) / snr, or / (snr + 1) for v
+            weights = torch.minimum(alpha, gamma * (1 - alpha)).flatten()
             weights = weights if self.predicts_v else weights / alpha.flatten().clamp_min(1e-12)
+        elif self.noise.debiased:  # 1 / sqrt(snr), or 1 / (snr + 1) for v
+            weights = (1 - alpha).flatten()
+            weights = (
+                weights if self.predicts_v else (weights / alpha.flatten().clamp_min(1e-12)).sqrt()
+            )
         return Corrupted(signal * clean + spread * noise, timesteps, target, weights)
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
@@ -179,21 +289,31 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
     config = scheduler.config
     prediction = config.get("prediction_type", "epsilon")
     if type(scheduler).__name__.startswith("FlowMatch") or prediction == "flow_prediction":
-        if noise.min_snr_gamma is not None:
-            raise ConfigurationError(
-                f"min_snr_gamma={noise.min_snr_gamma} weighs losses of epsilon and v, but this is flow matching "
-                f"({type(scheduler).__name__}); leave it out, and choose times by logit_mean and logit_std"
-            )
+        for name in ("min_snr_gamma", "debiased"):
+            if (value := getattr(noise, name)) not in (None, False):
+                raise ConfigurationError(
+                    f"{name}={value} weighs losses of epsilon and v, but this is flow matching "
+                    f"({type(scheduler).__name__}); leave it out, and choose times by logit_mean and logit_std"
+                )
         # Some may be told another than that of their config. One by the size drawn diffusers' scripts leave out.
         shift = config.get("shift", config.get("flow_shift", 1.0))
         shift = scheduler.shift if hasattr(type(scheduler), "shift") else shift
         shift = 1.0 if config.get("use_dynamic_shifting") else shift
-        return FlowMatching(config.num_train_timesteps, shift, noise)
-    if noise.preconditioned or noise.uniform:
-        raise ConfigurationError(
-            f"preconditioned and uniform are for flow matching, and {type(scheduler).__name__} with "
-            f"prediction_type={prediction!r} is none; leave them out"
-        )
+        if noise.shift != "size":
+            return FlowMatching(config.num_train_timesteps, noise.shift or shift, noise)
+        if not config.get("use_dynamic_shifting"):
+            raise ConfigurationError(
+                f"shift='size' is for schedulers that shift by the size (use_dynamic_shifting); this "
+                f"{type(scheduler).__name__} shifts by {shift}: leave it out, or give a number"
+            )
+        line = tuple((config[f"{n}_image_seq_len"], config[f"{n}_shift"]) for n in ("base", "max"))
+        return FlowMatching(config.num_train_timesteps, noise=noise, line=line)  # type: ignore[arg-type]
+    for name in ("preconditioned", "uniform", "mode_scale", "shift"):
+        if (value := getattr(noise, name)) not in (None, False):
+            raise ConfigurationError(
+                f"{name}={value} is for flow matching, and {type(scheduler).__name__} with "
+                f"prediction_type={prediction!r} is none; leave it out"
+            )
     if prediction not in ("epsilon", "v_prediction") or "beta_schedule" not in config:
         raise ConfigurationError(
             f"cannot train for {type(scheduler).__name__} with prediction_type={prediction!r}; use one "
@@ -203,4 +323,4 @@ def noise_schedule_of(scheduler: SchedulerMixin, noise: Noise | None = None) -> 
     table = getattr(scheduler, "alphas_cumprod", None)
     if table is None:
         table = DDPMScheduler.from_config(config).alphas_cumprod
-    return Diffusion(table.float(), prediction == "v_prediction", noise.min_snr_gamma)
+    return Diffusion(table.float(), prediction == "v_prediction", noise)

@@ -28,6 +28,7 @@ from transformers import BatchEncoding
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError
 from lightning_diffpipe.graph.placement import created_in
+from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
@@ -85,7 +86,7 @@ class Values(TorchDispatchMode):
         if func is aten.nonzero.default and args[0] in self._known:
             with _disable_current_modes():
                 found = self._known[args[0]].nonzero()
-            return found.to("meta")  # by way of this mode, which notes it
+            return self._on_meta(found)
         if func is aten.index.Tensor:
             args = (args[0], [i for each in args[1] for i in self._by_numbers(each)])
         if func is aten._to_copy.default and args[0].is_meta:
@@ -102,7 +103,15 @@ class Values(TorchDispatchMode):
     def _by_numbers(self, index: Tensor | None) -> Sequence[Tensor | None]:
         """Returns the entries in the place of truth values, whose number would not be known on the meta device."""
         is_mask = index is not None and index.dtype == torch.bool and index in self._known
-        return index.nonzero().unbind(1) if is_mask else [index]
+        if not is_mask:
+            return [index]
+        with _disable_current_modes():
+            return [self._on_meta(each) for each in self._known[index].nonzero().unbind(1)]
+
+    def _on_meta(self, value: Tensor) -> Tensor:
+        meta = value.to("meta")
+        self._known[meta] = value
+        return meta
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> None:
         made = [x for x in outs if isinstance(x, Tensor) and x.is_meta]
@@ -199,6 +208,7 @@ class OnPaper:
         configs: Its configurations, in place of those that are read.
         call: Further arguments of the pipeline's call.
         device: Where weights are: without memory by default, else with random values.
+        lora: Adapters that are trained in place of the denoiser's weights.
 
     Attributes:
         module: The model in training.
@@ -216,6 +226,7 @@ class OnPaper:
         configs: Configs | None = None,
         call: Mapping[str, Any] | None = None,
         device: torch.device | str = "meta",
+        lora: Lora | None = None,
     ) -> None:
         configs = configs or read_configs(path)
         index = configs["model_index"]
@@ -236,12 +247,14 @@ class OnPaper:
         self.module: PartsModule
         if "controlnet" in parts:
             own = inspect.signature(ControlNetDiffusion).parameters
+            if lora is not None:
+                raise ConfigurationError("a ControlNet is trained as a whole; leave lora_rank out")
             self.module = ControlNetDiffusion(**{n: p for n, p in parts.items() if n in own})
             self.denoiser = "unet"
             side = 8 * self.module.unet.config.sample_size
             self.size = {"height": side, "width": side, "num_frames": 1}
         else:
-            self.module = PipelineDiffusion(cls(**missing | parts), 0.0, call=call)
+            self.module = PipelineDiffusion(cls(**missing | parts), 0.0, call=call, lora=lora)
             self.denoiser = self.module.step.denoiser
             with Values():
                 self.size = self._looked_at(self.module)
@@ -306,6 +319,7 @@ class ModelOnPaper:
         resolution: Pixels along an edge; that of the model if not given.
         num_frames: Of a video; that of the model if not given.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
+        lora_rank: Rank of adapters that are trained in place of the denoiser's weights; None for the weights.
 
     Raises:
         ConfigurationError: There is no such model, device or type.
@@ -317,10 +331,13 @@ class ModelOnPaper:
     resolution: int | None = None
     num_frames: int | None = None
     call: Mapping[str, Any] | None = None
+    lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         read_configs(str(self.path))
         device_named(self.device)
+        if self.lora_rank is not None:
+            Lora(self.lora_rank)
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigurationError(
@@ -340,7 +357,8 @@ class ModelOnPaper:
         diffusers.utils.logging.set_verbosity_error()  # nobody draws with these pipelines
         try:
             path = str(self.path)
-            paper = OnPaper(path, getattr(torch, self.dtype), call=self.call)
+            lora = None if self.lora_rank is None else Lora(self.lora_rank)
+            paper = OnPaper(path, getattr(torch, self.dtype), call=self.call, lora=lora)
             if self.resolution is not None:
                 paper.module.require_size(self.resolution, self.resolution)
                 paper.size |= {"height": self.resolution, "width": self.resolution}
@@ -349,7 +367,8 @@ class ModelOnPaper:
             height, width = paper.size["height"], paper.size["width"]
             pixels = f"{height}" if height == width else f"{height}x{width}"
             name = path if path in PUBLISHED else Path(path).resolve().name
-            title = f"{name} at {pixels} in {self.dtype}, modelled on {device.name}"
+            trained = "" if lora is None else f", adapters of rank {lora.rank}"
+            title = f"{name} at {pixels} in {self.dtype}{trained}, modelled on {device.name}"
             run = (paper.module, paper.step, paper.batch)
             return modelled(title, *run, paper.denoiser, device, sample_counts)
         except (DiffPipeError, torch.OutOfMemoryError):

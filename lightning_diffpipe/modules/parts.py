@@ -54,9 +54,9 @@ from lightning_diffpipe.modules.adapters import (
     write_lora,
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
-from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.optimization import Optimization, averages
 from lightning_diffpipe.sampling.loop import PipelineCall
-from lightning_diffpipe.sampling.loras import refuse_adapted
+from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import class_of, load_part
 
@@ -290,14 +290,36 @@ class PartsModule(L.LightningModule):
                 has_adapters = bool(getattr(part, "peft_config", None))
                 in_float32(part, torch.float16, torch.bfloat16, only_trained=has_adapters)
 
-    def add_lora(self, lora: Lora | None, train_text_encoder: bool) -> None:
-        """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`."""
+    def add_lora(self, lora: Lora | None, train_text_encoder: bool, loader: type) -> None:
+        """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`.
+
+        Args:
+            lora: Their settings, and the file to go on from.
+            train_text_encoder: Whether text encoders are.
+            loader: A pipeline's class, which reads such a file.
+
+        Raises:
+            ConfigurationError: The file has adapters of a part that is not trained.
+            CheckpointError: The file cannot be read, or is of another model.
+        """
         self._lora = lora
-        if lora is not None:
-            lora.add_to(self.denoiser)
-            for name, part in self.parts.items():
-                if train_text_encoder and name.startswith("text_encoder"):
-                    lora.add_to(part)
+        if lora is None:
+            return
+        adapted = {name: part for name, part in self.parts.items() if part is self.denoiser}
+        if train_text_encoder:
+            adapted |= {n: p for n, p in self.parts.items() if n.startswith("text_encoder")}
+        if lora.lora_from is not None and not adapted_parts(self.parts):
+            config = getattr(getattr(self, "unet", None), "config", None)
+            stored = StoredLora(lora.lora_from, 1.0, loader, config)
+            if others := sorted(stored.parts() - adapted.keys()):
+                raise ConfigurationError(
+                    f"lora_from={lora.lora_from} has adapters of {', '.join(others)}, and {', '.join(adapted)} is "
+                    "trained: add train_text_encoder=true if it is one of this model, or choose another file"
+                )
+            for name in sorted(stored.parts()):
+                stored.adapt(name, adapted[name])
+        for part in adapted.values():
+            lora.add_to(part)
 
     def setup(self, stage: str) -> None:
         """Looks which weights are as they were read, so that checkpoints need not have them.
@@ -358,6 +380,11 @@ class PartsModule(L.LightningModule):
         """Lets warnings of trial runs be said again."""
         said_of_cut.clear()
 
+    def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
+        """Gives optimizers that average weights those that they train, until they have stepped."""
+        for optimizer in filter(averages, self.trainer.optimizers):
+            optimizer.train()
+
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Returns the loss of one batch; see `losses`."""
         return self._logged("train", batch, self.losses(batch))
@@ -388,7 +415,7 @@ class PartsModule(L.LightningModule):
         return losses["loss"]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Returns AdamW with the schedule of `optimization`."""
+        """Returns the optimizer and learning rates of `optimization`."""
         return self.optimization.configure(self)
 
     @contextlib.contextmanager
@@ -509,7 +536,12 @@ class PartsModule(L.LightningModule):
             _write_part(part, folder / name)
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    def save_lora(self, path: str | Path, names: Mapping[str, str] | None = None) -> None:
+    def save_lora(
+        self,
+        path: str | Path,
+        names: Mapping[str, str] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Writes the adapters of all parts as one file that `pipe.load_lora_weights(path)` of diffusers takes.
 
         Of several processes the first one writes and the others return at once.
@@ -518,26 +550,30 @@ class PartsModule(L.LightningModule):
             path: Folder to write `pytorch_lora_weights.safetensors` into.
             names: Regular expressions, and what replaces them in names of tensors, one after the other: for
                 programs that know a model by the names of its first code, which diffusers reads, too.
+            state: Weights of the module, as `strategy.lightning_module_state_dict()` returns them in training.
 
         Raises:
             ConfigurationError: See `lora_weights`.
         """
         if is_first_process():
-            write_lora(Path(path), self.parts, self.lora_weights(names))
+            write_lora(Path(path), self.parts, self.lora_weights(names, state))
 
-    def lora_weights(self, names: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    def lora_weights(
+        self, names: Mapping[str, str] | None = None, state: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Returns the tensors that `save_lora` writes, and warns of those that diffusers does not load.
 
         Before training, it tells whether they can be written.
 
         Args:
             names: As in `save_lora`.
+            state: As in `save_lora`.
 
         Raises:
             ConfigurationError: No part has adapters, they are more than such a file can hold, or names cannot be
                 replaced so.
         """
-        weights = lora_weights(self.parts, names)
+        weights = lora_weights(self.parts, names, state)
         # Of a class outside of diffusers the index has a list.
         pipeline = getattr(diffusers, str(self.pipeline_index.get("_class_name")), None)
         loaded = getattr(pipeline, "_lora_loadable_modules", [])

@@ -51,7 +51,7 @@ class PipelineDiffusion(PartsModule):
     `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
     `original_size` and `crops_coords_top_left` of SDXL, are those of each image where the batch has them,
     `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit images learn from `condition`, the image
-    before, `(B, 3, H, W)` in [0, 1].
+    before, `(B, 3, H, W)` in [0, 1]. `mask` and `weight` say where and how much a loss counts (`noise.py`).
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
@@ -131,7 +131,7 @@ class PipelineDiffusion(PartsModule):
             if isinstance(part, nn.Module) and name not in (self.step.denoiser, *trained)
         )
         self.freeze_parts()
-        self.add_lora(lora, train_text_encoder)
+        self.add_lora(lora, train_text_encoder, type(pipeline))
 
     @classmethod
     def from_pretrained(
@@ -229,6 +229,7 @@ class PipelineDiffusion(PartsModule):
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Notes what is drawn while training: a pipeline's own size may be many times that of the images."""
+        super().on_train_batch_start(batch, batch_idx)
         self._trained_size = _size_of(_pixels_of(batch))
 
     def losses(
@@ -257,9 +258,8 @@ class PipelineDiffusion(PartsModule):
             shown = self._shown(coins) if step.guides_by_image else None
         corrupted = self.noise_schedule.corrupt(self.encode(pixels, is_training), generator)
         inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
-        return {
-            "loss": corrupted.loss(step.predict(*inputs, self.tail, self.parts, further, shown))
-        }
+        prediction = step.predict(*inputs, self.tail, self.parts, further, shown)
+        return {"loss": self.noise_schedule.loss(corrupted, prediction, batch)}
 
     def _read(self, batch: Mapping[str, Any], name: str, note: str = "") -> Any:
         if name not in batch:

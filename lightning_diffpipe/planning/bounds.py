@@ -26,7 +26,12 @@ from functools import cached_property, partial
 
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Frame
-from lightning_diffpipe.planning.memory import StageLoad, Waiting, boundary_samples
+from lightning_diffpipe.planning.memory import (
+    StageLoad,
+    Waiting,
+    boundary_samples,
+    recomputed_bytes,
+)
 from lightning_diffpipe.planning.partition import Cut, best_chain, greedy_cuts, least_limit
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
@@ -41,13 +46,14 @@ class Bounds:
     """Lower bounds for the pipelines of a shape.
 
     Frozen layers run on `group_size` samples at a time, None for whole microbatches, and `fills` bubbles or runs
-    before the pipeline.
+    before the pipeline, on the last `num_encoding` ranks.
     """
 
     model: CostModel
     shape: Shape
     group_size: int | None = None
     fills: bool = False
+    num_encoding: int | None = None
     _works: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -57,7 +63,10 @@ class Bounds:
             return 0.0
         busy = [0.0] * self.shape.num_ranks
         for part in self.model.encode_parts(
-            self.shape.sizes, self.shape.num_ranks, self.group_size
+            self.shape.sizes,
+            self.shape.num_ranks,
+            self.group_size,
+            self.num_encoding or self.shape.num_ranks,
         ):
             busy[part.rank] += self.model.encode_s(part.num_samples, self.group_size)
         return max(busy)
@@ -161,7 +170,8 @@ class Bounds:
         if limit is not None:
             alive = self.alive_sizes(replicas, later_ranks)
             needs = self.model.need_bytes(sum(alive), len(alive))
-            left = limit - self.model.frozen_bytes + needs[first]
+            encodes = later_ranks < (self.num_encoding or self.shape.num_ranks)
+            left = limit - encodes * self.model.frozen_bytes + needs[first]
             stop = bisect_right(needs, left * (1 + _SLACK)) - 1
         stops, bound_s = range(first + 1, stop + 1), partial(self.stage_s, first, replicas=replicas)
         return first + bisect_right(stops, limit_s * (1 + _SLACK), key=bound_s)
@@ -212,12 +222,14 @@ class StageNeeds:
         model: The cost model.
         replicas: Ranks of every stage.
         held: By stage: what its ranks hold, each kind once.
+        limits: By stage: memory of its smallest rank.
         boundary_bytes: Bytes of a sample that cross a cut before every layer, and after the last.
     """
 
     model: CostModel
     replicas: tuple[int, ...]
     held: tuple[frozenset[tuple[Waiting, StageLoad]], ...]
+    limits: tuple[float, ...]
     boundary_bytes: tuple[float, ...]
 
     @classmethod
@@ -232,7 +244,9 @@ class StageNeeds:
         held = (frozenset(held_by(stage, r) for r in own) for stage, own in enumerate(ranks))
         stops = range(1, model.num_layers + 1)
         boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, stop), 1) for stop in stops)
-        return cls(model, tuple(map(len, ranks)), tuple(held), boundaries)
+        count, memory_of = frame.pipeline.placement.num_ranks, model.cluster.memory_of
+        limits = (min(memory_of(r, count) or math.inf for r in own) for own in ranks)
+        return cls(model, tuple(map(len, ranks)), tuple(held), tuple(limits), boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
         """Returns what a stage from `first` to each of `stops` needs on its fullest rank.
@@ -243,10 +257,13 @@ class StageNeeds:
         resident = model.need_bytes(0, 0)
         for waiting, load in self.held[stage]:
             kept, (before, after) = model.need_bytes(*waiting), boundary_samples(waiting)
-            fixed = model.frozen_bytes + load.beside + before * boundary[first] - kept[first]
+            fixed = load.resident + load.beside + before * boundary[first] - kept[first]
             needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
+            if model.recomputes:
+                again = (recomputed_bytes(model, LayerRun(first, stop), waiting) for stop in stops)
+                needs = [need + more for need, more in zip(needs, again, strict=True)]
             if load.read or load.made:
-                alone = model.frozen_bytes + load.made - resident[first]
+                alone = load.resident + load.made - resident[first]
                 of_sample = model.read_bytes_from(first)
                 read = [load.read * of_sample[stop] for stop in stops]
                 needs = [
@@ -258,7 +275,7 @@ class StageNeeds:
 
     def fastest(self, bounds: Bounds, limit_s: float) -> tuple[Cut, ...] | None:
         """Finds, of the cuts that fit into memory, that of the smallest bound; None if none is below `limit_s`."""
-        limit, num_layers = self.model.cluster.memory_bytes or math.inf, self.model.num_layers
+        num_layers = self.model.num_layers
         reaches = [
             partial(bounds.reach, replicas=r, later_ranks=later, limit_s=limit_s)
             for r, later in zip(self.replicas, ranks_after(self.replicas), strict=True)
@@ -272,7 +289,7 @@ class StageNeeds:
             earliest = max(stops.start, starts[-stage - 2])
             stops = range(earliest, min(stops.stop, reaches[stage](first) + 1))
             for stop, need in zip(stops, self.need_bytes(stage, first, stops), strict=True):
-                if round(need) <= limit:
+                if round(need) <= self.limits[stage]:
                     yield stop, bounds.stage_s(first, stop, self.replicas[stage])
 
         return best_chain(num_layers, self.replicas, fitting, limit_s)
@@ -282,7 +299,7 @@ class StageNeeds:
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
             kept = self.model.need_bytes(*max(self.held[stage])[0])
-            most = below_bytes - self.model.frozen_bytes + kept[first]
+            most = below_bytes - min(load.resident for _, load in self.held[stage]) + kept[first]
             stops = range(stops.start, min(stops.stop, bisect_right(kept, most)))
             return zip(stops, self.need_bytes(stage, first, stops), strict=True)
 

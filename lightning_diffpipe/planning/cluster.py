@@ -6,9 +6,10 @@ Format `diffpipe-cluster/1`, what a run has measured; the same keys as in a Hydr
      "p2p": {"bandwidth_bytes_per_s": 3e9, "latency_s": 1e-5, "holds_sender": true},
      "all_reduce": {"bandwidth_bytes_per_s": 2e9, "latency_s": 3e-5}}
 
-What is left out has no limit: a link without a bandwidth is infinitely fast. `all_reduce_between_hosts` is the
-bus bandwidth among all ranks; of groups with fewer ranks on a host it is scaled down. `"device": "h100"` says
-what models on paper are timed on.
+Ranks that differ are listed, one of 24 GB and one of 12 GB and half the speed: `"rank_memory_bytes": [24e9, 12e9],
+"rank_speeds": [1, 0.5]`. What is left out has no limit: a link without a bandwidth is infinitely fast.
+`all_reduce_between_hosts` is the bus bandwidth among all ranks; of groups with fewer ranks on a host it is scaled
+down. `"device": "h100"` says what models on paper are timed on.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Cluster:
         all_reduce_between_hosts: Among all ranks of several hosts; None means like `all_reduce`. Its bandwidth
             counts the adapters of all ranks of a host; see `all_reduce_among`.
         device: Name of the device of a rank, if known; models on paper are timed on it.
+        rank_memory_bytes: Memory of every rank, if they differ; `memory_bytes` is that of the largest then.
+        rank_speeds: Speed of every rank, as a share of that of the fastest, if they differ.
     """
 
     num_ranks: int = stored(minimum=1)
@@ -83,6 +86,8 @@ class Cluster:
     p2p_between_hosts: Link | None = None
     all_reduce_between_hosts: Link | None = None
     device: str | None = None
+    rank_memory_bytes: tuple[int, ...] = stored((), minimum=1)
+    rank_speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or (self.ranks_per_host is not None and self.ranks_per_host < 1):
@@ -90,6 +95,19 @@ class Cluster:
                 f"a cluster needs at least one rank, and one rank per host; got "
                 f"num_ranks={self.num_ranks}, ranks_per_host={self.ranks_per_host}"
             )
+        for name in ("rank_memory_bytes", "rank_speeds"):
+            if len(given := getattr(self, name)) not in (0, self.num_ranks):
+                raise ConfigurationError(
+                    f"{name} has {len(given)} numbers, but there are {self.num_ranks} ranks (num_ranks); give one "
+                    "for each"
+                )
+        if self.rank_speeds and not 0 < min(self.rank_speeds) <= max(self.rank_speeds) == 1:
+            raise ConfigurationError(
+                "rank_speeds are shares of the speed of the fastest rank, which has 1; got "
+                f"{list(self.rank_speeds)}"
+            )
+        if self.rank_memory_bytes:
+            object.__setattr__(self, "memory_bytes", max(self.rank_memory_bytes))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Cluster:
@@ -139,6 +157,14 @@ class Cluster:
     def to_json(self) -> str:
         """Writes `diffpipe-cluster/1`."""
         return json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n"
+
+    def memory_of(self, position: int, ranks_per_pipeline: int) -> int | None:
+        """Returns the memory of the ranks at one position of all pipelines: of the smallest of them."""
+        return min(self.rank_memory_bytes[position::ranks_per_pipeline], default=self.memory_bytes)
+
+    def slowness_of(self, position: int, ranks_per_pipeline: int) -> float:
+        """Returns how many times as long as the fastest rank those at one position of all pipelines take."""
+        return 1 / min(self.rank_speeds[position::ranks_per_pipeline], default=1.0)
 
     def host_of(self, rank: int) -> int:
         """Returns the host of a rank."""

@@ -83,13 +83,19 @@ class CostModel:
         cluster: Links and memory.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
         is_folded: Layers stand for all calls of theirs in several passes.
+        recomputes: Some layer is recomputed.
     """
 
     profile: ModelProfile
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
     is_folded: bool = False
+    recomputes: bool = field(init=False, compare=False)
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        recomputes = any(layer.uncheckpointed for layer in self.backbone.layers)
+        object.__setattr__(self, "recomputes", recomputes)
 
     @property
     def backbone(self) -> BackboneProfile:
@@ -150,6 +156,8 @@ class CostModel:
 
     def weight_gradient_s(self, run: LayerRun, samples: float) -> float:
         """Returns seconds of the part of the backward that only makes weight gradients."""
+        if self.recomputes and self.recomputed_bytes_from(run.first, samples)[run.stop]:
+            return 0.0  # such a backward is not split
         sums = self.sums(samples).weight_gradient
         return sums[run.stop] - sums[run.first]
 
@@ -172,6 +180,18 @@ class CostModel:
         """Returns bytes kept between forward and backward of so many samples, in so many microbatches."""
         of_samples = samples * self._sum_bytes(run, "activation_bytes_per_sample")
         return of_samples + microbatches * self._sum_bytes(run, "activation_bytes_per_microbatch")
+
+    @_remembered
+    def recomputed_bytes_from(self, first: int, samples: float) -> tuple[float, ...]:
+        """Returns bytes of activations that stages from this layer on recompute at a time, by where they stop."""
+        whole = (layer.uncheckpointed for layer in self.backbone.layers[first:])
+        each = (
+            0.0
+            if layer is None
+            else samples * layer.activation_bytes_per_sample + layer.activation_bytes_per_microbatch
+            for layer in whole
+        )
+        return (0.0,) * first + tuple(accumulate(each, max, initial=0.0))
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Returns bytes of all tensors that are alive across the cut after the run."""
@@ -212,7 +232,7 @@ class CostModel:
     @property
     @_remembered
     def frozen_bytes(self) -> int:
-        """Bytes of all frozen encoders; every rank holds them all, since any may encode."""
+        """Bytes of all frozen encoders; every rank that may encode holds them all."""
         return sum(layer.parameter_bytes for layer in self.profile.frozen_layers)
 
     @property
@@ -257,10 +277,11 @@ class CostModel:
 
     @_remembered
     def encode_parts(
-        self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None
+        self, sizes: tuple[int, ...], num_ranks: int, group_size: int | None, num_encoding: int
     ) -> tuple[EncodePart, ...]:
         """Returns even shares of the frozen work; None as `group_size` if it cannot be split."""
-        return encode_parts(sizes, num_ranks, group_size is not None, group_size or 1)
+        splits, group_size = group_size is not None, group_size or 1
+        return encode_parts(sizes, num_ranks, splits, group_size, num_encoding=num_encoding)
 
     @_remembered
     def encode_s(self, samples: float, group_size: int | None = None) -> float:
@@ -449,12 +470,18 @@ def pipeline_costs(
     """
     placement, distinct = links.placement, frozenset(sizes)
 
-    def row(seconds: Callable[[int], float]) -> tuple[float, ...]:
-        of_size = {size: seconds(size) for size in distinct}
+    def row(seconds: Callable[[int], float], slowness: float = 1.0) -> tuple[float, ...]:
+        of_size = {size: slowness * seconds(size) for size in distinct}
         return tuple([of_size[size] for size in sizes])
 
+    slowness = [
+        links.cluster.slowness_of(r, placement.num_ranks) for r in range(placement.num_ranks)
+    ]
+    slowest = [max(slowness[rank] for rank in ranks) for ranks in placement.stage_ranks]
+
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        return tuple(row(partial(seconds, run)) for run in runs)
+        pairs = zip(runs, slowest, strict=True)
+        return tuple(row(partial(seconds, run), factor) for run, factor in pairs)
 
     crossing = model.crossing_bytes(runs, placement)
 
@@ -478,7 +505,9 @@ def pipeline_costs(
         weight_gradient_s=table(model.weight_gradient_s),
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
-        encode_s=tuple(model.encode_s(part.num_samples, group_size) for part in parts),
+        encode_s=tuple(
+            slowness[part.rank] * model.encode_s(part.num_samples, group_size) for part in parts
+        ),
         all_reduce_s=tuple(
             sum(sums_s[stage] for stage in placement.stages_of(rank))
             for rank in range(placement.num_ranks)

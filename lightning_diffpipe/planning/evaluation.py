@@ -40,6 +40,7 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, Stage, minimax_cuts
 from lightning_diffpipe.planning.passes import folded, runs_of, schedule_of_passes, unrolled
 from lightning_diffpipe.planning.plan import PipelinePlan, Planned
+from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement, Schedule, ScheduleSpec, Ticks
 from lightning_diffpipe.planning.schedules.pipedream import loop_program
@@ -74,6 +75,24 @@ class Proposal:
 
     shape: Shape
     cuts: tuple[Cut, ...]
+
+    @classmethod
+    def of(cls, plan: PipelinePlan, profile: ModelProfile) -> Proposal:
+        """Returns what a plan for a profile of one backbone decides."""
+        shape = Shape(
+            plan.num_pipelines,
+            plan.ranks_per_pipeline,
+            plan.num_stages,
+            plan.microbatch_sizes,
+            plan.options.schedule,
+        )
+        stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
+        start, units = (
+            (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
+        )
+        edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
+        replicas = (stage.num_replicas for stage in stages)
+        return cls(shape, tuple((*ab, r) for ab, r in zip(pairwise(edges), replicas, strict=True)))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -198,7 +217,13 @@ class Evaluator:
         """Returns the frozen parts before the pipeline."""
         if not self.model.profile.encoders:
             return ()
-        return self.model.encode_parts(shape.sizes, shape.num_ranks, self.group_size(shape))
+        group_size, num_encoding = self.group_size(shape), self.num_encoding(shape)
+        return self.model.encode_parts(shape.sizes, shape.num_ranks, group_size, num_encoding)
+
+    def num_encoding(self, shape: Shape) -> int:
+        """Returns how many ranks of a pipeline encode, the last ones."""
+        wanted = self.options.encoding_ranks
+        return shape.num_ranks if wanted == "auto" else min(wanted, shape.num_ranks)
 
     def group_size(self, shape: Shape) -> int | None:
         """Returns samples on which frozen layers run at a time; None for whole microbatches.
@@ -208,12 +233,13 @@ class Evaluator:
         wanted = self.options.frozen_group_size
         if not self.options.frozen_splittable or shape.num_ranks == 1:
             return None
-        return self.model.group_size(shape.sizes, shape.num_ranks) if wanted == "auto" else wanted
+        num_encoding = self.num_encoding(shape)
+        return self.model.group_size(shape.sizes, num_encoding) if wanted == "auto" else wanted
 
     def encode_share_s(self, shape: Shape) -> float:
-        """Returns seconds of frozen work of each rank if all take equal shares."""
+        """Returns seconds of frozen work of each rank that encodes if all of them take equal shares."""
         group = self.group_size(shape) or max(shape.sizes)
-        return self.model.encode_s(sum(shape.sizes) / shape.num_ranks, group)
+        return self.model.encode_s(sum(shape.sizes) / self.num_encoding(shape), group)
 
     def share_steps(self, shape: Shape) -> tuple[int, ...]:
         """Returns samples of every piece of a batch that a rank may take or leave, on average over batches.
@@ -247,7 +273,9 @@ class Evaluator:
                 spec = shape.spec.in_time(ticks)
                 self._pipelines[key] = PlacedSchedule(spec, base, placement, shape.sizes, links)
             pipeline, parts, group = self._pipelines[key], self.parts(shape), self.group_size(shape)
-            loads = frozen_loads(pipeline.placement, shape.sizes, parts, group, self.fills)
+            loads = frozen_loads(
+                pipeline.placement, shape.sizes, parts, group, self.fills, self.num_encoding(shape)
+            )
             self._frames[key] = Frame(pipeline, () if self.fills else parts, loads)
         return self._frames[key]
 
@@ -279,8 +307,9 @@ class Evaluator:
                     in_turn = cycle(frame.pipeline.placement.stage_ranks[stage])
                     for rank, forward_s, backward_s in zip(in_turn, *times, strict=False):
                         busy_s[rank] += forward_s + backward_s
-                num_shares = len(self.share_steps(shape))
-                share_s = shape.num_ranks * self.encode_share_s(shape) / num_shares
+                num_shares, encoding = len(self.share_steps(shape)), self.num_encoding(shape)
+                share_s = encoding * self.encode_share_s(shape) / num_shares
+                busy_s = busy_s[-encoding:]
                 done_s = all_done_s(busy_s, even_shares(busy_s, share_s, num_shares), share_s)
                 step_s = preference_s(max(step_s, done_s), step_s)
             self._steps[proposal] = step_s
@@ -330,8 +359,8 @@ class Evaluator:
 
     def too_full(self, proposal: Proposal) -> Iterator[int]:
         """Yields the ranks that have not enough memory."""
-        limit, runs = self.model.cluster.memory_bytes, self.runs(proposal)
-        if limit is None:
+        cluster, runs = self.model.cluster, self.runs(proposal)
+        if cluster.memory_bytes is None:
             return
         frame = self.frame(proposal)
         for rank in range(proposal.shape.num_ranks):
@@ -343,7 +372,7 @@ class Evaluator:
                 need = rank_bytes(self.calls, peak, runs, load)
                 need += self._version_bytes(proposal, rank)
                 frame.need_bytes[key] = need
-            if need > limit:
+            if need > (cluster.memory_of(rank, proposal.shape.num_ranks) or math.inf):
                 yield rank
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
@@ -394,6 +423,7 @@ class Evaluator:
             schedule=shape.schedule,
             filling="none",
             frozen_group_size=self.group_size(shape) or max(shape.sizes),
+            encoding_ranks=self.num_encoding(shape),
         )
         return PipelinePlan(
             decided,
@@ -433,7 +463,11 @@ class Evaluator:
         costs = self.costs(proposal)
         timeline = simulate(schedule, costs, sizes)
         layers = frozen_layers(self.model.profile.encoders, group)
-        placed = fill_by_shares(timeline, layers, self.share_steps(proposal.shape))
+        num_encoding = self.num_encoding(proposal.shape)
+        steps = self.share_steps(proposal.shape)
+        count, cluster = proposal.shape.num_ranks, self.model.cluster
+        slowness = [cluster.slowness_of(rank, count) for rank in range(count)]
+        placed = fill_by_shares(timeline, layers, steps, num_encoding, slowness)
         filled = weave(schedule, timeline, placed)
         costs = replace(costs, encode_s=filled.piece_s)
         timeline = simulate(filled.schedule, costs, sizes)
@@ -444,7 +478,7 @@ class Evaluator:
             for m, size in enumerate(sizes)
             if piece.start < starts[m] + size and starts[m] < piece.stop
         }
-        loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True)
+        loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True, num_encoding)
         peaks = peak_memory_bytes(self.calls, pipeline.peaks, self.runs(proposal), loads)
         planned = replace(
             unfilled.planned,
@@ -471,6 +505,7 @@ class Evaluator:
         several = placement.num_stages > placement.num_ranks
         backbone = self.model.backbone
         chains, stages = backbone.chains or ((backbone.name, 0),), list[Stage]()
+        layers = self.calls.backbone.layers
         for index, run in enumerate(self.runs(proposal)):
             name, start = chains[bisect_right(self.model.starts, run.first) - 1]
             stages.append(
@@ -483,6 +518,9 @@ class Evaluator:
                     placement.stage_ranks[index] if several else (),
                     index // size,
                     index not in placement.no_grad,
+                    tuple(
+                        i - start for i in range(run.first, run.stop) if layers[i].uncheckpointed
+                    ),
                 )
             )
         return tuple(stages)

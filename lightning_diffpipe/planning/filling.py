@@ -178,6 +178,7 @@ def encode_parts(
     splittable: bool = True,
     group_size: int = 1,
     groups: Sequence[int] | None = None,
+    num_encoding: int | None = None,
 ) -> tuple[EncodePart, ...]:
     """Shares the frozen work of a batch over ranks.
 
@@ -188,6 +189,7 @@ def encode_parts(
         group_size: Samples of a group, which stays on one rank; the last of a microbatch may have
             fewer.
         groups: How many groups each rank takes; as even as possible if not given.
+        num_encoding: So many ranks share them then, the last ones; None for all.
 
     Returns:
         The parts in the order of the samples, one for each microbatch a rank's run of groups touches.
@@ -208,8 +210,9 @@ def encode_parts(
         group_size = max(microbatch_sizes)
     total = num_groups_of(microbatch_sizes, group_size)
     if groups is None:
-        bounds = [rank * total // num_ranks for rank in range(num_ranks + 1)]
-        groups = [stop - start for start, stop in pairwise(bounds)]
+        sharing = num_encoding or num_ranks
+        bounds = [rank * total // sharing for rank in range(sharing + 1)]
+        groups = [0] * (num_ranks - sharing) + [stop - start for start, stop in pairwise(bounds)]
     if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
         raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
     owners = (rank for rank, count in enumerate(groups) for _ in range(count))
@@ -261,6 +264,12 @@ class FrozenLayer(NamedTuple):
     encoder: int
     layer: int
     seconds: Callable[[float], float]
+
+    def slower(self, factor: float) -> FrozenLayer:
+        """Returns the same on a rank that takes so many times as long."""
+        if factor == 1:
+            return self
+        return self._replace(seconds=lambda samples: factor * self.seconds(samples))
 
 
 class Placed(NamedTuple):
@@ -347,17 +356,26 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
 
 
 def fill_by_shares(
-    timeline: Timeline, layers: Sequence[FrozenLayer], steps: Sequence[int]
+    timeline: Timeline,
+    layers: Sequence[FrozenLayer],
+    steps: Sequence[int],
+    num_encoding: int | None = None,
+    slowness: Sequence[float] = (),
 ) -> tuple[Placed, ...]:
-    """Places the frozen work of a batch; `steps` are samples of the pieces that a rank takes or leaves."""
+    """Places the frozen work of a batch on the last `num_encoding` ranks, or on all.
+
+    `steps` are samples of the pieces that a rank takes or leaves; `slowness` tells how many times as long each rank
+    takes as the layers say.
+    """
     placed: list[Placed] = []
     idle, gaps = timeline.idle_by_rank_s(), gaps_by_rank(timeline)
     step_s = sum(layer.seconds(sum(steps)) for layer in layers) / len(steps)
     bounds = (0, *accumulate(steps))
-    first = 0
-    for rank, count in enumerate(shares(idle, step_s, len(steps))):
+    first, first_rank = 0, timeline.num_ranks - (num_encoding or timeline.num_ranks)
+    for rank, count in enumerate(shares(idle[first_rank:], step_s, len(steps)), first_rank):
         start, stop = bounds[first], bounds[first + count]
-        placed += _fill_rank(gaps[rank], rank, layers, start, stop - start, len(placed))
+        own = [layer.slower(slowness[rank]) for layer in layers] if slowness else layers
+        placed += _fill_rank(gaps[rank], rank, own, start, stop - start, len(placed))
         first += count
     return tuple(placed)
 

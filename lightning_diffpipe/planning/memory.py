@@ -49,12 +49,14 @@ class StageLoad(NamedTuple):
         beside: Bytes of encodings that it makes while it holds activations.
         made: Bytes of encodings that it makes.
         working: Bytes on which a frozen layer runs.
+        resident: Bytes of the encoders that it holds.
     """
 
     read: int = 0
     beside: float = 0.0
     made: float = 0.0
     working: float = 0.0
+    resident: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,14 @@ class FrozenLoad:
         working: Samples on which a frozen layer runs at a time.
         fills: The rank makes the encodings of coming batches in bubbles, while it holds activations; otherwise
             before there are any.
+        encodes: The rank holds the encoders.
     """
 
     read: Mapping[int, int]
     made: int
     working: int
     fills: bool
+    encodes: bool = True
 
     def num_bytes(self, model: CostModel, runs: Sequence[LayerRun]) -> tuple[float, float]:
         """Returns bytes next to the activations, and those at another time, when there are none.
@@ -92,7 +96,12 @@ class FrozenLoad:
     def of_stage(self, model: CostModel, stage: int) -> StageLoad:
         """Returns the load of a rank that holds one stage."""
         made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
-        return StageLoad(self.read[stage], made + working if self.fills else 0.0, made, working)
+        beside, resident = made + working if self.fills else 0.0, self.resident_bytes(model)
+        return StageLoad(self.read[stage], beside, made, working, resident)
+
+    def resident_bytes(self, model: CostModel) -> int:
+        """Returns bytes of the encoders that the rank holds."""
+        return model.frozen_bytes if self.encodes else 0
 
     def _made_bytes(self, model: CostModel) -> float:
         return (
@@ -106,6 +115,7 @@ def frozen_loads(
     parts: Sequence[EncodePart],
     group_size: int | None,
     fills: bool,
+    num_encoding: int | None = None,
 ) -> tuple[FrozenLoad, ...]:
     """Returns the load of every rank; none if nothing is frozen.
 
@@ -115,6 +125,7 @@ def frozen_loads(
         parts: Who encodes which samples; of the next batch, with filling.
         group_size: Samples on which frozen layers run at a time; None for whole microbatches.
         fills: Whether frozen work runs in the bubbles of the batch before.
+        num_encoding: So many ranks encode, the last ones; None for all.
     """
     if not parts:
         return ()
@@ -128,7 +139,9 @@ def frozen_loads(
             for stage in placement.stages_of(rank)
         }
         made = {part.microbatch for part in parts if part.rank == rank}
-        loads.append(FrozenLoad(read, sum(sizes[m] for m in made), working, fills))
+        encodes = rank >= placement.num_ranks - (num_encoding or placement.num_ranks)
+        works_on = working if encodes else 0
+        loads.append(FrozenLoad(read, sum(sizes[m] for m in made), works_on, fills, encodes))
     return tuple(loads)
 
 
@@ -153,15 +166,25 @@ def rank_bytes(
 ) -> int:
     """Returns bytes of one rank at its fullest moment.
 
-    Weights, gradients and optimizer state of its stages, all frozen encoders, and the activations that
-    wait for their backward, with the encodings there are, and messages. A rank that holds several stages is
-    taken to be at its fullest with all of them at once.
+    Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
+    wait for their backward, with the encodings there are, messages, and the activations of the layer that is
+    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
     kept += message_bytes(model, peak, runs)
-    beside, alone = (0, 0) if load is None else load.num_bytes(model, runs)
-    return round(model.frozen_bytes + resident + max(kept + beside, alone))
+    if model.recomputes:
+        kept += max(recomputed_bytes(model, runs[s], waiting) for s, waiting in peak.items())
+    if load is None:  # there are no encoders
+        return round(resident + kept)
+    beside, alone = load.num_bytes(model, runs)
+    return round(load.resident_bytes(model) + resident + max(kept + beside, alone))
+
+
+def recomputed_bytes(model: CostModel, run: LayerRun, waiting: Waiting) -> float:
+    """Returns bytes of the activations that the backward of a microbatch makes again, of one layer at a time."""
+    each = waiting.samples / max(waiting.microbatches, 1)
+    return model.recomputed_bytes_from(run.first, each)[run.stop]
 
 
 def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[LayerRun]) -> float:

@@ -19,6 +19,8 @@ PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "pipedream")
 
 FILLINGS = ("none", "shares", "auto")
 
+CHECKPOINTING = ("auto", "none", "all")
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -41,8 +43,13 @@ class PlanOptions:
         frozen_group_size: Samples on which frozen layers run at a time. Ranks take whole groups, so small
             ones balance better and large ones run faster; `auto` weighs the two by the profile. A rank alone
             runs them on whole microbatches.
+        encoding_ranks: Ranks of each pipeline that hold the frozen encoders, and run them: so many of the last
+            ones. `auto`: all, or as few as have to for the plan to fit.
         optimizer_bytes_factor: Bytes of optimizer state, and of averaged weights, for each byte of
             gradient; a number >= 0.
+        checkpointing: Which layers are recomputed in the backward instead of storing their activations: `none`;
+            `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
+            its stages.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -58,11 +65,20 @@ class PlanOptions:
     partition: str = "auto"
     frozen_splittable: bool = True
     frozen_group_size: int | Auto = "auto"
+    encoding_ranks: int | Auto = "auto"
     optimizer_bytes_factor: float = 2.0
+    checkpointing: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
-        for name in ("num_stages", "num_microbatches", "data_parallel", "frozen_group_size"):
+        counts = (
+            "num_stages",
+            "num_microbatches",
+            "data_parallel",
+            "frozen_group_size",
+            "encoding_ranks",
+        )
+        for name in counts:
             self._check_count(name, getattr(self, name), auto=True)
         if not isinstance(self.frozen_splittable, bool):
             raise ConfigurationError(
@@ -90,6 +106,7 @@ class PlanOptions:
             ("schedule", ("auto", *SCHEDULES)),
             ("filling", FILLINGS),
             ("partition", PARTITIONS),
+            ("checkpointing", CHECKPOINTING),
         ):
             if getattr(self, name) not in known:
                 raise ConfigurationError(

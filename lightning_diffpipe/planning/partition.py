@@ -48,6 +48,7 @@ class Stage:
         pass_index: Which of several passes its calls belong to; the layers of stages of other passes with the same
             position are the same.
         gradient: Whether a gradient comes back to it; else it forwards only.
+        recomputed: Those of its layers whose activations the backward computes again.
     """
 
     index: int
@@ -58,8 +59,14 @@ class Stage:
     ranks: tuple[int, ...] = ()
     pass_index: int = stored(0, key="pass")
     gradient: bool = True
+    recomputed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        odd = [i for i in self.recomputed if not self.first_layer <= i <= self.last_layer]
+        if odd:
+            raise PartitionError(
+                f"stage {self.index} recomputes layer {odd[0]}, but has layers {self.first_layer}-{self.last_layer}"
+            )
         if not 0 <= self.first_layer <= self.last_layer:
             raise PartitionError(
                 f"stage {self.index} needs at least one layer; "

@@ -207,6 +207,16 @@ class PipelinePlan:
             found.append(before + stage.first_layer)
         return tuple(found)
 
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """Layers whose activations the backward computes again, numbered as in `first_layers`."""
+        stages = zip(self.stages, self.first_layers, strict=True)
+        return frozenset(
+            first + layer - stage.first_layer
+            for stage, first in stages
+            for layer in stage.recomputed
+        )
+
     @property
     def ranks_per_pipeline(self) -> int:
         """Ranks of one pipeline."""
@@ -252,7 +262,9 @@ class PipelinePlan:
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
         group = self.options.frozen_group_size
         group = group_size_of(sizes, ranks) if group == "auto" else group
-        return encode_parts(sizes, ranks, self.options.frozen_splittable, group)
+        splits, wanted = self.options.frozen_splittable, self.options.encoding_ranks
+        num_encoding = None if wanted == "auto" else wanted
+        return encode_parts(sizes, ranks, splits, group, num_encoding=num_encoding)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -530,9 +542,12 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     }
     if plan.num_stages > 1:
         decided["schedule"] = options.schedule
+    recomputes = plan.recomputed or options.checkpointing == "all"
+    decided["checkpointing"] = options.checkpointing if recomputes else "none"
     encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
     if encodes and plan.ranks_per_pipeline > 1:
         decided["filling"] = options.filling
+        decided["encoding_ranks"] = options.encoding_ranks
         if options.frozen_splittable and options.frozen_group_size != "auto":
             decided["frozen_group_size"] = options.frozen_group_size
     return decided

@@ -20,8 +20,9 @@ Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repe
 `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
 see `EncoderProfile`. Of a step of several forms a backbone may have
 `"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
-also have `"activation_bytes_per_microbatch": 1`; see `LayerProfile`. Where `self_conditioning` has a
-probability, the layers are those of one pass, and planned for two; see `SelfConditioning`.
+also have `"activation_bytes_per_microbatch": 1` and `"input_bytes_per_sample": 1`; see `LayerProfile`. Where
+`self_conditioning` has a probability, the layers are those of one pass, and planned for two; see
+`SelfConditioning`.
 """
 
 from __future__ import annotations
@@ -135,6 +136,10 @@ class LayerProfile:
         activation_bytes_per_microbatch: Bytes kept for the backward besides, once for each microbatch
             however large it is: under autocast every microbatch has casts of the weights of its own.
         gradient: Whether a gradient comes back to this call, or passes it.
+        input_bytes_per_sample: Bytes of the inputs that no earlier layer reads: what stays of the activations where
+            the backward computes them again. None where it may not, or that is unknown.
+        uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
+            activations; see `recomputation.py`.
     """
 
     name: str
@@ -148,6 +153,8 @@ class LayerProfile:
     flops_per_sample: int = 0
     activation_bytes_per_microbatch: int = 0
     gradient: bool = True
+    input_bytes_per_sample: int | None = None
+    uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
 
     @classmethod
     def from_node(cls, node: Node) -> LayerProfile:

@@ -200,11 +200,14 @@ def assemble(
     samples = graph.num_samples or 1
     boundaries = boundary_bytes(graph)
     path = [graph.layers[index] for index in graph.path]
-    claimed: set[str] = set()
+    claimed, seen = set[str](), set[TensorKey]()
     layers, free = [], without_gradient(graph)
     for position, layer in enumerate(path, start=1):
         read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
         own, claimed = read - claimed, claimed | read
+        inputs, seen = layer.reads - seen, seen | layer.reads
+        # Computed again, it would write again.
+        writes = layer.written_buffers or layer.written_parameters or layer.mutated
         cost = costs[layer.index]
         layers.append(
             LayerProfile(
@@ -219,6 +222,9 @@ def assemble(
                 flops_per_sample=layer.cost_flops // samples,
                 activation_bytes_per_microbatch=cost.activation_bytes_per_microbatch,
                 gradient=position - 1 not in free,
+                input_bytes_per_sample=None
+                if writes
+                else sum(graph.spec(key).nbytes for key in inputs) // samples,
             )
         )
     long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))

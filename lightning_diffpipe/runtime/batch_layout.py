@@ -198,6 +198,7 @@ class BatchLayout:
         mesh: This rank's place and groups.
         seed: Seed of the run; with it all random numbers of a step are derived.
         group_size: Samples on which frozen layers run at a time; `None` chooses.
+        num_encoding: So many ranks of the pipeline encode, the last ones; `None` for all.
     """
 
     root: nn.Module
@@ -207,6 +208,7 @@ class BatchLayout:
     mesh: Mesh
     seed: int
     group_size: int | None = None
+    num_encoding: int | None = None
 
     def __post_init__(self) -> None:
         self._lowered = lru_cache(maxsize=128)(self._lower)
@@ -236,7 +238,7 @@ class BatchLayout:
         splits: bool | None = None  # there is no frozen work
         if any(view.cut.layers for view in views):
             splits = all(view.is_splittable for view in views)
-        mesh, num_ranks = self.mesh, self.schedule.num_ranks
+        mesh, num_ranks = self.mesh, self.num_encoding or self.schedule.num_ranks
         group_size = (self.group_size or group_size_of(sizes, num_ranks)) if splits else max(sizes)
         total = num_groups_of(sizes, group_size)
         counts = groups(total) if groups else None
@@ -326,7 +328,9 @@ class BatchLayout:
             schedule = schedule.of_first_microbatches(len(sizes))
         schedule = schedule.starting_at(starts)
         if splits_frozen is not None:
-            parts = encode_parts(sizes, schedule.num_ranks, splits_frozen, group_size, groups)
+            parts = encode_parts(
+                sizes, schedule.num_ranks, splits_frozen, group_size, groups, self.num_encoding
+            )
         schedule = prefix_frozen(schedule, parts, encoded=groups is not None)
         rank, keys, due = self.mesh.local_rank, partial(map, message_key), None
         if self.mesh.backend == "nccl":

@@ -1,8 +1,8 @@
 """Who holds what of a module that is cut, and one ordinary state dict of it, and back.
 
-A rank holds the parameters of its own stages and of all frozen layers. The first rank of a pipeline also holds what
-no training step reads (a VAE's decoder), for validation and sampling. State that layers change (running statistics)
-stays on the stage that runs them, and is used nowhere else.
+A rank holds the parameters of its own stages, and those of all frozen layers if it encodes. The first rank of a
+pipeline also holds what no training step reads (a VAE's decoder), for validation and sampling. State that layers
+change (running statistics) stays on the stage that runs them, and is used nowhere else.
 
 A full checkpoint looks as if one process had written it: every tensor under its fully qualified name. `collect`
 brings the tensors that rank 0 does not hold to it, those of optimizers, too, one at a time, through host memory, so
@@ -34,11 +34,15 @@ from lightning_diffpipe.planning.schedule import Placement
 _log = logging.getLogger(__name__)
 
 
-def residents_of(module: nn.Module, pieces: Cut, placement: Placement) -> list[frozenset[str]]:
-    """Returns names of the parameters held at each position of a pipeline."""
-    frozen = pieces.frozen.parameters
+def residents_of(
+    module: nn.Module, pieces: Cut, placement: Placement, num_encoding: int
+) -> list[frozenset[str]]:
+    """Returns names of the parameters held at each position of a pipeline; its last `num_encoding` ranks encode."""
+    frozen, first = pieces.frozen.parameters, placement.num_ranks - num_encoding
     held = [
-        frozen.union(*(pieces.stages[stage].parameters for stage in placement.stages_of(local)))
+        (frozen if local >= first else frozenset()).union(
+            *(pieces.stages[stage].parameters for stage in placement.stages_of(local))
+        )
         for local in range(placement.num_ranks)
     ]
     read = frozen.union(*(stage.parameters for stage in pieces.stages))

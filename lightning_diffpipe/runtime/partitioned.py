@@ -70,6 +70,7 @@ class PartitionedStepCache:
             of one batch may take several (else the first stands for all), and, if there were some, that the code
             after the last layer runs on NaN.
         forms: Those that are known, if there are several.
+        recomputed: See `View`.
     """
 
     root: nn.Module
@@ -83,6 +84,7 @@ class PartitionedStepCache:
     known: Sequence[LayerGraph] = ()
     trials: Forms = field(default_factory=Forms)
     forms: Sequence[StepForm] = ()
+    recomputed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         planned = self.trials.widest
@@ -242,7 +244,9 @@ class PartitionedStepCache:
             raise self._does_not_fit(graph)
         root, interception, memory = self.root, self.interception, self._dummies
         views = {
-            stage: StageView(root, graph, pieces.stages[stage], interception, memory)
+            stage: StageView(
+                root, graph, pieces.stages[stage], interception, memory, self.recomputed
+            )
             for stage in calls.placement.stages_of(self.local_rank)
         }
         frozen, end = FrozenView(root, graph, pieces.frozen, interception, memory), None

@@ -130,6 +130,7 @@ class PreparedBatches:
             filling.adapts,
             filling.planned_shares,
             period,
+            layout.num_encoding,
         )
 
     def num_after(self, batch_index: int) -> int:
@@ -240,6 +241,7 @@ class GroupShares:
         adapts: Whether the shares follow what is measured, if there are several ranks.
         planned: Weights of the ranks to begin with; equal if not given.
         period: Batches over which shares are whole numbers of groups.
+        num_encoding: So many ranks encode, the last ones; None for all.
     """
 
     num_ranks: int
@@ -247,10 +249,13 @@ class GroupShares:
     adapts: bool = True
     planned: Sequence[float] = ()
     period: int = 1
+    num_encoding: int | None = None
 
     def __post_init__(self) -> None:
-        self.adapts = self.adapts and self.num_ranks > 1
-        self._weights = list(self.planned) or [1.0] * self.num_ranks
+        encoding = self.num_encoding or self.num_ranks
+        self.adapts = self.adapts and encoding > 1
+        self._others = self.num_ranks - encoding
+        self._weights = list(self.planned) or [0.0] * self._others + [1.0] * encoding
         self._steps = 0
         self._steps_s: list[float] = []
         self._busy_s: list[float] = []
@@ -311,7 +316,8 @@ class GroupShares:
             return
         busy_s = [busy * self.period for _, busy, _ in gathered]
         group_s = sum(known) / len(known)
-        even = even_shares(busy_s, group_s, sum(current))  # all ranks would end together
+        # All that encode would end together.
+        even = (0,) * self._others + even_shares(busy_s[self._others :], group_s, sum(current))
         won_s = all_done_s(busy_s, current, group_s) - all_done_s(busy_s, even, group_s)
         if won_s > _WORTHWHILE * group_s and even not in self._tried:
             self._weights = [float(count) for count in even]

@@ -58,7 +58,9 @@ class StoredLora:
         self.path, self._scale, self._cls = str(path), scale, cls
         require_number(f"loras[{self.path!r}]", scale)
         if not hasattr(cls, "lora_state_dict"):
-            raise ConfigurationError(f"{cls.__name__} of diffusers takes no LoRA; leave loras out")
+            raise ConfigurationError(
+                f"{cls.__name__} of diffusers takes no LoRA files; leave them out"
+            )
         options = {"return_alphas": True, "return_lora_metadata": True, "unet_config": unet}
         try:
             self._weights, *alphas, metadata = cls.lora_state_dict(
@@ -73,7 +75,6 @@ class StoredLora:
         self._settings = {
             "network_alphas": (alphas[0] if alphas else None) or None,
             "metadata": metadata or None,
-            "adapter_name": _ADAPTER,
             "low_cpu_mem_usage": True,
         }
         if not any(
@@ -99,22 +100,38 @@ class StoredLora:
         Raises:
             CheckpointError: The file is of another model, or has more than low-rank products.
         """
-        own = [key for key in self._weights if key.startswith(f"{name}.")]
-        if not own:
+        if name not in self.parts():
             return {}
         try:
-            self._load(name, part)
+            layers = self._put_into(name, part, _ADAPTER)
+        finally:
+            for key, layer in _layers_of(part).items():
+                part.set_submodule(key, layer.get_base_layer())
+            part.__dict__.pop("peft_config", None)
+            part.__dict__.pop("_hf_peft_config_loaded", None)
+        for layer in layers.values():
+            layer.set_scale(_ADAPTER, self._scale)
+        return layers
+
+    def adapt(self, name: str, part: nn.Module) -> None:
+        """Adds peft's layers to a part and leaves them there, in float32, for training to go on with them.
+
+        Raises:
+            CheckpointError: As `layers`.
+        """
+        self._put_into(name, part, "default")
+
+    def _put_into(self, name: str, part: nn.Module, adapter: str) -> dict[str, Any]:
+        """Adds peft's layers to a part, and returns them by name if they are all that the file has of it."""
+        own = [key for key in self._weights if key.startswith(f"{name}.")]
+        try:
+            self._load(name, part, adapter)
         except Exception as error:  # whatever does not fit
             said = " ".join(str(error).split())
             raise CheckpointError(
                 f"cannot load {self.path} into the {name}, is it of another model? {type(error).__name__}: {said}"
             ) from error
-        finally:
-            layers: dict[str, Any] = {n: m for n, m in part.named_modules() if hasattr(m, "merge")}
-            for key, layer in layers.items():
-                part.set_submodule(key, layer.get_base_layer())
-            part.__dict__.pop("peft_config", None)
-            part.__dict__.pop("_hf_peft_config_loaded", None)
+        layers = _layers_of(part)
         adapters = {
             f"{key}.{kind}": value
             for key, layer in layers.items()
@@ -135,14 +152,12 @@ class StoredLora:
             )
         for value in adapters.values():
             value.data = value.data.float()
-        for layer in layers.values():
-            layer.set_scale(_ADAPTER, self._scale)
         return layers
 
-    def _load(self, name: str, part: nn.Module) -> None:
+    def _load(self, name: str, part: nn.Module, adapter: str) -> None:
         from diffusers.loaders.peft import PeftAdapterMixin  # with all of transformers' generation
 
-        weights, settings = self._weights, self._settings
+        weights, settings = self._weights, self._settings | {"adapter_name": adapter}
         if name.startswith("text_encoder"):
             weights = _in_names_of_peft(weights, part)
             alphas = _in_names_of_peft(settings["network_alphas"] or {}, part)
@@ -154,6 +169,10 @@ class StoredLora:
             part.load_lora_adapter(weights, prefix=name, **settings)
         finally:
             part.__class__ = cls
+
+
+def _layers_of(part: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in part.named_modules() if hasattr(module, "merge")}
 
 
 def _in_names_of_peft(values: Mapping[str, Any], part: nn.Module) -> dict[str, Any]:

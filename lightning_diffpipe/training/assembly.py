@@ -90,13 +90,17 @@ def assemble(
         ConfigurationError: The step keeps state outside of layers, changes weights, or has its own generators.
         GraphError: `verify` found a difference.
     """
+    unfolded = probed.graph
     probed, positions, schedule, pieces = _cut_as_planned(probed, plan)
+    recomputed = frozenset(unfolded.path_names[i] for i in plan.recomputed)
     module, graph, placement = probed.module, probed.graph, schedule.placement
     if any(map(is_compiled, module.modules())):
         # A stage compiles its forward when those before it have, and its backward when those after it have.
         process = replace(process, timeout_s=2 * schedule.num_stages * process.timeout_s)
     mesh, holders = _connect(process, schedule, pieces, graph.trained)
-    residents = residents_of(module, pieces, placement)
+    wanted = plan.options.encoding_ranks
+    num_encoding = placement.num_ranks if wanted == "auto" else wanted
+    residents = residents_of(module, pieces, placement, num_encoding)
     resident = residents[mesh.local_rank]
     owners = owners_of(module, pieces, residents, placement)
     known = _planned_graphs(probed, plan, process.device)
@@ -113,12 +117,12 @@ def assemble(
         interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
-            process.device, known, probed.forms, step_forms,
+            process.device, known, probed.forms, step_forms, recomputed,
         )  # fmt: skip
         named = dict(module.named_parameters())
         trained = {n: named[n] for n in named if n in resident and n in graph.trained}
         size = None if plan.options.frozen_group_size == "auto" else plan.options.frozen_group_size
-        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size)
+        layout = BatchLayout(module, probed.step, schedule, steps, mesh, seed, size, num_encoding)
         reducer = GradientReducer(mesh, trained, holders)
         engine = _engine(layout, reducer, options.check_finite, plan, list(trained.values()))
         if whole is not None:

@@ -258,6 +258,19 @@ class Pipeline:
         members = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: p for name, p in self.trained.items() if id(p) in members}
 
+    def connect(self, optimizer: Optimizer) -> None:
+        """Lets an optimizer that has `sum_over_ranks` add up sums of all stages, each parameter counted once."""
+
+        def summed(values: Tensor) -> Tensor:
+            values = values.to(self.mesh.device, self.mesh.number_dtype)
+            self.mesh.reduce(values)
+            return values
+
+        if hasattr(optimizer, "sum_over_ranks"):
+            trained, own = self.trained_by(optimizer).items(), self.mesh.local_rank
+            counted = [p for name, p in trained if self.owners.get(name, 0) == own]
+            optimizer.sum_over_ranks(counted, summed)
+
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
 

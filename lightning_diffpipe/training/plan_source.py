@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from lightning_diffpipe.comm.bandwidth import least_memory_bytes, measure_links
+from lightning_diffpipe.comm.bandwidth import measure_links, with_memory
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
 from lightning_diffpipe.comm.rendezvous import agree
 from lightning_diffpipe.comm.watcher import watcher
@@ -40,17 +40,22 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
 from lightning_diffpipe.profiling.measure import Subject, measure_profile, splittable_encoders
-from lightning_diffpipe.profiling.step_run import Rounds, pooled, summed_up
+from lightning_diffpipe.profiling.step_run import Rounds, middle, pooled, summed_up
 from lightning_diffpipe.runtime.batch_layout import num_samples
 from lightning_diffpipe.training.pipeline import Basis, Process
 
 _log = logging.getLogger(__name__)
 
 Auto = Literal["auto"]
+EQUAL_SPEED = 0.6
+"""Share of the speed of the fastest rank above which ranks count as equally fast: times are noisy."""
+
 _SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
 # What a fit has measured, for those after it; all ranks have made the same fits.
 _links: dict[Process, Cluster] = {}
-_timed: WeakKeyDictionary[Any, dict[Any, ModelProfile]] = WeakKeyDictionary()
+_timed: WeakKeyDictionary[Any, dict[Any, tuple[ModelProfile, tuple[float, ...]]]] = (
+    WeakKeyDictionary()
+)
 _ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
 
 
@@ -70,6 +75,8 @@ class PipelineOptions:
     data_parallel: int | Auto = "auto"
     filling: str = "auto"
     frozen_group_size: int | Auto = "auto"
+    encoding_ranks: int | Auto = "auto"
+    checkpointing: str = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
     cluster: Any = "measure"
@@ -86,7 +93,9 @@ class PipelineOptions:
         # What cannot be is refused before anything is done.
         self.wishes(1, self.data_parallel)
         if isinstance(self.cluster, Mapping):
-            Cluster.from_dict({"num_ranks": _SOME_RANKS, **self.cluster})
+            lists = (self.cluster.get(name) for name in ("rank_memory_bytes", "rank_speeds"))
+            num_ranks = next((len(each) for each in lists if each), _SOME_RANKS)
+            Cluster.from_dict({"num_ranks": num_ranks, **self.cluster})
         elif not isinstance(self.cluster, Cluster) and self.cluster != "measure":
             raise ConfigurationError(
                 f"cluster must be 'measure', a Cluster or a mapping; got {self.cluster!r}"
@@ -108,6 +117,8 @@ class PipelineOptions:
             schedule=self.schedule,
             filling=self.filling,
             frozen_group_size=self.frozen_group_size,
+            encoding_ranks=self.encoding_ranks,
+            checkpointing=self.checkpointing,
             optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
         )
         # Averages live as long as the optimizer's state, one for each trained weight.
@@ -162,7 +173,9 @@ def plan_of_rank_0(
     try:
         if options.plan is None:
             with watcher.inside("profiling layers"):
-                profile = _profile(subject, options.profile, world)
+                profile, speeds = _profile(subject, options.profile, world)
+                if speeds and not cluster.rank_speeds:
+                    cluster = replace(cluster, rank_speeds=speeds)
                 sizes = [len(backbone.layers) for backbone in profile.backbones[:-1]]
                 if tuple(accumulate(sizes, initial=0)) != chains.starts:
                     profile = separated(joined(profile), chains.starts)
@@ -295,7 +308,7 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
     """Returns the links between the ranks: given, or measured. A collective call.
 
     Without measured layers there is nothing to weigh them against, and they count as free. The memory of the
-    smallest device is a limit all the same, on one rank as well, unless another one is given.
+    devices is a limit all the same, on one rank as well, unless another one is given.
     """
     if isinstance(options.cluster, Cluster):
         return options.cluster
@@ -303,28 +316,28 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
         given = Cluster.from_dict({"num_ranks": process.world_size, **options.cluster})
         if given.memory_bytes is not None:
             return given
-        return replace(given, memory_bytes=least_memory_bytes(world, process.device))
+        return with_memory(given, world, process.device)
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
-        memory_bytes = least_memory_bytes(world, process.device)
-        return Cluster(process.world_size, memory_bytes=memory_bytes)
+        return with_memory(Cluster(process.world_size), world, process.device)
     if process not in _links:
         _links[process] = measure_links(process.backend, process.device)
     return _links[process]
 
 
-def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> ModelProfile:
-    """Estimates, reads or measures a profile of the module."""
+def _profile(
+    subject: Subject, source: Any, world: ProcessGroup | None
+) -> tuple[ModelProfile, tuple[float, ...]]:
+    """Estimates, reads or measures a profile of the module; with the speeds of the ranks, if they differ."""
     if source == "flops":
-        return estimate_profile(subject.module, subject.graph)
-    profile = _given_profile(source)
+        return estimate_profile(subject.module, subject.graph), ()
+    profile, speeds = _given_profile(source), list[float]()
     if profile is None:
-        known, kinds = (
-            _timed.setdefault(subject.module, {}),
-            (subject.splits_backward, world is None),
-        )
+        known = _timed.setdefault(subject.module, {})
+        kinds = subject.splits_backward, world is None
         asked = subject.graph.digest, subject.counts, subject.place, kinds
         if asked not in known:
-            known[asked] = measure_profile(subject, partial(pool_times, group=world))
+            profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
+            known[asked] = profile, tuple(speeds)
         return known[asked]
     names, own = tuple(layer.name for layer in profile.layers), subject.graph.path_names
     if names != own:
@@ -336,7 +349,7 @@ def _profile(subject: Subject, source: Any, world: ProcessGroup | None) -> Model
             f"{type(subject.module).__name__} has {len(own)}, and they differ: {differ}. Profile this module "
             "(diffpipe profile), or leave strategy.profile out"
         )
-    return profile
+    return profile, ()
 
 
 def _given_profile(source: Any) -> ModelProfile | None:
@@ -389,8 +402,29 @@ def planned_layers(options: PipelineOptions) -> tuple[str, ...]:
     return () if profile is None else tuple(layer.name for layer in profile.layers)
 
 
-def pool_times(rounds: Rounds, group: ProcessGroup | None) -> Rounds:
-    """Returns the layer times of all ranks of a group; each sends one typical step, not all of its runs."""
+def pool_times(
+    rounds: Rounds, group: ProcessGroup | None, speeds: list[float] | None = None
+) -> Rounds:
+    """Returns the layer times of all ranks of a group; each sends one typical step, not all of its runs.
+
+    Where ranks are of unequal speed, they are those of the fast ones, and `speeds` gets a number for each rank.
+    """
     if group is None:
         return rounds
-    return pooled(gathered_objects(summed_up(rounds), group))
+    ranks = gathered_objects(summed_up(rounds), group)
+    found = speeds_of(ranks)
+    if speeds is not None:
+        speeds[:] = found
+    fast = (each for each, speed in zip(ranks, found, strict=True) if speed > EQUAL_SPEED)
+    return pooled([*fast] if found else ranks)
+
+
+def speeds_of(ranks: Sequence[Rounds]) -> list[float]:
+    """Returns the speed of each rank as a share of the fastest one's; none where they differ by chance only."""
+    counts = set[int].intersection(*(set(rounds) for rounds in ranks))
+    if not counts:
+        return []
+    steps = [middle(rounds[max(counts)][0]) for rounds in ranks]
+    times_s = [sum((*step.before, *step.inside, *step.backward)) for step in steps]
+    speeds = [min(times_s) / (step_s or 1.0) for step_s in times_s]
+    return speeds if 0 < min(speeds) < EQUAL_SPEED else []

@@ -200,13 +200,13 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers that look at all gradients at once, where there are several stages.
 
     Each rank's would see those of its own stage, take another step size or direction than the others', and
-    move the copies of shared weights apart, without any error.
+    move the copies of shared weights apart, without any error. Those with `sum_over_ranks` add up what they need.
     """
     for optimizer in _with_wrapped(optimizers):
         name = type(optimizer).__name__
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
         # L-BFGS, learning-rate-free and sharpness-aware ones, whichever package they come from.
-        if any(
+        if not hasattr(optimizer, "sum_over_ranks") and any(
             kind.endswith(("SAM", "DoG", "DoWG"))
             or any(part in kind for part in ("LBFGS", "Prodigy", "DAdapt"))
             for kind in kinds
@@ -214,8 +214,8 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             raise ConfigurationError(
                 f"{name} computes one step size or direction from the gradients of all parameters, but in a "
                 "pipeline a rank has those of its own stage only. Use an optimizer that treats every parameter "
-                "by itself, such as AdamW, Adafactor, Lion or Muon; or train with num_stages=1, which takes "
-                "num_replicas=N for N ranks"
+                "by itself, such as AdamW, Adafactor, Lion, Muon or lightning_diffpipe.modules.Prodigy; or train "
+                "with num_stages=1, which takes num_replicas=N for N ranks"
             )
         clipped = [
             bound for group in optimizer.param_groups if (bound := group.get("max_grad_norm"))
@@ -225,6 +225,22 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"{name}(max_grad_norm={clipped[0]}) scales gradients by a norm over all parameters, but in a "
                 "pipeline a rank has the gradients of its own stage only. Turn it off (max_grad_norm=None, or 0) "
                 f"and give Trainer(gradient_clip_val={clipped[0]}), which clips by the norm over all stages"
+            )
+
+
+def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
+    """Refuses optimizers that need all stages, or a pause between steps, with a schedule that does not flush."""
+    for optimizer in _with_wrapped(optimizers):
+        switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        if switches or hasattr(optimizer, "sum_over_ranks"):
+            why = (
+                "trains other weights than it ends with"
+                if switches
+                else "adds up sums of all stages"
+            )
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} {why}, but with schedule={schedule} each stage steps when its "
+                "own batch has come back; choose a schedule that flushes, such as 1f1b, or AdamW"
             )
 
 

@@ -79,6 +79,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_arguments,
     refuse_on_several_ranks,
     refuse_optimizers,
+    refuse_steps_apart,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
@@ -108,6 +109,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             faster of the two that fits into memory.
         frozen_group_size: Samples on which frozen layers run at a time; `"auto"` weighs what small groups
             cost against how evenly they can be shared. Ranks take whole groups.
+        encoding_ranks: Ranks of each pipeline that hold the frozen encoders and run them: so many of the last
+            ones. `"auto"`: all, or as few as have to for the plan to fit.
+        checkpointing: Layers whose activations the backward computes again instead of storing them: `"none"`;
+            `"all"` for which that frees memory; `"auto"`, those of each stage that have to be for the plan to fit.
+            What the module checkpoints itself stays as it is.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
             what the plan has is refused; of what is only planned with (`profile`, `cluster`,
             `optimizer_bytes_factor`) a warning says that it changes nothing.
@@ -117,8 +123,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             fields as a mapping.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
             planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
-            float32 beside bfloat16. `"auto"` counts Adam, since the optimizer is made later. The averages of
-            an `EMA` are counted besides.
+            float32 beside bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
+            Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
@@ -144,6 +150,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         data_parallel: int | Auto = "auto",
         filling: str = "auto",
         frozen_group_size: int | Auto = "auto",
+        encoding_ranks: int | Auto = "auto",
+        checkpointing: str = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
         cluster: Any = "measure",
@@ -180,8 +188,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._options = PipelineOptions(
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
             num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
-            frozen_group_size=frozen_group_size, plan=plan, profile=profile, cluster=cluster,
-            seed=seed, check_finite=check_finite, verify=verify,
+            frozen_group_size=frozen_group_size, encoding_ranks=encoding_ranks,
+            checkpointing=checkpointing, plan=plan, profile=profile, cluster=cluster, seed=seed,
+            check_finite=check_finite, verify=verify,
             optimizer_bytes_factor=optimizer_bytes_factor,
         )  # fmt: skip
         self._arguments: tuple[Any, ...] = ()
@@ -300,6 +309,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.plan is not None and len(self.plan.stages) > 1:
             with raised_by_all():
                 refuse_optimizers(self.optimizers)
+                if self.plan.runs_free:
+                    refuse_steps_apart(self.optimizers, self.plan.options.schedule)
+            for optimizer in self.optimizers:
+                self._running.connect(optimizer)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
@@ -340,6 +353,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         silence_watching(trainer)
         averages = self._averages_bytes_factor(trainer)
         options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
+        optimization = getattr(module, "optimization", None)
+        if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
+            options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
         with (
             hooks_come_later(),
             early_answers(self),

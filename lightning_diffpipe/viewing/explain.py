@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 from lightning_diffpipe.errors import DiffPipeError, require_number
@@ -33,7 +33,7 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
     joined,
 )
-from lightning_diffpipe.planning.proposals import Shape
+from lightning_diffpipe.planning.recomputation import checkpointed
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.viewing.text import count_of, percent, seconds, size
@@ -158,20 +158,12 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     remedy = "use the profile that the plan was made from, or one of the same layers"
     check_layers(plan, names, what, remedy)
     own = replace(cluster, num_ranks=plan.num_ranks)
-    model = CostModel(profile, own, plan.options.optimizer_bytes_factor)
-    stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
-    start, units = (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
-    edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
-    cuts = tuple((*ab, s.num_replicas) for ab, s in zip(pairwise(edges), stages, strict=True))
-    again = Evaluator(model, plan.options).plan(Proposal(_shape(plan), cuts))
+    model = CostModel(
+        checkpointed(profile, plan.recomputed), own, plan.options.optimizer_bytes_factor
+    )
+    again = Evaluator(model, plan.options).plan(Proposal.of(plan, profile))
     old_s, new_s = plan.planned.iteration_s, again.planned.iteration_s
     return plan if math.isclose(new_s, old_s, rel_tol=SAME_STEP) else again
-
-
-def _shape(plan: PipelinePlan) -> Shape:
-    """Returns everything about a plan but where it cuts."""
-    ranks, sizes = plan.ranks_per_pipeline, plan.microbatch_sizes
-    return Shape(plan.num_pipelines, ranks, plan.num_stages, sizes, plan.options.schedule)
 
 
 def _parts(plan: PipelinePlan, costs: PipelineCosts) -> tuple[Saving, ...]:
@@ -256,7 +248,9 @@ def _tries(
     same: dict[str, Any] = {"frozen_group_size": "auto"}
     options = replace(plan.options, **same)
     evaluator = Evaluator(CostModel(joined(profile), cluster), options)
-    chosen = evaluator.group_size(_shape(plan)) or max(plan.microbatch_sizes)
+    chosen = evaluator.group_size(Proposal.of(plan, joined(profile)).shape) or max(
+        plan.microbatch_sizes
+    )
     if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs anew
         same, options = {}, plan.options
     free = {**same, "num_replicas": "auto", "partition": "auto"}

@@ -52,8 +52,9 @@ def headline(plan: PipelinePlan) -> str:
 def stage_table(plan: PipelinePlan) -> str:
     """Draws a table with a row for each stage."""
     times = ("forward", "backward", "to next", "reduce")
-    header = ("stage", "ranks", "layers", "of", *times, "memory")
+    header = ["stage", "ranks", "layers", "of", *times, "memory"]
     rows, costs, memory = [], plan.costs, plan.planned.peak_memory_bytes
+    header += ["recomputed"] if plan.recomputed else []
     for stage in plan.stages:
         i, ranks = stage.index, plan.placement.stage_ranks[stage.index]
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
@@ -65,7 +66,10 @@ def stage_table(plan: PipelinePlan) -> str:
                 table[i][0] for table in (costs.forward_s, costs.backward_s, costs.gradient_s)
             ]
             row += [seconds(time_s) for time_s in (*times_s, costs.reduce_s(ranks[0]))]
-        rows.append([*row, size(max(memory[rank] for rank in ranks)) if memory else "?"])
+        row.append(size(max(memory[rank] for rank in ranks)) if memory else "?")
+        if plan.recomputed:
+            row.append(f"{len(stage.recomputed)} of {stage.num_layers}")
+        rows.append(row)
     return table(header, rows)
 
 
@@ -78,8 +82,11 @@ def numbers(plan: PipelinePlan) -> str:
         f"no bubbles    {seconds(planned.no_bubble_limit_s)} at best",
     ]
     if planned.frozen_s:
-        share = planned.frozen_s / plan.ranks_per_pipeline
-        lines.append(f"frozen work   {seconds(share)} on each rank")
+        count, wanted = plan.ranks_per_pipeline, plan.options.encoding_ranks
+        encoding = count if wanted == "auto" else wanted
+        last = f"the last {encoding} ranks" if encoding > 1 else "the last rank"
+        where = "each rank" if encoding == count else last
+        lines.append(f"frozen work   {seconds(planned.frozen_s / encoding)} on {where}")
     if planned.iteration_s != planned.unfilled_iteration_s:
         lines.append(
             f"unfilled      {seconds(planned.unfilled_iteration_s)}, "

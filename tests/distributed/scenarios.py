@@ -12,6 +12,7 @@ import torch
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.rng import derived_seed
 from lightning_diffpipe.graph.step import ModuleSplit
 from lightning_diffpipe.runtime.batch_layout import microbatch_sizes, num_samples, split
@@ -46,6 +47,7 @@ class Outcome:
     plan: Any = None
     basis: Any = None
     held_bytes: int = 0
+    holds_frozen: bool = True
 
 
 class Recorder(L.Callback):
@@ -54,7 +56,7 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         self.losses, self.gradients, self.hooks = [], [], []
         self.plan = self.basis = None
-        self.held_bytes = 0
+        self.held_bytes, self.holds_frozen = 0, True
 
     def on_before_backward(self, trainer, module, loss):
         self.hooks.append("before_backward")
@@ -69,6 +71,10 @@ class Recorder(L.Callback):
         )
         self.plan = getattr(trainer.strategy, "plan", None)
         self.basis = getattr(getattr(trainer.strategy, "pipeline", None), "basis", None)
+        if pipeline := getattr(trainer.strategy, "pipeline", None):
+            layers, named = pipeline.graph.layers, dict(module.named_parameters())
+            read = {name for index in pipeline.graph.frozen for name in layers[index].parameters}
+            self.holds_frozen = not any(is_placeholder(named[name]) for name in read)
         trained = [p.untyped_storage() for p in module.parameters() if p.requires_grad]
         self.held_bytes = sum({s.data_ptr(): s.nbytes() for s in trained}.values())
 
@@ -133,6 +139,7 @@ def outcome(trainer, module, recorder, initial) -> Outcome:
         recorder.plan,
         recorder.basis,
         recorder.held_bytes,
+        recorder.holds_frozen,
     )
 
 

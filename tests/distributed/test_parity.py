@@ -4,13 +4,17 @@ Double precision; the reference runs the untouched `training_step` on one device
 microbatch, in Lightning's own loops. Losses, every gradient of every step and all weights are compared.
 """
 
+import time
+
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.profiling.layer_costs import estimate_profile
@@ -24,7 +28,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
-from tests.distributed.tiny import WIDTH, Samples, TinyDiffusion
+from tests.distributed.tiny import WIDTH, Block, Samples, TinyDiffusion
 from tests.ranks import run_ranks
 from tests.rows import row
 
@@ -460,3 +464,66 @@ def test_all_weights_move():
     frozen = {n for n, p in build(Settings()).named_parameters() if not p.requires_grad}
     still = {n for n, v in expected.weights.items() if torch.equal(v, expected.initial[n])}
     assert still == frozen
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"),
+    [(1, "1f1b"), (2, "1f1b"), (2, "zero_bubble"), row(2, "interleaved"), row(3, "v")],
+)
+def test_recomputed_layers(num_ranks, schedule):
+    stages = {"interleaved": 2 * num_ranks, "v": "auto"}.get(schedule, num_ranks)
+    strategy = {"num_stages": stages, "schedule": schedule, "checkpointing": "all"}
+    outcomes, _ = check(num_ranks, 4, strategy=strategy, data={"batch_size": 8})
+    recomputed = [stage.recomputed for stage in outcomes[0].plan.stages]
+    assert all(recomputed), recomputed
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_encoding", "filling", "schedule"),
+    [(2, 1, "shares", "1f1b"), (2, 1, "none", "1f1b"), (3, 2, "shares", "1f1b"), row(3, 1, "none", "v"),
+     row(3, 1, "shares", "v")],
+)  # fmt: skip
+def test_ranks_without_encoders(num_ranks, num_encoding, filling, schedule):
+    """Those before the last ones hold none of the frozen layers, and encode nothing."""
+    stages = num_ranks if schedule == "1f1b" else "auto"
+    strategy = {"filling": filling, "encoding_ranks": num_encoding, "schedule": schedule}
+    outcomes, _ = check(num_ranks, 3, strategy={"num_stages": stages, **strategy})
+    plan = outcomes[0].plan
+    assert plan.options.encoding_ranks == num_encoding
+    encoding = [
+        rank
+        for rank, program in enumerate(plan.programs)
+        if any(isinstance(i, Encode) for i in program)
+    ]
+    assert encoding == [*range(num_ranks)][-num_encoding:]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.holds_frozen == (rank in encoding)
+
+
+class SlowLinear(nn.Linear):
+    """Sleeps, on rank 1 three times as long."""
+
+    def forward(self, x):
+        slow = torch.distributed.is_initialized() and torch.distributed.get_rank()
+        time.sleep(0.012 if slow else 0.004)
+        return super().forward(x)
+
+
+class Slow(TinyDiffusion):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        for block in self.blocks:
+            block.mix = SlowLinear(WIDTH, 2 * WIDTH)
+
+
+@pytest.mark.table
+def test_a_slower_rank_gets_less():
+    """Its speed is measured with the layers."""
+    strategy = {"num_stages": 2, "profile": "measure"}
+    outcomes, _ = check(2, 2, strategy=strategy, module_class=Slow, trainer={"max_steps": 2})
+    fast, slow = (
+        sum(name.endswith(".mix") for name in outcomes[0].plan.layers[s.first_layer : s.stop])
+        for s in outcomes[0].plan.stages
+    )
+    assert fast >= slow + 2, (fast, slow)

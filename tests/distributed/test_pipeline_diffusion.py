@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diffpipe.modules import Optimization, PipelineDiffusion
+from lightning_diffpipe.modules import Noise, Optimization, PipelineDiffusion
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
@@ -16,13 +16,20 @@ pytestmark = pytest.mark.distributed
 
 
 class Tiny(PipelineDiffusion):
-    """Equal in every process."""
+    """Equal in every process, with a loss of its own that some samples and pixels count more in."""
 
     def __init__(self, name):
         with tempfile.TemporaryDirectory() as folder:
             pipeline = tiny.build(name, Path(folder))
         options = {"max_sequence_length": 8} if name == "flux" else {}
-        super().__init__(pipeline, call=options, optimization=Optimization(lr=1e-2, warmup_steps=1))
+        noise = Noise(loss="huber", offset=0.1, shift="size" if name == "flux" else None)
+        optimization = Optimization(lr=1e-2, warmup_steps=1, groups={"norm|bias": {"lr": 1e-3}})
+        super().__init__(pipeline, call=options, optimization=optimization, noise=noise)
+
+    def losses(self, batch, generator=None):
+        image = batch["image"]
+        own = {"mask": (image[:, :1] > 0).float(), "weight": 1 + image.mean((1, 2, 3))}
+        return super().losses({**batch, **own}, generator)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import torch
 from torch import library
 
 from lightning_diffpipe.errors import GraphError
-from lightning_diffpipe.graph.cut import cut
+from lightning_diffpipe.graph.cut import cut, uncut
 from lightning_diffpipe.graph.probe import fold, probe
+from lightning_diffpipe.graph.view import StageView
 from tests.graph.emulate import (
     SEED,
     check_stages,
     emulate,
+    intercepted,
     randomise,
     reference,
     relative_error,
@@ -84,6 +86,33 @@ def test_dropout_and_checkpointing_inside_layers(dropout, checkpointing):
     loss, expected = reference(root, step, rows().double(), SEED, graph)
     got_loss, got = emulate(root, graph, [2, 4], run, rows().double(), SEED)
     assert got_loss == loss
+    assert relative_error(expected, got)[0] < 1e-12
+
+
+@pytest.mark.parametrize("max_share", [1 / 4, 1 / 32])
+def test_layers_that_are_recomputed_run_again_in_the_backward(max_share):
+    """Blocks, or the layers in them; gradients are those of dropout's numbers in the forward."""
+    root, calls = Tower().double(), []
+    for block in root.blocks:
+        block.dropout.p = 0.3
+    graph = probe(root, step, rows().double(), max_share=max_share)
+    loss, expected = reference(root, step, rows().double(), SEED, graph)
+    names = frozenset(
+        name for name in graph.layer_names if name.startswith(("blocks.1", "blocks.3"))
+    )
+    folded, _ = fold(root, step, rows().double(), graph, [])
+    for name in names:
+        module = root.get_submodule(name)
+        forward = module.forward
+        module.forward = lambda x, name=name, forward=forward: calls.append(name) or forward(x)
+    with intercepted(root) as interception:
+        view = StageView(root, folded, uncut(folded), interception, recomputed=names)
+        run = view.forward(lambda: step(root, rows().double()), seed=SEED)
+        assert sorted(calls) == sorted(names)
+        run.backward()
+    assert sorted(calls) == sorted([*names, *names])
+    assert float(run.loss) == loss
+    got = {name: parameter.grad for name, parameter in root.named_parameters()}
     assert relative_error(expected, got)[0] < 1e-12
 
 

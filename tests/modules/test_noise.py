@@ -1,7 +1,8 @@
 import diffusers
 import pytest
 import torch
-from diffusers.training_utils import compute_snr
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_snr
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.noise import FlowMatching, Noise, noise_schedule_of
@@ -78,7 +79,8 @@ def test_min_snr_weights_are_those_of_diffusers_recipes(prediction):
     weights = snr.clamp(max=5.0) / (snr + (prediction == "v_prediction"))
     torch.testing.assert_close(corrupted.weights, weights)
     errors = (normal(64, 4, 2, 2).flip(0) - corrupted.target).square().mean((1, 2, 3))
-    loss = corrupted.loss(normal(64, 4, 2, 2).flip(0))
+    schedule = noise_schedule_of(scheduler, Noise(min_snr_gamma=5.0))
+    loss = schedule.loss(corrupted, normal(64, 4, 2, 2).flip(0))
     torch.testing.assert_close(loss, (errors * weights).mean())
 
 
@@ -159,12 +161,149 @@ def test_times_of_a_flow_are_drawn_as_asked_for():
     assert logits.std().item() == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.parametrize("mode_scale", [0.0, 1.29])
+def test_times_with_a_mode_are_those_of_diffusers_scripts(mode_scale):
+    schedule = noise_schedule_of(
+        diffusers.FlowMatchEulerDiscreteScheduler(), Noise(mode_scale=mode_scale)
+    )
+    times = schedule.corrupt(torch.zeros(4000, 1, 1), torch.Generator().manual_seed(1)).timesteps
+    script = diffusers.FlowMatchEulerDiscreteScheduler()
+    u = compute_density_for_timestep_sampling(
+        "mode", 4000, mode_scale=mode_scale, generator=torch.Generator().manual_seed(1)
+    )
+    assert torch.equal(times, script.timesteps[(u * 1000).long()])
+
+
+def flux_scheduler():
+    return diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, shift=3.0
+    )
+
+
+@pytest.mark.parametrize("size", [(32, 32), (128, 128), (64, 192)])
+def test_times_shifted_by_the_size_are_those_of_sampling(size):
+    plain, shifted = (
+        noise_schedule_of(flux_scheduler(), Noise(shift=shift))
+        .corrupt(torch.zeros(50, 1, *size), torch.Generator().manual_seed(1))
+        .timesteps
+        for shift in (None, "size")
+    )
+    sampling = flux_scheduler()
+    mu = calculate_shift(size[0] * size[1] // 4)
+    sampling.set_timesteps(sigmas=(plain / 1000).tolist(), mu=mu)
+    torch.testing.assert_close(shifted, sampling.timesteps)
+
+
+def test_a_shift_that_is_given_counts_for_that_of_the_scheduler():
+    schedule = noise_schedule_of(
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), Noise(shift=2.0)
+    )
+    assert schedule.shift == 2.0
+    with pytest.raises(
+        ConfigurationError, match=r"this FlowMatchEulerDiscreteScheduler shifts by 3\.0"
+    ):
+        noise_schedule_of(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), Noise(shift="size"))
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_weights_of_debiased_estimation(prediction):
+    scheduler = diffusers.DDPMScheduler(prediction_type=prediction)
+    corrupted = noise_schedule_of(scheduler, Noise(debiased=True)).corrupt(normal(64, 4, 2, 2))
+    snr = compute_snr(scheduler, corrupted.timesteps)
+    weights = 1 / snr.sqrt() if prediction == "epsilon" else 1 / (snr + 1)
+    torch.testing.assert_close(corrupted.weights, weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "schedule", [FlowMatching, lambda noise: noise_schedule_of(diffusers.DDPMScheduler(), noise)]
+)
+def test_an_offset_is_the_same_all_over_a_channel(schedule):
+    clean = normal(8, 4, 3, 5)
+    plain, offset = (
+        (schedule(noise=Noise(offset=value)).corrupt(clean, torch.Generator().manual_seed(1)))
+        for value in (0.0, 0.1)
+    )
+    generator = torch.Generator().manual_seed(1)
+    generator.set_state(_state_after(schedule, clean))
+    expected = 0.1 * torch.randn(8, 4, 1, 1, generator=generator)
+    torch.testing.assert_close(offset.target - plain.target, expected.expand_as(clean))
+
+
+def _state_after(schedule, clean):
+    generator = torch.Generator().manual_seed(1)
+    schedule(noise=Noise()).corrupt(clean, generator)
+    return generator.get_state()
+
+
+LOSSES = {
+    "mse": lambda d, c: d**2,
+    "huber": lambda d, c: 2 * c * ((d**2 + c**2) ** 0.5 - c),
+    "smooth_l1": lambda d, c: 2 * ((d**2 + c**2) ** 0.5 - c),
+}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "exponential"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(6, 4, 3, 5), (6, 4, 2, 3, 5)])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_equal_a_loop_over_samples(loss, shape, masked, weighted, schedule):
+    noise = Noise(preconditioned=True, loss=loss, huber_c=0.2, huber_schedule=schedule)
+    flow, batch = FlowMatching(noise=noise), {}
+    corrupted = flow.corrupt(normal(*shape), torch.Generator().manual_seed(1))
+    prediction = normal(*shape).flip(0)
+    mask, weight = (
+        torch.rand(6, 1, 24, 40, generator=torch.Generator().manual_seed(2)),
+        torch.arange(6.0),
+    )
+    mask[0, :, :12] = 0
+    batch = {"mask": mask} if masked else {}
+    batch |= {"weight": weight} if weighted else {}
+    losses = []
+    for i in range(6):
+        c = 0.2 ** (1 if schedule == "constant" else corrupted.timesteps[i].item() / 1000)
+        errors = LOSSES[loss](prediction[i] - corrupted.target[i], c)
+        if masked:  # each latent stands for 8 x 8 pixels
+            shown = mask[i].reshape(3, 8, 5, 8).mean((1, 3))
+            errors = (errors * shown).sum() / shown.expand_as(errors).sum()
+        losses.append(errors.mean() * corrupted.weights[i] * (weight[i] if weighted else 1))
+    torch.testing.assert_close(flow.loss(corrupted, prediction, batch), torch.stack(losses).mean())
+    halves = [
+        flow.loss(
+            type(corrupted)(*(each[part] for each in corrupted)),
+            prediction[part],
+            {key: value[part] for key, value in batch.items()},
+        )
+        for part in (slice(3), slice(3, 6))
+    ]
+    torch.testing.assert_close(torch.stack(halves).mean(), torch.stack(losses).mean())
+
+
+def test_a_mask_that_shows_nothing_trains_nothing():
+    flow = FlowMatching()
+    corrupted, prediction = flow.corrupt(normal(2, 4, 3, 5)), normal(2, 4, 3, 5).requires_grad_()
+    mask = torch.stack([torch.zeros(1, 24, 40), torch.ones(1, 24, 40)])
+    flow.loss(corrupted, prediction, {"mask": mask}).backward()
+    assert prediction.grad[0].abs().max() == 0
+    assert prediction.grad[1].abs().max() > 0
+
+
 def test_bad_noise_is_named():
     with pytest.raises(ConfigurationError, match=r"min_snr_gamma=5\.0 weighs losses of epsilon"):
         noise_schedule_of(diffusers.FlowMatchEulerDiscreteScheduler(), Noise(min_snr_gamma=5.0))
     with pytest.raises(
-        ConfigurationError, match="uniform are for flow matching, and DDPMScheduler"
+        ConfigurationError, match="uniform=True is for flow matching, and DDPMScheduler"
     ):
         noise_schedule_of(diffusers.DDPMScheduler(), Noise(uniform=True))
     with pytest.raises(ConfigurationError, match="logit_std"):
         Noise(logit_std=-1.0)
+    for settings, said in (
+        ({"loss": "l2"}, "loss must be one of mse, huber, smooth_l1; got 'l2'"),
+        ({"shift": "large"}, "shift must be"),
+        ({"shift": 0}, "shift must be"),
+        ({"mode_scale": 3.0}, "mode_scale must be"),
+        ({"huber_schedule": "snr"}, "huber_schedule must be one of constant, exponential"),
+        ({"min_snr_gamma": 5.0, "debiased": True}, "exclude each other; take one"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            Noise(**settings)

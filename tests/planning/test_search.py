@@ -13,10 +13,11 @@ import torch
 
 from benchmarks.schedules import steps as measured_steps
 from lightning_diffpipe.errors import PlanError, ProfileError
-from lightning_diffpipe.planning import search as search_module
+from lightning_diffpipe.planning import cut_search
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks, pipeline_costs
+from lightning_diffpipe.planning.cut_search import Search
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.lowering import lower
@@ -48,7 +49,7 @@ from lightning_diffpipe.planning.proposals import (
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-from lightning_diffpipe.planning.search import Search, find_plan
+from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
 from lightning_diffpipe.viewing.explain import explain
 from tests.rows import row
@@ -486,7 +487,7 @@ def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
     options = PlanOptions(16, 4, 8, num_replicas=1, data_parallel=1)
     model = CostModel(profile, Cluster(4))
     (shape,) = shapes(model, options)
-    assert count_of_cuts(model, shape) > search_module.MOST_CUTS_TRIED
+    assert count_of_cuts(model, shape) > cut_search.MOST_CUTS_TRIED
     check_limits(profile, 4, options, (1, 1.05, 1.2), slower=1.001)
 
 
@@ -511,7 +512,7 @@ def test_a_cut_that_fits_is_found_where_encoders_need_most():
 @pytest.mark.parametrize("seed", seeds(30, 6))
 def test_a_cut_that_fits_is_found_whatever_layers_and_messages_weigh(seed, schedule, monkeypatch):
     """History: a layer too much for an early stage, but not for a later one, ended the search as well."""
-    monkeypatch.setattr(search_module, "MOST_CUTS_TRIED", 0)
+    monkeypatch.setattr(cut_search, "MOST_CUTS_TRIED", 0)
     rng = random.Random(seed)
     num_ranks = rng.randint(2, 4)
     profile = layers_that_keep(rng, rng.randint(5, 9), [1, 5, 30], [1, 3, 360])
@@ -526,7 +527,7 @@ def test_moving_layers_comes_close_to_the_optimum(seed, monkeypatch):
     profile, cluster, batch = random_case(seed)
     options = PlanOptions(batch, num_microbatches=min(batch, 4))
     best_s = find_plan(profile, cluster, options).planned.iteration_s
-    monkeypatch.setattr(search_module, "MOST_CUTS_TRIED", 0)
+    monkeypatch.setattr(cut_search, "MOST_CUTS_TRIED", 0)
     assert find_plan(profile, cluster, options).planned.iteration_s <= 1.02 * best_s
 
 

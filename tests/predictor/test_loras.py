@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from torch import nn
 
 from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
@@ -399,3 +400,39 @@ def test_scales_are_finite(scale, tmp_path):
     """History: images were black."""
     with pytest.raises(ConfigurationError, match=f"must be a number; got {scale}"):
         sampling_loras.StoredLora(tmp_path, scale, diffusers.StableDiffusion3Pipeline)
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [("stable_diffusion", "kohya"), *((n, "own") for n in ("stable_diffusion", "sdxl", "flux"))],
+)
+def test_training_goes_on_from_a_file_with_its_rank_and_layers(name, writer, tmp_path):
+    targets = ["to_q", "to_out.0", "q_proj", "q"]
+    file = save_lora(name, tmp_path / "lora", 1, rank=2, alpha=6, targets=targets)
+    pipeline = tiny.build(name, tmp_path / "parts")
+    pipeline.load_lora_weights(file, adapter_name="default")
+    file = as_kohya_writes(file, 4) if writer == "kohya" else file
+    lora = Lora(rank=16, lora_from=file)
+    module = PipelineDiffusion(
+        tiny.build(name, tmp_path / "parts"), lora=lora, train_text_encoder=True
+    )
+    for part in ("unet", "transformer", "text_encoder"):
+        ours, theirs = (getattr(each, part, nn.Module()) for each in (module, pipeline))
+        assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+        for key, layer in theirs.named_modules():
+            if hasattr(layer, "get_delta_weight"):
+                changes = (
+                    each.get_submodule(key).get_delta_weight("default") for each in (ours, theirs)
+                )
+                torch.testing.assert_close(*changes)
+        assert all(p.requires_grad == (".lora_" in key) for key, p in ours.named_parameters())
+    assert any(".lora_" in key for key, _ in module.denoiser.named_parameters())
+    with pytest.raises(
+        ConfigurationError, match=r"has adapters of text_encoder.*train_text_encoder=true"
+    ):
+        PipelineDiffusion(tiny.build(name, tmp_path / "parts"), lora=lora)
+    other = {"flux": "sdxl"}.get(name, "flux")
+    with pytest.raises(
+        (CheckpointError, ConfigurationError), match=r"another model|another file|cannot read"
+    ):
+        PipelineDiffusion(tiny.build(other, tmp_path / "other"), lora=lora, train_text_encoder=True)

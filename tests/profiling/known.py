@@ -15,6 +15,9 @@ DENOISERS = {
     "flux": 11_901_408_320,
     "pixart": 610_856_096,
     "wan": 1_418_996_800,
+    "sd35": 8_056_627_520,
+    "wan14b": 14_288_491_584,
+    "qwen_image": 20_430_401_088,
 }
 """Parameters of denoisers, as published."""
 

@@ -154,10 +154,14 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
         "flux": [123_060_480, 4_762_310_656],
         "pixart": [4_762_310_656],
         "wan": [5_680_910_336],
+        "sd35": [123_650_304, 694_659_840, 4_762_310_656],
+        "wan14b": [5_680_910_336],
+        "qwen_image": [8_292_166_656],
     }
     assert sorted(sizes) == published[name]
     of_4_channels = 83_653_863
-    vaes = {"sd3": 83_819_683, "flux": 83_819_683, "wan": 126_892_531}
+    video = dict.fromkeys(("wan", "wan14b", "qwen_image"), 126_892_531)
+    vaes = video | dict.fromkeys(("sd3", "sd35", "flux"), 83_819_683)
     assert count(module.vae) == vaes.get(name, of_4_channels)
     if name == "controlnet":
         assert count(module.controlnet) == CONTROLNET

@@ -445,7 +445,7 @@ def test_groups_do_not_depend_on_shares(sizes, num_ranks, group_size, data):
 def lookahead_batches(filling, backend):
     layout = RankLayout(2, Placement.of_replicas([1, 1]))
     mesh = SimpleNamespace(backend=backend, layout=layout, gathered=lambda numbers: [numbers] * 2)
-    steps = SimpleNamespace(mesh=mesh, still_takes_its_forms=lambda step: True)
+    steps = SimpleNamespace(mesh=mesh, num_encoding=None, still_takes_its_forms=lambda step: True)
     return PreparedBatches(filling, steps, Clock())
 
 

@@ -30,6 +30,9 @@ class Share:
             self.barrier.wait()
             output = self.box
             self.barrier.wait()
+            if isinstance(output, tuple) and rank != owner:
+                # Threads share the generators: restored late, they would go back while the owner draws again.
+                output = output[0], None
             return output
 
         return share

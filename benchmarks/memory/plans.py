@@ -1,0 +1,104 @@
+"""Which models fit on which cards, and how long a step takes, by `diffpipe plan`: the table of docs/memory.md.
+
+    python benchmarks/memory/plans.py [--models flux qwen_image] > rows.md
+
+Cards are planned with what a plan may use of them: 92 % of their memory, and links as PCIe 4 gives them between
+consumer cards, or NVLink.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_diffpipe.errors import PlanError
+from lightning_diffpipe.modules.on_paper import ModelOnPaper
+from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import ModelProfile
+from lightning_diffpipe.planning.search import find_plan
+
+MODELS = {
+    "sdxl": "SDXL, 1024 pixels",
+    "sd35": "SD3.5 large, 1024 pixels",
+    "flux": "Flux.1-dev, 1024 pixels",
+    "qwen_image": "Qwen-Image, 1024 pixels",
+    "wan": "Wan 2.1 1.3B, 33 frames of 512 x 512",
+    "wan14b": "Wan 2.1 14B, 81 frames of 480 x 832",
+}
+PCIE, NVLINK = Link(12e9, 30e-6), Link(300e9, 10e-6)
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Cards of one host, and the samples of a step on them."""
+
+    number: int
+    gigabytes: int
+    device: str
+    samples: int
+    link: Link = PCIE
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cards as ranks."""
+        memory_bytes = round(0.92 * self.gigabytes * 2**30)
+        link = self.link
+        return Cluster(self.number, p2p=link, all_reduce=link, memory_bytes=memory_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.number} x {self.gigabytes} GB"
+
+
+CARDS = (
+    Cards(2, 12, "rtx4090", 4),
+    Cards(2, 24, "rtx4090", 4),
+    Cards(4, 24, "rtx4090", 4),
+    Cards(2, 32, "rtx4090", 4),
+    Cards(8, 80, "h100", 16, NVLINK),
+)
+
+
+def cell(profile: ModelProfile, cards: Cards) -> str:
+    """Returns what is planned: the step, stages and what is done for memory; else what would fit."""
+    try:
+        plan = find_plan(profile, cards.cluster, PlanOptions(cards.samples, filling="auto"))
+    except PlanError as error:
+        _, _, remedy = str(error).partition("too many; ")
+        return f"no: {remedy.removesuffix(' would fit')}"
+    return described(plan)
+
+
+def described(plan: PipelinePlan) -> str:
+    """Returns a plan in a few words."""
+    words = [f"{plan.planned.iteration_s:.3g} s"]
+    shape = f"{plan.num_pipelines} x {plan.num_stages} stages" if plan.num_stages > 1 else "copies"
+    words.append(shape.removeprefix("1 x "))
+    if plan.recomputed:
+        words.append(f"{len(plan.recomputed) / plan.num_layers:.0%} recomputed")
+    if plan.options.encoding_ranks not in ("auto", plan.ranks_per_pipeline):
+        words.append(f"encoders on {plan.options.encoding_ranks} of {plan.ranks_per_pipeline}")
+    return ", ".join(words)
+
+
+def rows(models: list[str]) -> Iterator[str]:
+    """Yields the lines of the table."""
+    yield f"| model | trained | {' | '.join(map(str, CARDS))} |"
+    yield "|---|---|" + "---|" * len(CARDS)
+    for name in models:
+        for rank, trained in ((16, "adapters"), (None, "all weights")):
+            profiles = {
+                device: ModelOnPaper(name, device, lora_rank=rank).profile()
+                for device in dict.fromkeys(cards.device for cards in CARDS)
+            }
+            cells = (cell(profiles[cards.device], cards) for cards in CARDS)
+            yield f"| {MODELS[name]} | {trained} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=[*MODELS])
+    for line in rows(parser.parse_args().models):
+        print(line, flush=True)

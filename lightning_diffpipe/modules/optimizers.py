@@ -1,0 +1,196 @@
+"""Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon beside AdamW.
+
+Prodigy finds one step size from two sums over all parameters. A rank of a pipeline has those of its own stage, so
+sums of all ranks are added before it is computed (`sum_over_ranks`, which the strategy calls). The host
+reads two numbers a step.
+
+Sources:
+    Prodigy: Mishchenko & Defazio (2023), https://arxiv.org/abs/2306.06101; settings have the names of prodigyopt.
+    Muon: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_diffpipe.errors import ConfigurationError, require_number
+
+
+class Prodigy(Optimizer):
+    """Adam with decoupled weight decay, whose step size grows to what the distance to the solution asks for.
+
+    Args:
+        params: As of any optimizer; groups have one learning rate, or 0.
+        lr: A factor of the step size that is found; 1 unless training is unstable.
+        betas: Averaging factors of gradients and of their squares.
+        beta3: That of the two sums; None for the root of the second of `betas`.
+        eps: Added to the root of the squares, times the step size.
+        weight_decay: Decoupled weight decay.
+        use_bias_correction: Scale as Adam does in its first steps.
+        safeguard_warmup: Leave the learning rate out of the denominator, for long warm-ups.
+        d0: First estimate of the step size.
+        d_coef: Factor of the estimates; what to change for larger or smaller steps.
+        growth_rate: Most that the estimate grows by in a step.
+
+    Raises:
+        ConfigurationError: A learning rate that is one of Adam's, or several.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        growth_rate: float = math.inf,
+    ) -> None:
+        require_number("d0", d0, above=0)
+        beta3 = math.sqrt(betas[1]) if beta3 is None else beta3
+        settings = {"betas": betas, "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
+        settings |= {"use_bias_correction": use_bias_correction, "d0": d0, "d_coef": d_coef}
+        settings |= {"safeguard_warmup": safeguard_warmup, "growth_rate": growth_rate}
+        found = {"d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}
+        super().__init__(params, {"lr": lr, **settings, **found})
+        for group in self.param_groups:
+            if group["lr"] not in (0, lr) or 0 < lr < 1e-2:
+                raise ConfigurationError(
+                    "Prodigy finds one learning rate for all parameters, of which lr is a factor; got "
+                    f"lr={group['lr']}{f' beside {lr}' if group['lr'] != lr else ''}: take lr=1, and d_coef for "
+                    "larger or smaller steps"
+                )
+        self._counted: Collection[int] | None = None
+        self._reduce: Callable[[Tensor], Tensor] | None = None
+
+    def sum_over_ranks(
+        self, counted: Iterable[nn.Parameter], reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Adds up the sums of several ranks from now on.
+
+        Args:
+            counted: Parameters that this rank counts, and no other one.
+            reduce: Returns the sum of a tensor over ranks, on all of them.
+        """
+        self._counted, self._reduce = {id(p) for p in counted}, reduce
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates all parameters that have a gradient; a collective call with `sum_over_ranks`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        first = self.param_groups[0]
+        d, d0, beta3 = first["d"], first["d0"], first["beta3"]
+        rate = d * max(group["lr"] for group in self.param_groups)
+        if first["use_bias_correction"]:
+            one, two = (1 - beta ** (first["k"] + 1) for beta in first["betas"])
+            rate *= math.sqrt(two) / one
+        shift = d / d0 * (d if first["safeguard_warmup"] else rate)
+        updated = [
+            (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        device = updated[0][1].device if updated else torch.device("cpu")
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        sums = torch.zeros(2, dtype=kind, device=device)
+        for group, p in updated:
+            state, gradient = self.state[p], p.grad
+            if not state:
+                names = ("exp_avg", "exp_avg_sq", "s")
+                state.update({name: torch.zeros_like(p) for name in names}, p0=p.clone())
+            if group["lr"] == 0:
+                continue
+            beta1, beta2 = group["betas"]
+            moved = torch.sum(gradient * (state["p0"] - p), dtype=kind)
+            state["exp_avg"].mul_(beta1).add_(gradient, alpha=d * (1 - beta1))
+            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=d * d * (1 - beta2))
+            state["s"].mul_(beta3).add_(gradient, alpha=shift)
+            if self._counted is None or id(p) in self._counted:
+                sums += torch.stack([d / d0 * rate * moved, state["s"].abs().sum(dtype=kind)])
+        if self._reduce is not None:
+            sums = self._reduce(sums)
+        numerator, denominator = sums.tolist()
+        if denominator == 0:  # no gradient is anything but zero
+            return loss
+        numerator += beta3 * first["d_numerator"]
+        if rate > 0:
+            estimate = first["d_coef"] * numerator / denominator
+            first_estimate = max(d, estimate) if d == d0 else d
+            d_max = max(first["d_max"], estimate)
+            found = {"d": min(d_max, first_estimate * first["growth_rate"]), "d_max": d_max}
+            for group in self.param_groups:
+                group.update(found, d_numerator=numerator)
+        for group, p in updated:
+            state, eps = self.state[p], first["d"] * group["eps"]
+            p.mul_(1 - group["weight_decay"] * rate)
+            p.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(eps), value=-rate)
+        for group in self.param_groups:
+            group["k"] += 1
+        return loss
+
+
+class Muon(Optimizer):
+    """torch's Muon for matrices, and its AdamW for all other tensors, under one learning rate.
+
+    Each group of parameters becomes up to two.
+
+    Args:
+        params: As of any optimizer.
+        lr: Of both: steps of matrices have the size of AdamW's (`match_rms_adamw`).
+        weight_decay: Of both.
+        momentum: Muon's.
+        ns_steps: Muon's steps to an orthogonal matrix.
+        betas: AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        self._parts: list[Optimizer] = []
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults |= {"ns_steps": ns_steps, "betas": betas, "adjust_lr_fn": "match_rms_adamw"}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group for its matrices, and one for the rest, as far as there are some."""
+        group = {**self.defaults, **param_group}
+        given = group.pop("params")
+        given = [given] if isinstance(given, Tensor) else list(given)
+        for kind in (torch.optim.Muon, AdamW):
+            own = [p for p in given if (p.ndim == 2) == (kind is not AdamW)]
+            taken = inspect.signature(kind).parameters
+            if own:
+                part = kind(own, **{n: v for n, v in group.items() if n in taken})
+                self._parts.append(part)
+                super().add_param_group(part.param_groups[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # `load_state_dict` makes both anew.
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.state, part.param_groups = self.state, [group]
+            part.step()
+        return loss

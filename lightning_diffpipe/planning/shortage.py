@@ -1,0 +1,265 @@
+"""What to say where no plan fits into memory: how much is short, and the smallest changes that would fit.
+
+Changes are planned like anything else, so each comes with the step it promises: an option that was set, then
+the model (adapters, 4 bits), then more ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_diffpipe.errors import DiffPipeError, PlanError
+from lightning_diffpipe.planning.bounds import StageNeeds
+from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cost import CostModel
+from lightning_diffpipe.planning.cut_search import Search
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
+from lightning_diffpipe.planning.partition import Cut
+from lightning_diffpipe.planning.plan import PipelinePlan
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
+from lightning_diffpipe.planning.proposals import (
+    MOST_UNEQUAL_RANKS,
+    Shape,
+    baseline_cuts,
+    is_long,
+    replicas_of,
+    shapes,
+)
+from lightning_diffpipe.planning.recomputation import checkpointed, recomputable
+
+REMEDY_S = 5.0
+"""Seconds spent on each option that might help where no plan fits."""
+
+WORTH_FREEING = 0.05
+"""Share of the memory that encoders have to take for ranks to be planned without them."""
+
+ADAPTER_SHARE = 0.02
+"""Weights of adapters, as a share of those they are added to: rank 32 at a width of 3072."""
+
+SHARE_OF_4_BITS = 0.28
+"""Size of weights in 4 bits, with the scales of their blocks, as a share of that in 16."""
+
+Plans = Callable[[ModelProfile, Cluster, PlanOptions, float, float], list[PipelinePlan]]
+"""Finds plans that fit into memory with a step below some seconds, until some time by `time.perf_counter()`."""
+
+
+def encoding_choices(model: CostModel, options: PlanOptions) -> list[PlanOptions]:
+    """Returns the options with all ranks that may hold the encoders, and with fewer, where that frees memory."""
+    limit, most = model.cluster.memory_bytes, model.cluster.num_ranks
+    if options.encoding_ranks != "auto" or model.frozen_bytes < WORTH_FREEING * (limit or math.inf):
+        return [options]
+    counts = ("auto", *(2**shift for shift in range(most.bit_length()) if 2**shift < most))
+    return [replace(options, encoding_ranks=count) for count in counts]
+
+
+def nothing_proposed(model: CostModel, options: PlanOptions) -> PlanError | None:
+    """Says why there is no way to share the ranks among stages, if there is none."""
+    found = tuple(shapes(model, options))
+    if not any(any(replicas_of(options, shape)) for shape in found):
+        stages = " or ".join(map(str, sorted({shape.num_stages for shape in found})))
+        return PlanError(
+            f"the ranks of a pipeline cannot be shared among {stages} stages: a stage gets no more ranks than "
+            f"there are microbatches, and stages on more than {MOST_UNEQUAL_RANKS} ranks "
+            "get equal shares; use another num_stages or more microbatches, or name the ranks of "
+            "every stage in num_replicas"
+        )
+    if options.partition not in PARTITIONS_WITH_REPLICAS:
+        return None
+    if any(any(baseline_cuts(model, options, shape)) for shape in found):
+        return None
+    return PlanError(
+        f"partition={options.partition} chooses the replicas itself, and never as num_replicas="
+        f"{options.num_replicas} asks for; leave num_replicas=auto, or choose partition=auto"
+    )
+
+
+def nothing_fits(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
+) -> PlanError:
+    """Says by how much memory is short, and which changes would help, with the step each promises.
+
+    Args:
+        profile: Of one backbone.
+        cluster: With a limit of memory.
+        options: With which nothing fits.
+        plans: Finds plans that fit.
+    """
+    limit = cluster.memory_bytes
+    assert limit is not None
+    if options.filling == "auto":
+        options = replace(options, filling="none")
+    least = profile
+    if options.checkpointing == "auto":
+        least = checkpointed(profile, recomputable(profile))
+    calls = CostModel(least, cluster, options.optimizer_bytes_factor)
+    model, wishes = Evaluator(calls, options).model, encoding_choices(calls, options)
+    need, of = min(_least_memory(model, wish) for wish in (wishes[0], *wishes[1:2]))
+    reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
+    limits = ", ".join(f"{each:,}" for each in cluster.rank_memory_bytes)
+    if limits and need <= limit:
+        reason = f"{of[0]} needs {need:,} ({of[1]}), and some ranks have less"
+    elif need <= limit and options.filling != "none":  # which counts even shares
+        reason = (
+            f"{of[0]} would need {need:,} ({of[1]}) with even shares of the frozen work, but bubbles "
+            "are uneven, and so are shares"
+        )
+    remedy = _other_options(profile, cluster, options, plans)
+    remedy = remedy or _other_models(profile, cluster, options, plans)
+    remedy = remedy or "use more ranks or smaller batches"
+    return PlanError(f"no plan fits into {limits or f'{limit:,}'} bytes a rank: {reason}; {remedy}")
+
+
+def _other_options(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
+) -> str:
+    """Returns the options without which something would fit, one alone or else all together."""
+    freed = {
+        "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto", "data_parallel": "auto",
+        "schedule": "auto", "filling": "none", "checkpointing": "auto", "encoding_ranks": "auto",
+    }  # fmt: skip
+    fixed = [n for n, value in freed.items() if getattr(options, n) not in ("auto", value)]
+
+    def would_fit(names: Sequence[str]) -> str:
+        changed = PlanOptions.from_dict(options.to_dict() | {name: freed[name] for name in names})
+        if not (found := _planned(profile, cluster, changed, plans)):
+            return ""
+        values = found.options.to_dict()
+        recomputes = "auto" if found.recomputed else "none"
+        values |= {"checkpointing": recomputes if "checkpointing" in names else ""}
+        return ", ".join(f"{name}={values[name]}" for name in names)
+
+    alone = [text for name in fixed if (text := would_fit([name]))]
+    if alone:
+        return f"{' or '.join(alone)} would fit"
+    together = would_fit(fixed) if len(fixed) > 1 else ""
+    return f"{together} together would fit" if together else ""
+
+
+def _other_models(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
+) -> str:
+    """Returns which smaller models, and how many ranks, would fit, with the step of each."""
+    free = replace(
+        options,
+        num_stages="auto",
+        num_microbatches="auto",
+        num_replicas="auto",
+        data_parallel="auto",
+        encoding_ranks="auto",
+        checkpointing="auto",
+    )
+    trained = sum(layer.gradient_bytes for layer in profile.layers)
+    frozen = sum(layer.parameter_bytes for layer in profile.layers) - trained
+    if trained > frozen:
+        adapters = _as_adapters(profile)
+        tries = [
+            ("adapters in place of all weights", adapters, cluster.num_ranks),
+            ("adapters over weights stored in 4 bits", _in_4_bits(adapters), cluster.num_ranks),
+        ]
+    else:
+        tries = [("frozen weights stored in 4 bits", _in_4_bits(profile), cluster.num_ranks)]
+    if not (cluster.rank_memory_bytes or cluster.rank_speeds):
+        tries += [(f"{n} ranks", profile, n) for n in _more(cluster.num_ranks)]
+    found = dict[bool, str]()  # the smallest change of the model, and that of the ranks
+    for what, changed, num_ranks in tries:
+        wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks
+        if more not in found and (plan := _planned(changed, wider, free, plans)):
+            found[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
+    return f"{' or '.join(found.values())} would fit" if found else ""
+
+
+def _more(num_ranks: int) -> tuple[int, ...]:
+    return tuple(n for n in (num_ranks + 1, 2 * num_ranks, 4 * num_ranks, 8 * num_ranks) if n < 65)
+
+
+def _as_adapters(profile: ModelProfile) -> ModelProfile:
+    """Returns the profile with the gradients of adapters: a layer's backward makes those of its inputs."""
+
+    def changed(layer: LayerProfile) -> LayerProfile:
+        adapters = round(ADAPTER_SHARE * layer.gradient_bytes)
+        weights = layer.parameter_bytes + adapters
+        return replace(layer, gradient_bytes=adapters, parameter_bytes=weights)
+
+    return _with_layers(profile, changed)
+
+
+def _in_4_bits(profile: ModelProfile) -> ModelProfile:
+    """Returns the profile with frozen weights of 16 bits stored in 4, and a scale for each block of them."""
+
+    def changed(layer: LayerProfile) -> LayerProfile:
+        frozen = layer.parameter_bytes - layer.gradient_bytes
+        return replace(
+            layer, parameter_bytes=layer.gradient_bytes + round(SHARE_OF_4_BITS * frozen)
+        )
+
+    encoders = tuple(
+        replace(
+            encoder,
+            layers=tuple(
+                replace(layer, parameter_bytes=round(SHARE_OF_4_BITS * layer.parameter_bytes))
+                for layer in encoder.layers
+            ),
+        )
+        for encoder in profile.encoders
+    )
+    return replace(_with_layers(profile, changed), encoders=encoders)
+
+
+def _with_layers(
+    profile: ModelProfile, change: Callable[[LayerProfile], LayerProfile]
+) -> ModelProfile:
+    (backbone,) = profile.backbones
+    layers = tuple(map(change, backbone.layers))
+    return replace(profile, backbones=(replace(backbone, layers=layers),))
+
+
+def _planned(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, plans: Plans
+) -> PipelinePlan | None:
+    try:
+        found = plans(profile, cluster, options, math.inf, time.perf_counter() + REMEDY_S)
+    except DiffPipeError:
+        return None
+    return min(found, key=lambda plan: plan.planned.iteration_s, default=None)
+
+
+def _least_memory(model: CostModel, options: PlanOptions) -> tuple[int, tuple[str, str]]:
+    """Returns what the smallest of all cuts needs on its fullest rank, and in words whether and which it is.
+
+    After `REMEDY_S` the smallest found so far counts; the long shapes, which take longest, come last.
+    """
+    search, until_s = Search(Evaluator(model, options)), time.perf_counter() + REMEDY_S
+    found: tuple[float, int, int] = (math.inf, 0, 0)  # among equals the one with fewer stages
+    smallest = "the smallest"
+    for shape in sorted(shapes(model, options), key=lambda s: (is_long(s), search.least_bytes(s))):
+        if search.least_bytes(shape) > found[0]:
+            continue
+        if found[1] and time.perf_counter() > until_s:
+            smallest = "the smallest found"
+            break
+        for cuts in _small_cuts(search, shape, found[0] + 1):
+            need = max(search.evaluator.peak_bytes(Proposal(shape, cuts)))
+            found = min(found, (need, shape.num_stages, len(shape.sizes)))
+    where = f"num_stages={found[1]}, num_microbatches={found[2]}"
+    return int(found[0]), (smallest, where)
+
+
+def _small_cuts(search: Search, shape: Shape, below: float) -> Iterator[tuple[Cut, ...]]:
+    """Yields for every share of ranks the cut that needs least, where some need less than `below` bytes."""
+    if search.options.partition != "auto":
+        yield from baseline_cuts(search.model, search.options, shape)
+        return
+    weights = search.resident_bytes(shape)
+    edges = (*search.even_cuts(weights, shape), len(weights))
+    for replicas in replicas_of(search.options, shape):
+        cuts = tuple(zip(edges, edges[1:], replicas, strict=False))
+        if shape.stages_per_rank == 1 and not search.model.is_folded:
+            proposal = Proposal(shape, cuts)
+            needs = StageNeeds.of(search.model, search.evaluator.frame(proposal))
+            most = min(below, max(search.evaluator.peak_bytes(proposal)) + 1)
+            cuts = needs.smallest(most) or cuts
+        yield cuts
