@@ -35,8 +35,9 @@ from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 
 GIB = 2**30
-SIZES = {"1e9": (2048, 3, 8, 8), "3e9": (3072, 4, 13, 8)}
-"""By number of parameters: width, double and single blocks of the transformer, layers of the text encoder."""
+SIZES = {"tiny": (32, 19, 38, 2), "1e9": (2048, 3, 8, 8), "3e9": (3072, 4, 13, 8)}
+"""By number of parameters, or of Flux' depth (`tiny`): width, double and single blocks of the transformer, layers
+of the text encoder."""
 
 
 class Peaks(threading.Thread):
@@ -57,11 +58,12 @@ class Peaks(threading.Thread):
             time.sleep(0.01)
 
 
-def write_pipeline(folder: Path, size: str) -> None:
-    """Writes a pipeline of Flux' classes in bfloat16, made in that type."""
+def write_pipeline(folder: Path, size: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes a pipeline of Flux' classes in a type, made in it."""
     width, doubles, singles, layers = SIZES[size]
+    head = min(width, 128)
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     letters = [chr(i) + end for i in range(97, 123) for end in ("", "</w>")]
     pieces = [*letters, "<|startoftext|>", "<|endoftext|>"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def write_pipeline(folder: Path, size: str) -> None:
         d_kv=64,
         d_ff=5 * width // 2,
         num_layers=layers,
-        num_heads=width // 64,
+        num_heads=-(-width // 64),
     )
     diffusers.FluxPipeline(
         vae=diffusers.AutoencoderKL(
@@ -90,12 +92,12 @@ def write_pipeline(folder: Path, size: str) -> None:
         tokenizer=transformers.CLIPTokenizer(*files, model_max_length=12),
         tokenizer_2=transformers.ByT5Tokenizer(model_max_length=24),
         transformer=diffusers.FluxTransformer2DModel(
-            in_channels=64, num_layers=doubles, num_single_layers=singles, attention_head_dim=128,
-            num_attention_heads=width // 128, joint_attention_dim=width, pooled_projection_dim=64,
-            guidance_embeds=True,
+            in_channels=64, num_layers=doubles, num_single_layers=singles, attention_head_dim=head,
+            num_attention_heads=width // head, joint_attention_dim=width, pooled_projection_dim=64,
+            guidance_embeds=True, axes_dims_rope=(head // 8, head * 7 // 16, head * 7 // 16),
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-    ).to(torch.bfloat16).save_pretrained(folder)  # fmt: skip
+    ).to(dtype).save_pretrained(folder)  # fmt: skip
 
 
 def measure(rank: int, folder: str, world_size: int, precision: str) -> dict[str, Any]:

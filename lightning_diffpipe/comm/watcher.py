@@ -37,6 +37,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -147,11 +148,13 @@ class Watcher:
         num_ranks: All that are connected, or shall be.
         children: Processes that this one has started, by rank.
         at_sigterm: What the handler does: another's; it ends the run; it waits for the other ranks.
+        seconds: By phase; until the last one was entered or left by `inside`.
     """
 
     def __init__(self) -> None:
         self.status, self.num_ranks = Status(phase="between two runs"), 1
         self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.seconds, self._counted_s = Counter[str](), time.monotonic()
         self.at_sigterm: Literal["ignore", "stop", "agree"] = "ignore"
         self._lock = threading.RLock()
         self._connections: list[_Connection] = []
@@ -203,6 +206,7 @@ class Watcher:
             LostRankError: A rank was lost, or a collective waited in vain.
         """
         before = self.phase
+        self._count_seconds()
         self.publish(phase=name)
         try:
             with self.explaining():
@@ -212,7 +216,13 @@ class Watcher:
                 error._phase = getattr(error, "_phase", self.phase)  # type: ignore[attr-defined]
             raise
         finally:
+            self._count_seconds()
             self.publish(phase=before)
+
+    def _count_seconds(self) -> None:
+        now_s = time.monotonic()
+        self.seconds[self.phase] += now_s - self._counted_s
+        self._counted_s = now_s
 
     @contextlib.contextmanager
     def run(self, rank: int) -> Iterator[None]:

@@ -219,6 +219,7 @@ class CallNode:
         num_transforms: Function transforms (`torch.func.jvp`) around it.
         takes: The name of what differentiates modules inside it, so that it stays one layer if it can.
         keeps_together: What else its own code does, so that it stays one layer unless it is half of the model.
+        found: What was seen of its arguments and output; None if it raised an error.
     """
 
     name: str
@@ -229,14 +230,23 @@ class CallNode:
     num_transforms: int = 0
     takes: str | None = None
     keeps_together: str | None = None
+    found: Any = None
 
 
 class CallTree(TorchDispatchMode):
-    """Records the tree of module calls and their costs."""
+    """Records the tree of module calls and their costs.
 
-    def __init__(self, root: nn.Module) -> None:
+    Args:
+        root: The module whose step runs.
+        look: What shall be noted of arguments and output of a call.
+
+    Attributes:
+        names: The modules that were called, in order.
+    """
+
+    def __init__(self, root: nn.Module, look: Callable[[Any, Any], Any] | None = None) -> None:
         super().__init__()
-        self.stack = [CallNode("")]
+        self.stack, self.names, self._look = [CallNode("")], list[str](), look
         self.functions = OwnFunctions()
         self._root = root
         self._buffers = {storage_key(buffer): name for name, buffer in root.named_buffers()}
@@ -285,6 +295,7 @@ class CallTree(TorchDispatchMode):
         def recorded(*args: Any, **kwargs: Any) -> Any:
             node, around = CallNode(name, depth=self.functions.depth), self.stack[-1]
             around.children.append(node)
+            self.names.append(name)
             around.is_whole |= node.depth > around.depth
             node.num_transforms = num_transforms_around()
             if node.num_transforms > around.num_transforms:
@@ -295,7 +306,9 @@ class CallTree(TorchDispatchMode):
             buffers = dict(module._buffers)
             self.stack.append(node)
             try:
-                return forward(*args, **kwargs)
+                out = forward(*args, **kwargs)
+                node.found = self._look and self._look((args, kwargs), out)
+                return out
             finally:
                 self.stack.pop()
                 for buffer, value in module._buffers.items():

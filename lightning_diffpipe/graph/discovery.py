@@ -1,9 +1,10 @@
 """Choosing layers that hold: no value leaves them by another way than being returned.
 
-A first run gives the tree of calls, from which layers are chosen by cost. A second one follows all values; if one
-of them leaks out of a layer (an attribute, a write into an argument), this layer is expanded and the second run
-repeated. A last one, with one sample more, tells which dimensions count samples; it looks at containers, too, so
-that it need not be repeated when they are folded, nor for batches of other sizes that agree with it.
+A first run, with one sample more, gives the tree of calls, from which layers are chosen by cost, and tells which
+dimensions count samples; of all calls, so that it need not be repeated when containers are folded, nor for batches
+of other sizes that agree with it. A second one follows all values; if one of them leaks out of a layer (an
+attribute, a write into an argument), this layer is expanded and the second run repeated. Where the step does not
+run with one sample more, calls other modules then, or is run on values, the tree is that of the batch itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.calltree import (
+    CallNode,
     CallTree,
     callable_modules,
     choose_layers,
@@ -85,6 +87,33 @@ class _Seen:
     stop: int = 0
     found: Any = None
 
+    @classmethod
+    def among(
+        cls, top: CallNode, layers: Collection[str], containers: Collection[str]
+    ) -> list[_Seen]:
+        """Returns the calls of layers and of containers around them that raised no error."""
+        seen: list[_Seen] = []
+        num_layers = 0
+
+        def walk(node: CallNode) -> None:
+            nonlocal num_layers
+            for child in node.children:
+                call = cls(child.name, num_layers, found=child.found)
+                if is_layer := child.name in layers:
+                    num_layers += 1
+                if is_layer or child.name in containers:
+                    seen.append(call)
+                if not is_layer:
+                    walk(child)
+                call.stop = num_layers
+
+        walk(top)
+        return [call for call in seen if call.found is not None]
+
+
+class _OtherCallsError(Exception):
+    """With one sample more the step calls other modules."""
+
 
 class LayerLeakError(GraphError):
     """A value leaves a layer without being returned, so the layer must be expanded."""
@@ -121,6 +150,8 @@ class StepProbe:
     original: nn.Module | None = None
 
     def __post_init__(self) -> None:
+        self._tree: CallTree | None = None
+        self._larger: CallTree | None = None  # with one sample more
         self._hooked = _hooks_and_notes(self.module)
         self._counted = [
             (held, {name: value for name, value in held.items() if type(value) is int})
@@ -137,12 +168,11 @@ class StepProbe:
         if layer_names is not None:
             containers = set(self._callable()) - set(layer_names)
             return self.trace(layer_names, containers)
-        tree = self._call_tree()
         leaky: set[str] = set()
         for _ in range(_MAX_EXPANSIONS):
-            layers, containers = choose_layers(self.module, tree.top, max_share, leaky)
+            choose = lambda tree: choose_layers(self.module, tree.top, max_share, leaky)
             try:
-                return self.trace(layers, containers, leaky)
+                return self._trace_of(choose, leaky)
             except LayerLeakError as error:
                 leaky.add(error.layer_name)
         raise GraphError(f"values leave layers without being returned: {sorted(leaky)[:5]}")
@@ -154,10 +184,27 @@ class StepProbe:
             LayerLeakError: One of them must be expanded.
         """
         around = {name[:end] for name in names for end, sign in enumerate(name) if sign == "."}
-        tree = self._call_tree()
-        layers, containers = choose_layers(self.module, tree.top, math.inf, around)
-        layers |= set(names) - containers  # also those without parameters
-        return self.trace(layers, containers)
+
+        def choose(tree: CallTree) -> tuple[set[str], set[str]]:
+            layers, containers = choose_layers(self.module, tree.top, math.inf, around)
+            return layers | set(names) - containers, containers  # also those without parameters
+
+        return self._trace_of(choose)
+
+    def _trace_of(
+        self,
+        choose: Callable[[CallTree], tuple[set[str], set[str]]],
+        leaky: Collection[str] = (),
+    ) -> LayerGraph:
+        """Traces the layers that are chosen from a tree of calls."""
+        if self._tree is None:
+            self._larger = self._tree_of_more_samples() if self.fake_mode is not None else None
+            self._tree = self._larger or self._call_tree(self._new(self.batch))
+        try:
+            return self.trace(*choose(self._tree), leaky)
+        except _OtherCallsError:
+            self._tree = self._call_tree(self._new(self.batch))
+        return self.trace(*choose(self._tree), leaky)
 
     def trace(
         self,
@@ -179,8 +226,12 @@ class StepProbe:
             LayerLeakError: One of them must be expanded.
         """
         layers, fake = set(layers), self.fake_mode is not None
-        tracer = Tracer(self.module, self.original, layers, containers, known, fake)
+        tree = self._tree if self._tree is self._larger else None  # which may be of another form
+        watched = self._callable() if tree else ()
+        tracer = Tracer(self.module, self.original, layers, containers, known, fake, watched)
         out, returned, tail = self._followed(tracer)
+        if tree is not None and tree.names != tracer.names:
+            raise _OtherCallsError
         reached = nodes_below(loss_of(out))
         tail_tags, trained = unfolded(tail), self._trained(reached)
         seeded = known.seeded if known else _give_seeds(tracer.records)
@@ -275,8 +326,11 @@ class StepProbe:
         self._refuse_new_hooks()
         return out
 
-    def _call_tree(self) -> CallTree:
-        tree, names = CallTree(self.module), self._callable()
+    def _call_tree(
+        self, batch: Any, look: Look | None = None, *, has_gradients: bool = True
+    ) -> CallTree:
+        """Runs the step and records the tree of calls, with what a look at arguments and output of each finds."""
+        tree, names = CallTree(self.module, look), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
@@ -284,12 +338,34 @@ class StepProbe:
                 calls_replaced(self.module, names, tree.wrap),
                 tree.functions.counted(),
                 noticed,
+                torch.set_grad_enabled(has_gradients),
                 tree,
             ):
                 return call()
 
-        self._run(record, self._new(self.batch))
+        with contextlib.nullcontext() if has_gradients else NoHooksWithoutGradients():
+            self._run(record, batch)
         return tree
+
+    def _tree_of_more_samples(self) -> CallTree | None:
+        """Returns the tree of calls with one sample more, and what is seen there; None if the step does not run."""
+        if isinstance(self.form, ModuleSplit):  # a sample may have rows anywhere
+            return None
+        look = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
+        try:
+            with self.fake_mode or contextlib.nullcontext():
+                larger = self.batch
+                if num_samples := count_samples(self.batch, self.form):
+                    larger = add_sample(self.batch, num_samples, self.form)
+            is_fake = self.fake_mode is not None
+            return self._call_tree(self._new(larger), look, has_gradients=is_fake)
+        except Exception as error:  # a step may insist on its batch size
+            # As text: whoever keeps the record would keep the frames of the error, and their tensors.
+            _log.info("layers cannot be cut into samples: %s", str(error))
+        if self.fake_mode is not None and self.original is not None:
+            self.module = fake_copy(self.original, self.fake_mode)  # what that run has left is gone
+            self.__post_init__()
+        return None
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.
@@ -304,39 +380,6 @@ class StepProbe:
                 "no parameter gets a gradient from the loss; check requires_grad and torch.no_grad()"
             )
         return trained
-
-    def _observe(
-        self, layers: Collection[str], containers: Collection[str], batch: Any, look: Look
-    ) -> list[_Seen]:
-        """Runs the step without gradients and looks at arguments and output of every layer and container."""
-        seen: list[_Seen] = []
-        layers, num_layers, inside = set(layers), 0, False
-
-        def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def observed(*args: Any, **kwargs: Any) -> Any:
-                nonlocal num_layers, inside
-                if inside:
-                    return forward(*args, **kwargs)
-                call = _Seen(name, num_layers)
-                seen.append(call)
-                inside = name in layers
-                try:
-                    out = forward(*args, **kwargs)
-                finally:
-                    inside = False
-                num_layers += name in layers
-                call.stop, call.found = num_layers, look((args, kwargs), out)
-                return out
-
-            return observed
-
-        def observe(call: Callable[[], Any]) -> Any:
-            with calls_replaced(self.module, {*layers, *containers}, wrap), torch.no_grad():
-                return call()
-
-        with NoHooksWithoutGradients():
-            self._run(observe, self._new(batch))
-        return [call for call in seen if call.found is not None]  # the others raised errors
 
     def _rows(
         self,
@@ -380,21 +423,12 @@ class StepProbe:
         Returns:
             Those of all calls, as `LayerGraph.of_more_samples`, and those of all layers in call order.
         """
-        num_samples = count_samples(self.batch, self.form)
         unknown: list[_Dims] = [(None, None)] * len(tracer.records)
-        if isinstance(self.form, ModuleSplit):  # a sample may have rows anywhere
+        if self._tree is None or self.fake_mode is None:  # else it was made before
+            self._larger = self._tree_of_more_samples()
+        if self._larger is None:
             return None, unknown
-        try:
-            with self.fake_mode or contextlib.nullcontext():
-                larger = self.batch
-                if num_samples:
-                    larger = add_sample(self.batch, num_samples, self.form)
-            look = lambda arguments, out: (leading_dims(arguments), leading_dims(out))
-            seen = self._observe(layers, containers, larger, look)
-        except Exception as error:  # a step may insist on its batch size
-            # As text: whoever keeps the record would keep the frames of the error, and their tensors.
-            _log.info("layers cannot be cut into samples: %s", str(error))
-            return None, unknown
+        seen = _Seen.among(self._larger.top, layers, containers)
         of_layers = [call for call in seen if call.name in layers]
         if [call.name for call in of_layers] != [record.name for record in tracer.records]:
             return None, unknown
@@ -408,7 +442,8 @@ class StepProbe:
         """Returns the graph with strides as they really are, where the step calls the same layers."""
         stride = lambda leaf: dense_stride(leaf) if isinstance(leaf, Tensor) else None
         look = lambda arguments, out: list(map(stride, pytree.tree_leaves(out)))
-        seen = self._observe(graph.layer_names, (), self.batch, look)
+        tree = self._call_tree(self._new(self.batch), look, has_gradients=False)
+        seen = _Seen.among(tree.top, set(graph.layer_names), ())
         if tuple(call.name for call in seen) != graph.layer_names:
             return graph
         layers = [

@@ -13,6 +13,7 @@ Every rank does so from the same seed, and finds the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -178,6 +179,18 @@ class FormView(View):
         assert form is not None
         return form
 
+    def extreme_form(
+        self, call: Callable[[], Any], seed: int, sides: Sequence[bool]
+    ) -> StepForm | None:
+        """Returns the form of a microbatch whose draws are extremes; None if they cannot be, or on an error."""
+        extremes = rng.Extremes(sides)
+        with rng.preserved(host=True), self.restored.preserved(), contextlib.suppress(Exception):
+            rng.seed_all(seed, host=True)
+            with extremes:
+                form = self._walked(self._run(None), call, seed)
+            return form if extremes.sees_all else None
+        return None
+
     def count(self) -> None:
         """Goes on to the next batch: counters show what they do after the batch whose form was found last."""
         if self.counted:
@@ -261,7 +274,8 @@ class Forms:
         return self.exemplars[0] if len(self.exemplars) > 1 else None
 
 
-_FEW, _MANY = 4, 32  # runs of a step that throws no coins and counts nothing, and of others
+_FEW, _MANY = 2, 32  # runs of a step whose calls nothing seems to change, and of others
+_SIDES = ((False,), (True,), (False, True), (True, False))  # so may two coins fall
 MOST_FORMS = 8
 _NOTHING = contextlib.nullcontext()
 
@@ -276,7 +290,8 @@ def survey(
 ) -> tuple[StepForm, Forms]:
     """Finds forms of a step by trials, with the seeds of its first batches (`seed_of` a batch's microbatch).
 
-    Runs the step four times; 32 times if it throws coins, counts or does not do the same each time. Leaves the
+    Runs the step twice. If it throws coins four times more, with small and with large numbers in place of what it
+    draws; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
     module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
 
     Returns:
@@ -288,17 +303,25 @@ def survey(
     found: list[tuple[StepForm, Exemplar]] = []
     with Interception(root).installed() as interception, untouched(root):
         view = FormView(root, graph, interception, lenient=True, by_reads=True)
-        for trial in range(_MANY):
-            number, microbatch = divmod(trial, 2)
+
+        def trial(number: int, microbatch: int) -> tuple[StepCall, int, tuple[Any, ...]]:
             own = (arguments[0] + number, *arguments[1:]) if arguments else ()
             call = StepCall(step, root, batch, own, graph.batch_writes)
-            found.append(view.exemplar(call, seed_of(number, microbatch), own))
+            return call, seed_of(number, microbatch), own
+
+        if not (graph.counters or graph.generators):
+            found = [view.exemplar(*trial(number, 0)) for number in range(_FEW)]
+            forms: set[StepForm | None] = {form for form, _ in found}
+            for sides in _SIDES if any(exemplar.tossed for _, exemplar in found) else ():
+                if len(forms) == 1:
+                    forms.add(view.extreme_form(*trial(0, 0)[:2], sides))
+            if len(forms) == 1:
+                return _of_trials(found)
+            found.clear()
+        for number, microbatch in itertools.product(range(_MANY // 2), range(2)):
+            found.append(view.exemplar(*trial(number, microbatch)))
             if microbatch:
                 view.count()
-            tossed = any(exemplar.tossed for _, exemplar in found)
-            tossed |= bool(graph.counters or graph.generators)
-            if trial + 1 >= _FEW and not tossed and len({form for form, _ in found}) == 1:
-                break
     return _of_trials(found)
 
 

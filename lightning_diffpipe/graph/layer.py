@@ -347,6 +347,11 @@ class LayerGraph:
         return self.spec(key).requires_grad and layer.carries_gradient and not layer.frozen
 
     @cached_property
+    def folds(self) -> dict[Any, LayerGraph]:
+        """Graphs of the same run with containers as layers, by what these are; see `probe.fold`."""
+        return {}
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over all that stages must agree on; equal on all ranks, whatever their device."""
         lines = [self.signature, repr(sorted(self.tail_reads)), repr(sorted(self.tail_parameters))]

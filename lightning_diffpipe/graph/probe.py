@@ -311,11 +311,14 @@ def fold(
     }
     while True:
         layers = {*graph.layer_names, *(call.name for call in graph.calls)} - expanded
+        key = frozenset(layers), frozenset(expanded), seed
         try:
-            folded = _traced(root, step, batch, graph, layers, expanded, seed)
+            if key not in graph.folds:
+                graph.folds[key] = _traced(root, step, batch, graph, layers, expanded, seed)
         except LayerLeakError as error:
             expanded |= {error.layer_name}
             continue
+        folded = graph.folds[key]
         if folded.fine_names != graph.fine_names:
             raise GraphError(
                 "the step called other layers when it was run again; seed all it draws"

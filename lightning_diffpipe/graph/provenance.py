@@ -442,6 +442,10 @@ class Tracer:
         known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them draw random
             numbers; None: these are the finest, and that is to be found out.
         fake: Values are fake, so that states of generators tell nothing.
+        watched: Modules whose calls are noted besides.
+
+    Attributes:
+        names: The modules that were called, in order.
     """
 
     def __init__(
@@ -452,7 +456,9 @@ class Tracer:
         containers: Collection[str],
         known: LayerGraph | None,
         fake: bool,
+        watched: Collection[str] = (),
     ) -> None:
+        self.names, self._watched = list[str](), watched
         self.provenance = Provenance(module, original)
         self.attributes = AttributeWrites(
             module, lambda: not self._in_fine, lambda: self.provenance.current is not None
@@ -486,7 +492,7 @@ class Tracer:
             LeakError: A layer must be expanded.
             GraphError: The step takes gradients itself, or reads parameters nobody registered.
         """
-        names = self._layers | self._containers | self._fine
+        names = self._layers.union(self._containers, self._fine, self._watched)
         between = lambda: self.provenance.current is None
         with (
             calls_replaced(self._module, names, self._wrap, self._log),
@@ -512,6 +518,7 @@ class Tracer:
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
         def traced(*args: Any, **kwargs: Any) -> Any:
+            self.names.append(name)
             if self.provenance.current is not None:
                 return self._inside(name, forward, args, kwargs)
             if name in self._layers:

@@ -15,16 +15,19 @@ microbatch), so that filling, restarts and other cuts change nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import pickle
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 
@@ -46,18 +49,13 @@ def _cuda_generator() -> torch.Generator | None:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def _numpy_random() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random if numpy is not None else None
-
-
 def capture(host: bool) -> RandomState:
     """Reads the global generators: CPU, the current CUDA device, with `host` random and numpy."""
-    cuda, numpy_random = _cuda_generator(), _numpy_random() if host else None
+    cuda = _cuda_generator()
     return RandomState(
         torch.default_generator.get_state(),
         cuda.get_state() if cuda is not None else None,
-        (random.getstate(), numpy_random.get_state() if numpy_random else None) if host else None,
+        (random.getstate(), np.random.get_state()) if host else None,
     )
 
 
@@ -69,8 +67,7 @@ def restore(state: RandomState) -> None:
         cuda.set_state(state.cuda.to("cpu", copy=True))
     if state.host is not None:
         random.setstate(state.host[0])
-        if state.host[1] is not None:
-            _numpy_random().set_state(state.host[1])
+        np.random.set_state(state.host[1])
 
 
 def moved(before: RandomState) -> RandomState | None:
@@ -94,9 +91,7 @@ def seed_all(seed: int, host: bool) -> None:
 def seed_host(seed: int) -> None:
     """Seeds `random` and `numpy.random`."""
     random.seed(seed)
-    numpy_random = _numpy_random()
-    if numpy_random is not None:
-        numpy_random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
 
 
 @contextlib.contextmanager
@@ -208,9 +203,74 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
+_NUMBERS = (
+    (random, ("random", "uniform", "randint", "randrange", "gauss", "normalvariate")),
+    (np.random, ("random", "random_sample", "rand", "randn", "randint", "uniform", "normal")),
+)
+"""By module: functions that draw numbers, which can be compared."""
+_NUM_REDRAWN, _MOST_DRAWS = (
+    64,
+    1000,
+)  # later ones are as they fall: a step may draw until it likes what it gets
+_MOST_NUMBERS = 4096  # of more nobody makes a coin
+
+
+class Extremes(TorchDispatchMode):
+    """Lets numbers that are drawn inside be the smallest or the largest of 64, so that coins fall on either side.
+
+    Args:
+        sides: Whether they are large, draw by draw, in turns.
+
+    Attributes:
+        sees_all: On exit: of Python's and numpy's generators nothing was drawn but by functions of `_NUMBERS`.
+    """
+
+    def __init__(self, sides: Sequence[bool]) -> None:
+        super().__init__()
+        self.sees_all = False
+        self._sides = itertools.islice(itertools.cycle(sides), _MOST_DRAWS)
+        self._functions = [(m, n, getattr(m, n)) for m, names in _NUMBERS for n in names]
+
+    def __enter__(self) -> Self:
+        """Replaces the functions of the host."""
+        for module, name, function in self._functions:
+            setattr(module, name, functools.partial(self._drawn_on_host, function))
+        self._before = host_state()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Puts the functions back."""
+        super().__exit__(*error)
+        self.sees_all = self._before == host_state()
+        for function in self._functions:
+            setattr(*function)
+
+    def _drawn_on_host(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if (is_large := next(self._sides, None)) is None:
+            return function(*args, **kwargs)
+        with preserved(host=True):
+            drawn = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
+        if isinstance(drawn[0], np.ndarray):
+            return (np.max if is_large else np.min)(drawn, axis=0)
+        return max(drawn) if is_large else min(drawn)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw = functools.partial(func, *args, **(kwargs or {}))
+        out, is_large = draw(), None
+        if (
+            isinstance(out, Tensor)
+            and out.numel() <= _MOST_NUMBERS
+            and draws(func, args, kwargs or {})
+        ):
+            is_large = next(self._sides, None)
+        if is_large is None:
+            return out
+        drawn = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
+        return out.copy_(drawn.amax(0) if is_large else drawn.amin(0))
+
+
 def host_state() -> tuple[Any, ...]:
     """Returns a comparable image of the states of `random` and `numpy.random`."""
-    numpy_random = _numpy_random()
-    numpy_state = numpy_random.get_state() if numpy_random else None
-    image = (numpy_state[1].tobytes(), *numpy_state[2:]) if numpy_state else None
-    return random.getstate(), image
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), *state[2:]

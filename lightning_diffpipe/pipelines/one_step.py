@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -282,8 +284,9 @@ class OneStep:
     ) -> None:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
+        pipeline.__class__ = _of_one_device(type(pipeline))
         own = vars(pipeline)
-        own.update(parts)
+        own.update(parts, device_of_latents=timesteps.device)
         known = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
         further = {n: v for n, v in further.items() if n not in known}
         times = timesteps
@@ -291,13 +294,14 @@ class OneStep:
             times = torch.tensor(self.time, dtype=timesteps.dtype)
             known[TIME] = timesteps[:, None]
         own[self.denoiser] = per_sample(parts[self.denoiser], self.places, known)
+        dtype = _dtype_of(parts[self.denoiser])
         own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part, self.note_tokens)
             elif name.startswith("text_encoder") and part is not None:
-                own[name] = of_type(part, parts[self.denoiser].dtype)
+                own[name] = of_type(part, dtype)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self.decoder is not None:
@@ -374,6 +378,24 @@ def required_by(cls: type) -> list[str]:
         if (p.name in _IMAGES and types.NoneType not in get_args(p.annotation))
         or (p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     ]
+
+
+_dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictionary()
+
+
+def _dtype_of(part: Any) -> torch.dtype:
+    """Returns the type of a part, for which diffusers looks at every module; anew if its first weight changes."""
+    first = next(part.parameters()).dtype
+    if part not in _dtypes or _dtypes[part][0] != first:
+        _dtypes[part] = first, part.dtype
+    return _dtypes[part][1]
+
+
+@functools.cache
+def _of_one_device(cls: type) -> type:
+    """Returns a pipeline's class that knows where it runs; diffusers looks at every module for that."""
+    device = property(lambda pipeline: pipeline.device_of_latents)
+    return type(cls.__name__, (cls,), {"_execution_device": device})
 
 
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:

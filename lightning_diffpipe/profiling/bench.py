@@ -55,6 +55,7 @@ Splits = Mapping[int, Sequence[float]]
 """By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_NOISE = 0.05  # where all runs differ by less, as on a device of one's own, a few are enough
 _MAX_COUNTS = 5
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
@@ -74,13 +75,14 @@ class Subject:
         sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
-        repeats: Timed runs at each count; as many as fit into `budget_s` if not given, 3 at least.
-        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs eight times
+        repeats: Timed runs at each count; if not given 3, and while they disagree as many as fit into `budget_s`.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
             at least.
         name: Name of the profile; the module's class if not given.
         progress: Is called with how far it is.
         least_samples: Fewer than these the step cannot be run on.
         looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
+        splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
     """
 
     module: nn.Module
@@ -95,6 +97,7 @@ class Subject:
     name: str | None = None
     progress: Progress | None = None
     looks_at_results: bool = True
+    splits_backward: bool = True
     least_samples: int = 1
 
     @property
@@ -154,15 +157,7 @@ class Subject:
     def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:
         with placed(self.module, self.place):
             here = replace(self, batch=tree_to(self.batch, self.place))
-            rounds, splits = here._rounds()
-            known, saved = [*self.module.parameters(), *self.module.buffers()], {}
-            for count in {min(rounds), max(rounds)}:
-                # A slice would count as large as the whole batch.
-                few = pytree.tree_map_only(torch.Tensor, torch.clone, here.samples(count))
-                run = StepRun(self.graph, self._clock)
-                with self._interception() as calls, saved_bytes(run, known) as saved[count]:
-                    run.forward_only(self._call_on(few), calls)
-            return rounds, kept_bytes(saved), splits
+            return here._rounds()
 
     def _one_by_one(self) -> tuple[Rounds, list[KeptBytes]]:
         repeats = self.repeats or _MIN_ROUNDS
@@ -180,16 +175,25 @@ class Subject:
             self._runnable(run)
         return rounds, kept_bytes(saved)
 
-    def _rounds(
-        self,
-    ) -> tuple[dict[int, tuple[list[StepTimes], list[StepTimes]]], dict[int, list[float]]]:
-        repeats = self.repeats
+    def _rounds(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        repeats, saved = self.repeats, dict[int, list[int]]()
+        known = [*self.module.parameters(), *self.module.buffers()]
         scratch = scratch_gradients(self.module, self.graph.trained)
         with self._interception() as interception, scratch:
             start_s = time.perf_counter()
             run = partial(self._run, interception)
-            runs = 3 * _MIN_ROUNDS + 1
-            warm_up = lambda count: runs * run(count, "whole").total_s
+            kinds = ("whole", "inputs") if self.splits_backward else ("whole",)
+            runs = (len(kinds) + self.splits_backward) * _MIN_ROUNDS + 1
+
+            def warm_up(count: int) -> float:
+                # A slice would count as large as the whole batch.
+                few = pytree.tree_map_only(torch.Tensor, torch.clone, self.samples(count))
+                first = StepRun(self.graph, self._clock)
+                saving = saved_bytes(first, known)
+                times = first.measure(self._call_on(few), interception, "whole", saving)
+                saved[count] = first.num_saved_bytes
+                return runs * times.total_s
+
             results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
             results = {count: ([], []) for count in self._runnable(warm_up)}
             splits: dict[int, list[float]] = {count: [] for count in results}
@@ -198,14 +202,16 @@ class Subject:
                 share = max(
                     turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
                 )
-                if repeats is None and turn >= _MIN_ROUNDS and share >= 1:
+                steps = [whole for whole, _ in results.values()]
+                settled = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
+                if repeats is None and settled:
                     break
                 for count in tuple(results):
                     self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
                     try:
                         # Either is first in turn: it finds caches full of something else.
-                        for kind in (0, 1) if turn % 2 == 0 else (1, 0):
-                            results[count][kind].append(run(count, ("whole", "inputs")[kind]))
+                        for kind in kinds if turn % 2 == 0 else kinds[::-1]:
+                            results[count][kind == "inputs"].append(run(count, kind))
                     except torch.OutOfMemoryError as error:
                         # Its warm-up found more memory, or less of it in pieces.
                         if len(results) == 1:
@@ -213,10 +219,10 @@ class Subject:
                         self._without(count, error)
                         del results[count], splits[count]
                         continue
-                    if turn < _MIN_ROUNDS:
+                    if self.splits_backward and turn < _MIN_ROUNDS:
                         splits[count] += self._split(interception, count)
         self._report("timed", 1.0)
-        return results, splits
+        return results, kept_bytes({count: saved[count] for count in results}), splits
 
     def _interception(self) -> AbstractContextManager[Interception]:
         return Interception(self.module, self.graph.layer_names).installed()
@@ -291,15 +297,16 @@ class Subject:
 
 
 def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
-    """Returns powers of two up to half of the batch, five at most, and the microbatch if its size is known.
+    """Returns powers of two up to half of the batch, five at most; if that is known, up to the microbatch, and it.
 
     Example:
-        >>> default_counts(24), default_counts(1), default_counts(256, microbatch_size=64)
-        ((1, 2, 4, 8), (1,), (1, 2, 4, 8, 16, 64))
+        >>> default_counts(24), default_counts(1), default_counts(24, 3), default_counts(256, microbatch_size=64)
+        ((1, 2, 4, 8), (1,), (1, 2, 3), (1, 2, 4, 8, 16, 64))
     """
     total = num_samples or 1
-    counts = [2**i for i in range(max(total // 2, 1).bit_length())][:_MAX_COUNTS]
-    return tuple(sorted({*counts, min(microbatch_size or 1, total)}))
+    most = min(microbatch_size or max(total // 2, 1), total)
+    counts = [2**i for i in range(most.bit_length())][:_MAX_COUNTS]
+    return tuple(sorted({*counts, most} if microbatch_size else counts))
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:
@@ -321,6 +328,11 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
             chosen.append(farthest)
             left_s -= farthest * per_sample_s
     return sorted(chosen[1:])
+
+
+def _agree(steps: Sequence[StepTimes]) -> bool:
+    seconds = [step.total_s for step in steps]
+    return max(seconds) <= (1 + _NOISE) * min(seconds)
 
 
 def free_bytes(device: torch.device) -> int:

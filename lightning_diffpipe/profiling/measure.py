@@ -165,7 +165,10 @@ def layer_costs(
     for count, (whole, without_weights) in rounds.items():
         forward[count] = typical([forward_s(graph, t) for t in (*whole, *without_weights)])
         backward[count] = typical([backward_s(graph, t) for t in whole])
-        inputs[count] = typical([backward_s(graph, t) for t in without_weights])
+        # Of a trained layer without such times half of the backward is for its weights.
+        halves = [seconds / 2 for seconds in backward[count]]
+        timed = [backward_s(graph, t) for t in without_weights]
+        inputs[count] = typical(timed) if timed else halves
     costs = {}
     for layer in graph.layers:
         i = layer.index

@@ -46,6 +46,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -92,7 +93,7 @@ class StepTimes:
 
 
 Rounds = Mapping[int, tuple[Sequence[StepTimes], Sequence[StepTimes]]]
-"""Steps by sample count: with whole backward, and with that of inputs only."""
+"""Steps by sample count: with whole backward, and with that of inputs only, of which there may be none."""
 
 
 def forward_s(graph: LayerGraph, times: StepTimes) -> list[float]:
@@ -147,7 +148,10 @@ def alone(rounds: Rounds) -> Rounds:
 
 def summed_up(rounds: Rounds) -> Rounds:
     """Reduces runs to one step for each sample count and kind of backward: medians, layer by layer."""
-    return {count: ([middle(whole)], [middle(inputs)]) for count, (whole, inputs) in rounds.items()}
+    return {
+        count: ([middle(whole)], [middle(inputs)] if inputs else [])
+        for count, (whole, inputs) in rounds.items()
+    }
 
 
 def pooled(ranks: Sequence[Rounds]) -> Rounds:
@@ -222,7 +226,11 @@ class StepRun(Run):
         return min(upcoming, self.num_layers - 1)
 
     def measure(
-        self, call: Callable[[], Any], interception: Interception, backward: Backward
+        self,
+        call: Callable[[], Any],
+        interception: Interception,
+        backward: Backward,
+        saving: AbstractContextManager[Any] | None = None,
     ) -> StepTimes:
         """Runs the step forward and backward.
 
@@ -230,6 +238,7 @@ class StepRun(Run):
             call: Runs it and returns the loss.
             interception: The module's wrappers, installed.
             backward: "whole" adds weight gradients to `.grad`, "inputs" leaves them out.
+            saving: Around the forward; what it gives, as `saved_bytes` does, is kept as `num_saved_bytes`.
 
         Raises:
             GraphError: The step did not call the layers of the graph.
@@ -237,7 +246,8 @@ class StepRun(Run):
         with self._answering(interception):
             self._clock.settle()
             self._stamps.append(self._clock.stamp())
-            loss = loss_of(call())
+            with saving or contextlib.nullcontext() as self.num_saved_bytes:
+                loss = loss_of(call())
             self._stamps.append(self._clock.stamp())
             self._check()
             self._is_backward = True

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from lightning_diffpipe.comm.bandwidth import measure_links, with_memory
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
@@ -50,6 +51,11 @@ EQUAL_SPEED = 0.6
 """Share of the speed of the fastest rank above which ranks count as equally fast: times are noisy."""
 
 _SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
+# What a fit has measured, for those after it; all ranks have made the same fits.
+_links: dict[Process, Cluster] = {}
+_timed: WeakKeyDictionary[Any, dict[Any, tuple[ModelProfile, tuple[float, ...]]]] = (
+    WeakKeyDictionary()
+)
 _ADAM_BYTES_FACTOR = 2.0  # the optimizer is made when the module has been cut
 
 
@@ -313,7 +319,9 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
         return with_memory(given, world, process.device)
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
         return with_memory(Cluster(process.world_size), world, process.device)
-    return measure_links(process.backend, process.device)
+    if process not in _links:
+        _links[process] = measure_links(process.backend, process.device)
+    return _links[process]
 
 
 def _profile(
@@ -324,8 +332,13 @@ def _profile(
         return estimate_profile(subject.module, subject.graph), ()
     profile, speeds = _given_profile(source), list[float]()
     if profile is None:
-        profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
-        return profile, tuple(speeds)
+        known = _timed.setdefault(subject.module, {})
+        kinds = subject.splits_backward, world is None
+        asked = subject.graph.digest, subject.counts, subject.place, kinds
+        if asked not in known:
+            profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
+            known[asked] = profile, tuple(speeds)
+        return known[asked]
     names, own = tuple(layer.name for layer in profile.layers), subject.graph.path_names
     if names != own:
         pairs = enumerate(zip(names, own, strict=False))
@@ -356,9 +369,9 @@ def _given_profile(source: Any) -> ModelProfile | None:
 def _knowing_what_splits(subject: Subject, profile: ModelProfile) -> ModelProfile:
     """Returns the profile, with the encoders looked at here if it does not tell whether they can be split.
 
-    It does not where it was estimated, or layers were timed one by one.
+    It does not where it was estimated, or layers were timed one by one. On one rank nobody asks.
     """
-    if any(encoder.splittable is None for encoder in profile.encoders):
+    if subject.looks_at_results and any(e.splittable is None for e in profile.encoders):
         known = splittable_encoders(subject)
         profile = replace(
             profile,

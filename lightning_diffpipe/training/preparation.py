@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,7 @@ from lightning_diffpipe.graph.probe import probe, probe_named
 from lightning_diffpipe.graph.rng import microbatch_seed
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit
 from lightning_diffpipe.host_memory import keep_freed_memory
-from lightning_diffpipe.profiling.bench import Progress
+from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.profiling.measure import Subject
 from lightning_diffpipe.profiling.profiler import bar
 from lightning_diffpipe.profiling.state import take_samples
@@ -59,6 +58,7 @@ from lightning_diffpipe.training.refusals import (
 
 _log = logging.getLogger(__name__)
 _NUM_PROBED_SAMPLES = 2
+_TIMING_S, _TOLD_S = 3.0, 0.05
 
 
 def prepare(
@@ -88,7 +88,9 @@ def prepare(
         refuse_untrainable(module)
     if process.device.type == "cpu":
         keep_freed_memory()
+    shows = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
     with watcher.inside("aligning weights"):
+        before = watcher.seconds.copy()
         world = world_group(process.world_size, process.timeout_s)
         own_seed = os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())
         seed = agree(int(own_seed) if options.seed is None else options.seed, world)
@@ -100,7 +102,7 @@ def prepare(
         small = take_samples(batch, size, min(_NUM_PROBED_SAMPLES, size), own)
     with watcher.inside("probing the step"):
         planned = agree(planned_layers(options) if process.rank == 0 else (), world)
-        with _phase("probing the layers of a step", process, counted=False):
+        with bar(shows, "probing the layers of a step", counted=False, stays=False):
             survey_all = partial(_surveyed, module, step, small, form, seed, planned, arguments)
             with _cut_noted(min(_NUM_PROBED_SAMPLES, size), size):
                 graph, forms = on_all_ranks(survey_all, world)
@@ -110,9 +112,11 @@ def prepare(
     chains = find_chains(module, probed.widest, small, graph)
     warn_of_whole_compiled(module, graph)
     count = options.num_microbatches
-    with _phase("timing layers and links, and planning", process) as report:
+    with bar(shows, "timing layers and links, and planning", stays=False) as report:
         subject = Subject(
             module, probed.widest, batch, graph, device=process.device, progress=report,
+            splits_backward=options.schedule in SCHEDULES and SCHEDULES[options.schedule].splits_backward,
+            budget_s=_TIMING_S, looks_at_results=process.world_size > 1,
             microbatch_size=math.ceil(size / count) if isinstance(count, int) else None,
             least_samples=_least_samples(module, probed.widest, take_samples(batch, size, 1, own), size, graph),
         )  # fmt: skip
@@ -120,6 +124,10 @@ def prepare(
     close_group(world)
     with watcher.inside("placing stages"):
         pipeline = assemble(probed, plan, process, options, seed)
+    if process.rank == 0:
+        seconds = watcher.seconds - before
+        told = (f"{what} {part_s:.1f} s" for what, part_s in seconds.items() if part_s >= _TOLD_S)
+        _log.info("ready in %.1f s: %s", seconds.total(), ", ".join(told))
     return replace(pipeline, basis=basis)
 
 
@@ -139,17 +147,6 @@ def _cut_noted(number: int, size: int) -> Iterator[None]:
                 "(split_batch)"
             )
         raise
-
-
-@contextlib.contextmanager
-def _phase(what: str, process: Process, *, counted: bool = True) -> Iterator[Progress | None]:
-    """Tells what takes a while: a bar in a terminal of rank 0, and a line with its seconds after it."""
-    begun_s = time.monotonic()
-    shown = process.rank == 0 and sys.stderr.isatty() and _log.isEnabledFor(logging.INFO)
-    with bar(shown, what, counted=counted, stays=False) as report:
-        yield report
-    if process.rank == 0:
-        _log.info("%s took %.1f s", what, time.monotonic() - begun_s)
 
 
 def _surveyed(
@@ -181,7 +178,8 @@ def _surveyed(
     graph = probed(step)
     seed_of = partial(microbatch_seed, seed, 0)
     try:
-        widest, forms = survey(module, step, batch, graph, seed_of, arguments)
+        with watcher.inside("looking for coins"):
+            widest, forms = survey(module, step, batch, graph, seed_of, arguments)
     except DiffPipeError:
         raise
     except Exception as error:  # of any code, on numbers that mean nothing

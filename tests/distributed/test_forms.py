@@ -10,6 +10,7 @@ import itertools
 import random
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,19 +224,50 @@ def test_a_layer_that_comes_first_with_a_later_shape_is_named():
         fit(0, settings, 1)
 
 
-@pytest.mark.parametrize(("reads", "number"), [("fixed", 4), ("drawn", 32), ("nothing", 4)])
-def test_a_number_that_is_not_drawn_is_no_coin(reads, number):
-    """History: a step that read any number was run 32 times before training to look for coins."""
-    module, sigmas, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(3), []
+SEARCHED = {
+    "nothing": (2, lambda: 1),
+    "a number that is not drawn": (2, lambda: float(torch.ones(3)[1])),
+    "a counter": (32, None),
+    "a number that is drawn": (2 + 4, lambda: float(torch.rand(()))),
+    "Python's": (2 + 4, lambda: random.random()),
+    "numpy's": (2 + 4, lambda: float(np.random.rand())),
+    "draws until one is small": (2 + 4, lambda: draw_until_small()),
+    "an order, of which no number is seen": (2 + 1 + 32, lambda: random.choice([0.5, 1.0])),
+    "torch's coin": (2 + 4 + 32, lambda: 1 + bool(torch.rand(()) < 0.1)),
+    "Python's coin": (2 + 4 + 32, lambda: 1 + (random.random() < 0.1)),
+    "coins apart": (2 + 4 + 32, lambda: 1 + (random.random() < 0.1 and random.random() > 0.9)),
+}
+"""What a step reads: the most runs in search of coins, and what gives the factor, or so many calls of a layer."""
+
+
+def draw_until_small():
+    while torch.rand(()) > 0.1:
+        pass
+    return 1.0
+
+
+@pytest.mark.parametrize("reads", SEARCHED)
+def test_runs_in_search_of_coins(reads):
+    """As few as tell whether what is drawn, counted or read decides what is called; 32 more if it does.
+
+    History: every step that drew from Python's generators, as all that drop captions do, ran 32 times.
+    """
+    most, read = SEARCHED[reads]
+    module, runs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    module.count = 0
 
     def step(module, batch):
         runs.append(1)
-        factor = {"fixed": sigmas[1], "drawn": torch.rand(()), "nothing": 1.0}[reads]
-        return module(batch * float(factor)).square().mean()
+        module.count += read is None
+        factor = read() if read else 1
+        for _ in range(factor if isinstance(factor, int) else 1):
+            batch = module(batch * factor)
+        return batch.square().mean()
 
     batch = torch.randn(2, 2)
     graph = probe(module, step, batch)
     runs.clear()
-    _, forms = survey(module, step, batch, graph, lambda *numbers: sum(numbers))
-    assert (len(runs), forms.widest) == (number, None)
-    assert forms.throws_coins == (reads == "drawn")
+    _, forms = survey(module, step, batch, graph, lambda *numbers: 100 + sum(numbers))
+    assert most - 3 <= len(runs) <= most if most > 35 else len(runs) == most
+    assert (forms.widest is not None) == (reads in ("torch's coin", "Python's coin"))
+    assert forms.throws_coins == (most not in (2, 32))

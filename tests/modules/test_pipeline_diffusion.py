@@ -52,6 +52,21 @@ def loss_of(module, batch, seed=0):
         return module.training_step(batch, 0)
 
 
+def test_diffusers_looks_at_no_module_for_a_device_or_type_in_later_steps(tmp_path):
+    """History: it walked over all modules of the pipeline several times for each microbatch."""
+    module, batch = module_of("flux", tmp_path), batch_of("flux")
+    first = loss_of(module, batch)
+    looked = mock.Mock(side_effect=AssertionError)
+    kind, denoiser = type(module.pipeline), type(module.denoiser)
+    with (
+        mock.patch.object(kind, "_execution_device", property(looked)),
+        mock.patch.object(denoiser, "dtype", property(looked)),
+    ):
+        assert torch.equal(loss_of(module, batch), first)
+    module.double()  # another type is noticed
+    assert loss_of(module, batch_of("flux", torch.float64)).dtype == torch.float32
+
+
 # ------------------------------------------------------------------ steps written by hand
 
 

@@ -540,11 +540,11 @@ def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
     module, step, batch, graph = toy()
     measure_step, runs = bench.StepRun.measure, []
 
-    def full(run, call, interception, backward):
+    def full(run, call, interception, backward, *saving):
         runs.append(len(call.batch["x"]))
         if runs.count(4) == 3 and runs[-1] == 4:
             raise torch.OutOfMemoryError("tried to allocate 1 TiB")
-        return measure_step(run, call, interception, backward)
+        return measure_step(run, call, interception, backward, *saving)
 
     monkeypatch.setattr(bench.StepRun, "measure", full)
     monkeypatch.setattr(bench.Subject, "_one_by_one", None)

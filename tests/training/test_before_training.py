@@ -1,11 +1,18 @@
-"""Why there is no batch to plan with; that the first one is, is in tests/distributed/test_data.py."""
+"""What fits measure; why there is no batch to plan with. What the first one is: tests/distributed/test_data.py."""
+
+import logging
+import re
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_diffpipe.profiling.measure import measure_profile
 from lightning_diffpipe.training.before_training import why_empty
+from tests.distributed.scenarios import quick_strategy, quiet_trainer
+from tests.distributed.tiny import Data, TinyDiffusion
 
 
 class Stream(IterableDataset):
@@ -28,3 +35,21 @@ def test_fewer_samples_than_a_batch_make_none_where_the_rest_is_dropped(shuffle)
         why_empty(DataLoader(Stream(), 2))
         == "the training data loader is empty: it yields no batch"
     )
+
+
+def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(caplog):
+    caplog.set_level(logging.INFO, "lightning_diffpipe")
+    module, counts = TinyDiffusion().double(), []
+    timed = mock.Mock(side_effect=measure_profile)
+    with mock.patch("lightning_diffpipe.training.plan_source.measure_profile", timed):
+        for batch_size in (4, 4, 8):
+            strategy = quick_strategy(num_stages=1, profile="measure")
+            trainer = quiet_trainer(devices=1, strategy=strategy, max_steps=1)
+            trainer.fit(module, datamodule=Data(batch_size=batch_size))
+            counts.append(timed.call_count)
+    assert counts == [1, 1, 2]
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ready in")]
+    assert len(lines) == 3
+    whole, *parts = map(float, re.findall(r"([0-9.]+) s", lines[0]))
+    assert all(part in lines[0] for part in ("probing the step", "profiling layers"))
+    assert whole == pytest.approx(sum(parts), abs=0.5)

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -346,7 +347,7 @@ def test_a_profile_of_another_module_is_refused_by_its_own_name(module, message)
     profile = estimate_profile(MODULE, GRAPH)
     with pytest.raises(ConfigurationError, match=f"the profile 'Sequential' .*{message}"):
         _profile(subject, profile, None)
-    assert _profile(SimpleNamespace(module=MODULE, graph=GRAPH), profile, None) is profile
+    assert _profile(SimpleNamespace(module=MODULE, graph=GRAPH), profile, None) == (profile, ())
 
 
 def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
@@ -371,7 +372,7 @@ def test_layers_are_those_of_the_plan_before_those_of_the_profile(tmp_path):
 def test_without_a_profile_layers_are_timed(monkeypatch, source):
     """History: profile=None ended in a TypeError of the path it was taken for."""
     monkeypatch.setattr(plan_source, "measure_profile", lambda subject, pool: "timed")
-    assert _profile(None, source, None) == "timed"
+    assert _profile(mock.MagicMock(), source, None) == ("timed", ())
 
 
 def blocks():
