@@ -382,7 +382,8 @@ class PartsModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Gives optimizers that average weights those that they train, until they have stepped."""
-        for optimizer in filter(averages, self.trainer.optimizers):
+        optimizers = self.trainer.optimizers if self._trainer is not None else ()
+        for optimizer in filter(averages, optimizers):
             optimizer.train()
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:

@@ -444,6 +444,17 @@ class PipelineLinks:
         ]
         return tuple((self.cluster.all_reduce_among(group), len(group)) for group in groups)
 
+    @cached_property
+    def slowness(self) -> tuple[float, ...]:
+        """How many times as long as the fastest rank each of a pipeline takes."""
+        count = self.placement.num_ranks
+        return tuple(self.cluster.slowness_of(rank, count) for rank in range(count))
+
+    @cached_property
+    def stage_slowness(self) -> tuple[float, ...]:
+        """The same of each stage: of its slowest rank."""
+        return tuple(max(self.slowness[rank] for rank in own) for own in self.placement.stage_ranks)
+
     def all_gather_s(self, num_bytes: float) -> float:
         """Returns seconds for bytes from all ranks of a pipeline to all of them: half an all-reduce."""
         group = tuple(range(self.placement.num_ranks))
@@ -474,14 +485,9 @@ def pipeline_costs(
         of_size = {size: slowness * seconds(size) for size in distinct}
         return tuple([of_size[size] for size in sizes])
 
-    slowness = [
-        links.cluster.slowness_of(r, placement.num_ranks) for r in range(placement.num_ranks)
-    ]
-    slowest = [max(slowness[rank] for rank in ranks) for ranks in placement.stage_ranks]
-
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        pairs = zip(runs, slowest, strict=True)
-        return tuple(row(partial(seconds, run), factor) for run, factor in pairs)
+        pairs = zip(runs, links.stage_slowness, strict=True)
+        return tuple([row(partial(seconds, run), factor) for run, factor in pairs])
 
     crossing = model.crossing_bytes(runs, placement)
 
@@ -506,7 +512,8 @@ def pipeline_costs(
         activation_s=tuple(nothing if b is None else gradient[b] for b in before),
         gradient_s=gradient,
         encode_s=tuple(
-            slowness[part.rank] * model.encode_s(part.num_samples, group_size) for part in parts
+            links.slowness[part.rank] * model.encode_s(part.num_samples, group_size)
+            for part in parts
         ),
         all_reduce_s=tuple(
             sum(sums_s[stage] for stage in placement.stages_of(rank))

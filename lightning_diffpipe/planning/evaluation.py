@@ -372,7 +372,10 @@ class Evaluator:
                 need = rank_bytes(self.calls, peak, runs, load)
                 need += self._version_bytes(proposal, rank)
                 frame.need_bytes[key] = need
-            if need > (cluster.memory_of(rank, proposal.shape.num_ranks) or math.inf):
+            limit: int | None = cluster.memory_bytes
+            if cluster.rank_memory_bytes:
+                limit = cluster.memory_of(rank, proposal.shape.num_ranks)
+            if limit is not None and need > limit:
                 yield rank
 
     def plan(self, proposal: Proposal) -> PipelinePlan:
@@ -465,8 +468,7 @@ class Evaluator:
         layers = frozen_layers(self.model.profile.encoders, group)
         num_encoding = self.num_encoding(proposal.shape)
         steps = self.share_steps(proposal.shape)
-        count, cluster = proposal.shape.num_ranks, self.model.cluster
-        slowness = [cluster.slowness_of(rank, count) for rank in range(count)]
+        slowness = pipeline.links.slowness
         placed = fill_by_shares(timeline, layers, steps, num_encoding, slowness)
         filled = weave(schedule, timeline, placed)
         costs = replace(costs, encode_s=filled.piece_s)

@@ -107,7 +107,10 @@ def test_types_without_a_peak_of_their_own_run_as_single_precision():
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ConfigurationError, match="h100"):
         device_named("h1000")
-    with pytest.raises(ConfigurationError, match="controlnet, flux, pixart, sd21, sd3, sdxl, wan"):
+    with pytest.raises(
+        ConfigurationError,
+        match="controlnet, flux, pixart, qwen_image, sd21, sd3, sd35, sdxl, wan, wan14b",
+    ):
         ModelOnPaper("sd15")
     with pytest.raises(ConfigurationError, match="bfloat16"):
         ModelOnPaper("sd21", dtype="fp8")
