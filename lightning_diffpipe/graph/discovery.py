@@ -359,6 +359,8 @@ class StepProbe:
                     larger = add_sample(self.batch, num_samples, self.form)
             is_fake = self.fake_mode is not None
             return self._call_tree(self._new(larger), look, has_gradients=is_fake)
+        except GraphError:  # a refusal, with any number of samples
+            raise
         except Exception as error:  # a step may insist on its batch size
             # As text: whoever keeps the record would keep the frames of the error, and their tensors.
             _log.info("layers cannot be cut into samples: %s", str(error))

@@ -122,13 +122,13 @@ def test_links_inside_and_between_hosts_are_distinguished():
 
 def _measure_on_unequal_gpus(rank):
     with mock.patch.object(links, "memory_bytes", return_value=(80 << 30, 40 << 30)[rank]):
-        return _measure(rank).memory_bytes
+        return _measure(rank).rank_memory_bytes
 
 
 @pytest.mark.distributed
-def test_the_smallest_gpu_limits_a_plan():
+def test_each_gpu_has_its_own_limit():
     """History: the memory of rank 0 counted for all, and stages on smaller cards ran out of it."""
-    assert run_ranks(_measure_on_unequal_gpus, 2) == [40 << 30] * 2
+    assert run_ranks(_measure_on_unequal_gpus, 2) == [(80 << 30, 40 << 30)] * 2
 
 
 def test_for_a_host_that_is_its_own_loopback_the_error_names_what_to_set(monkeypatch):

@@ -486,10 +486,12 @@ def test_requests_are_drawn_after_one_that_was_cancelled(name, options, kind, jo
     each = job(name, 4, **options)
     who = [(0, 1), (1,)]
     found = run_ranks(cancelled, 2, *each, who, kind)
-    for rank, (errors, _) in enumerate(found):
-        own = [rank in ranks or kind is GraphError for ranks in who]
-        ends = [kind.__name__ if is_own else "LostRankError" for is_own in own]
-        assert [end for end, _ in errors] == ends
+    both, one = zip(*([end for end, _ in errors] for errors, _ in found), strict=True)
+    # Of two that are cancelled together one may hear of the other first.
+    assert kind.__name__ in both
+    assert set(both) <= {kind.__name__, "LostRankError"}
+    assert one == (kind.__name__ if kind is GraphError else "LostRankError", kind.__name__)
+    for errors, _ in found:
         assert not any("timeout_s" in said for _, said in errors), "nobody waits so long"
     expected, _ = draw(0, *each)
     assert close(found[0][1], expected)
