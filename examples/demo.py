@@ -178,7 +178,7 @@ trained      {len(losses)} steps, {self._num_samples} samples in {elapsed_s:.0f}
 ({self._num_samples / elapsed_s:.1f} samples/s)
 loss         {losses[:some].mean():.4f} over the first {some} steps, \
 {losses[-some:].mean():.4f} over the last {some}
-images     {self.folder / "before_after.png"}   what was asked for, before, after
+images       {self.folder / "before_after.png"}   what was asked for, before, after
              {self.folder / "samples.png"}, {self.folder / "loss.png"}
 plan         {self.folder / "plan.json"}
 checkpoint   {checkpoint}
