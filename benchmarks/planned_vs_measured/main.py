@@ -33,7 +33,6 @@ from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.timeline import Span, Timeline
 from lightning_diffpipe.profiling.bench import default_counts
 from lightning_diffpipe.profiling.measure import Subject, measure_profile
@@ -92,16 +91,8 @@ def planned_and_run(case: Case, process: Process, rounds: int) -> dict[str, Any]
 def planned_again(plan: PipelinePlan, profile: ModelProfile) -> PipelinePlan:
     """The same cut and schedule with other layer times; links are measured anew, too."""
     cluster = measure_cluster(dist.group.WORLD, torch.device("cpu"))
-    shape = Shape(
-        plan.num_pipelines,
-        plan.ranks_per_pipeline,
-        plan.num_stages,
-        plan.microbatch_sizes,
-        plan.options.schedule,
-    )
-    cuts = tuple((stage.first_layer, stage.stop, stage.num_replicas) for stage in plan.stages)
     model = CostModel(profile, cluster, plan.options.optimizer_bytes_factor)
-    return Evaluator(model, plan.options).plan(Proposal(shape, cuts))
+    return Evaluator(model, plan.options).plan(Proposal.of(plan, profile))
 
 
 def one_step(pipeline: Pipeline, batch: Any) -> Step:

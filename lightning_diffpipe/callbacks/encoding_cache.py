@@ -98,16 +98,19 @@ class EncodingCache(L.Callback):
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is None or self.memo is not None:
             return
-        names = self._choose(trainer, pipeline, batch)
+        mesh, layout = pipeline.mesh, pipeline.engine.layout
+        count = mesh.layout.ranks_per_pipeline
+        encodes = mesh.local_rank >= count - (layout.num_encoding or count)
+        names = self._choose(trainer, pipeline, batch) if encodes else frozenset[str]()
         share = None if self.max_bytes is None else self.max_bytes // trainer.world_size
         self._store = EncodingStore(self.folder, share)
         self.memo = LayerMemo(self._store, names)
-        pipeline.engine.layout.steps.remember(self.memo if names else None)
-        kept = ", ".join(sorted(names)) or "nothing"
-        refused = "; ".join(f"{name} {why}" for name, why in sorted(self.refused.items()))
-        rank_zero_info(
-            "Encodings stored in %s: %s. Computed: %s", self.folder, kept, refused or "-"
-        )
+        layout.steps.remember(self.memo if names else None)
+        for kept, refused in mesh.on_first((sorted(names), sorted(self.refused.items())))[-1:]:
+            rank_zero_info(
+                "Encodings stored in %s: %s. Computed: %s", self.folder, ", ".join(kept) or "nothing",
+                "; ".join(f"{name} {why}" for name, why in refused) or "-",
+            )  # fmt: skip
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Returns names of modules to remember; notes why the other frozen ones are not."""

@@ -115,8 +115,10 @@ class FolderSamples(Dataset[Sample]):
                 video = read_video(entry.path, shape.num_frames, crop, self.background)
             sample: Sample = {"video": video, "caption": caption}
         else:
-            beside = {n: (file, f"{file} ({entry.where})") for n, file in entry.beside.items()}
-            given = entry.path, caption, crop, self.background, called, beside, self.alpha
+            companions = {
+                n: (file, f"{file} ({entry.where})") for n, file in entry.companions.items()
+            }
+            given = entry.path, caption, crop, self.background, called, companions, self.alpha
             sample = read_sample(*given)
         if self.is_weighted:
             sample["weight"] = torch.tensor(entry.weight)
@@ -271,11 +273,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         h = self.hparams
         wanted = {"condition": h.condition, "mask": h.mask}
         made = {*MADE, "alpha", None}
-        beside = {kind: key for kind, key in wanted.items() if key not in made}
+        companions = {kind: key for kind, key in wanted.items() if key not in made}
         split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
         for folder in self._folders:
             path = Path(folder.folder)
-            listing = Listing(path, h.caption_key, beside, bool(self._frames), not h.get("trigger"))
+            listing = Listing(
+                path, h.caption_key, companions, bool(self._frames), not h.get("trigger")
+            )
             entries, errors = listing.read(self.on_error)
             files = [entry.path for entry in entries if self._frames and entry.path.is_file()]
             if files and importlib.util.find_spec("av") is None:  # else each would be called broken

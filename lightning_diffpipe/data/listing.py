@@ -34,14 +34,14 @@ class Entry(NamedTuple):
     Attributes:
         path: Of the image.
         caption: As it is written.
-        beside: Files of a `"condition"` and a `"mask"`, as far as they are asked for.
+        companions: Files of a `"condition"` and a `"mask"`, as far as they are asked for.
         where: The listing and line, or the file of the caption, for messages.
         weight: How much its loss counts.
     """
 
     path: Path
     caption: str
-    beside: Mapping[str, Path]
+    companions: Mapping[str, Path]
     where: str
     weight: float = 1.0
 
@@ -53,14 +53,14 @@ class Listing:
     Attributes:
         folder: Where the images are.
         caption_key: Key, or column, of the caption.
-        beside: Keys of files beside each image, by what they are: `{"mask": "masks"}`.
+        companions: Keys of files beside each image, by what they are: `{"mask": "masks"}`.
         has_videos: Whether videos are wanted, which are files or folders.
         needs_captions: Whether an image found without caption is refused; else it has an empty one.
     """
 
     folder: Path
     caption_key: str = "text"
-    beside: Mapping[str, str] = field(default_factory=dict)
+    companions: Mapping[str, str] = field(default_factory=dict)
     has_videos: bool = False
     needs_captions: bool = True
 
@@ -126,8 +126,10 @@ class Listing:
             raise DataError(self._expected(where, text)) from error
 
     def _expected(self, where: str, found: str) -> str:
-        *first, last = map(repr, ("file_name", self.caption_key, *self.beside.values()))
-        kinds = f" ({', '.join(f'the {kind}' for kind in self.beside)})" if self.beside else ""
+        *first, last = map(repr, ("file_name", self.caption_key, *self.companions.values()))
+        kinds = (
+            f" ({', '.join(f'the {kind}' for kind in self.companions)})" if self.companions else ""
+        )
         return (
             f"{self.folder / where}: expected {', '.join(first)} and {last}{kinds}, as in "
             f'{{"file_name": "cat.png", "text": "a cat"}}, but found {found[:80]!r}'
@@ -135,7 +137,7 @@ class Listing:
 
     def _of_values(self, values: Any, where: str) -> Entry:
         """Returns the entry of a line or row."""
-        keys = "file_name", self.caption_key, *self.beside.values()
+        keys = "file_name", self.caption_key, *self.companions.values()
         try:
             texts = [values[key] for key in keys]
         except (KeyError, TypeError) as error:
@@ -152,7 +154,7 @@ class Listing:
                 f"{path} has two captions: {text.name} says {other[:80]!r}, and {where} {caption[:80]!r}; keep one "
                 "of them"
             )
-        return Entry(path, caption, dict(zip(self.beside, others, strict=True)), where)
+        return Entry(path, caption, dict(zip(self.companions, others, strict=True)), where)
 
     def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
         """Finds images by their endings and captions beside them."""
@@ -180,7 +182,7 @@ class Listing:
                     "on_error='skip' (data.on_error=skip)"
                 )
             errors += [DataError(f"{self.folder / name}: {problem}") for name in names]
-        folders = {key: self._by_stem(key) for key in self.beside.values()}
+        folders = {key: self._by_stem(key) for key in self.companions.values()}
         return [
             partial(self._of_files, path, texts.get(stem), folders)
             for path, stem in images.items()
@@ -199,16 +201,16 @@ class Listing:
     def _of_files(
         self, path: Path, text: Path | None, folders: Mapping[str, Mapping[str, Path]]
     ) -> Entry:
-        beside = {}
-        for kind, key in self.beside.items():
+        companions = {}
+        for kind, key in self.companions.items():
             if path.stem not in folders[key]:
                 raise DataError(
                     f"{path} has no {kind}: {self.folder / key / path.name} is not there"
                 )
-            beside[kind] = self._there(folders[key][path.stem], str(path))
+            companions[kind] = self._there(folders[key][path.stem], str(path))
         caption = "" if text is None else _caption_in(text)
         where = "no caption" if text is None else text.name
-        return Entry(self._there(path, str(path)), caption, beside, where)
+        return Entry(self._there(path, str(path)), caption, companions, where)
 
     def _there(self, path: Path, where: str) -> Path:
         """Looks at a file from outside, as images are opened in training only."""

@@ -147,7 +147,7 @@ def read_sample(
     crop: Crop,
     background: str,
     name: str,
-    beside: Mapping[str, tuple[IO[bytes] | Path, str]],
+    companions: Mapping[str, tuple[IO[bytes] | Path, str]],
     alpha: bool = False,
 ) -> Sample:
     """Reads an image and what lies beside it.
@@ -158,7 +158,7 @@ def read_sample(
         crop: What is kept of it, and of what lies beside it.
         background: As for `to_pixels`.
         name: What to call the file.
-        beside: Files of a `"condition"` and a `"mask"`, as far as there are some, and what to call them.
+        companions: Files of a `"condition"` and a `"mask"`, as far as there are some, and what to call them.
         alpha: Whether the image's own alpha channel is the mask.
 
     Raises:
@@ -175,7 +175,7 @@ def read_sample(
         if alpha:
             channel = ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
             sample["mask"] = (to_pixels(channel, crop)[:1] + 1) / 2
-        for kind, (its_file, its_name) in beside.items():
+        for kind, (its_file, its_name) in companions.items():
             with reading(its_name), Image.open(its_file) as other:
                 require_same_shape(image, name, other, its_name, kind)
                 pixels = (to_pixels(other, crop, background) + 1) / 2

@@ -238,14 +238,14 @@ class WebDatasetDataModule(CaptionedDataModule):
         h = self.hparams
         where = f"sample {files['__key__']!r} of {files['__url__']}"
         kinds = {"condition": h.condition, "mask": h.mask}
-        beside = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
+        companions = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
         image = next((end for end in _IMAGES if end in files), None)
         missing = [
             name
             for name, end in (
                 (f"image ({', '.join(_IMAGES)})", image),
                 ("txt", "txt"),
-                *((end, end) for end in beside.values()),
+                *((end, end) for end in companions.values()),
             )
             if end not in files
         ]
@@ -256,7 +256,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         except UnicodeDecodeError as error:
             raise DataError(f"the caption of {where} is no UTF-8 ({error.reason})") from error
         others = {
-            kind: (io.BytesIO(files[end]), f"{end} of {where}") for kind, end in beside.items()
+            kind: (io.BytesIO(files[end]), f"{end} of {where}") for kind, end in companions.items()
         }
         crop, caption = augmentation.crop(h.resolution, h.resolution), augmentation.caption(caption)
         # Not by webdataset, which cuts images of 16 bits off at 255.

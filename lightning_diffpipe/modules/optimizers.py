@@ -23,6 +23,14 @@ from torch.optim import AdamW, Optimizer
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Calls what makes gradients, if an optimizer is given it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Prodigy(Optimizer):
     """Adam with decoupled weight decay, whose step size grows to what the distance to the solution asks for.
 
@@ -88,10 +96,7 @@ class Prodigy(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates all parameters that have a gradient; a collective call with `sum_over_ranks`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         first = self.param_groups[0]
         d, d0, beta3 = first["d"], first["d0"], first["beta3"]
         rate = d * max(group["lr"] for group in self.param_groups)
@@ -185,10 +190,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         # `load_state_dict` makes both anew.
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.state, part.param_groups = self.state, [group]

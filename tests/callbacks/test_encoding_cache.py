@@ -95,6 +95,19 @@ def test_two_ranks_share_a_folder(tmp_path, filling):
 
 
 @pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_without_encoders_stores_nothing(tmp_path):
+    options = {"encoding_ranks": 1}
+    plain, cached = run_in_turn(
+        fit_cached, 2, (None, 2, 2, options, Noisy), (tmp_path, 2, 2, options, Noisy)
+    )
+    assert cached[0][0] == plain[0][0], "bit for bit"
+    assert not cached[0][2] | cached[0][3]
+    assert cached[1][2]["encoder"] >= 20 - 4
+    assert "noise" in cached[1][4]["locked"]
+
+
+@pytest.mark.slow
 def test_layers_that_see_noise_are_computed(tmp_path):
     plain = fit_cached(0, None, 1, 2, None, Noisy)
     losses, _, found, made, refused = fit_cached(0, tmp_path, 1, 2, None, Noisy)
