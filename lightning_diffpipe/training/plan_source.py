@@ -51,7 +51,7 @@ EQUAL_SPEED = 0.6
 """Share of the speed of the fastest rank above which ranks count as equally fast: times are noisy."""
 
 _SOME_RANKS = 1024  # in place of the ranks there will be, which nobody knows yet
-# What a fit has measured, for those after it; all ranks have made the same fits.
+# What a fit has measured, for those after it.
 _links: dict[Process, Cluster] = {}
 _timed: WeakKeyDictionary[Any, dict[Any, tuple[ModelProfile, tuple[float, ...]]]] = (
     WeakKeyDictionary()
@@ -319,9 +319,14 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
         return with_memory(given, world, process.device)
     if process.world_size == 1 or options.plan is not None or options.profile == "flops":
         return with_memory(Cluster(process.world_size), world, process.device)
-    if process not in _links:
+    if not _by_all(process in _links, world):
         _links[process] = measure_links(process.backend, process.device)
     return _links[process]
+
+
+def _by_all(known: bool, world: ProcessGroup | None) -> bool:
+    """Returns whether all ranks know something: one may have failed where others have not."""
+    return known if world is None else all(gathered_objects(known, world))
 
 
 def _profile(
@@ -335,7 +340,7 @@ def _profile(
         known = _timed.setdefault(subject.module, {})
         kinds = subject.splits_backward, world is None
         asked = subject.graph.digest, subject.counts, subject.place, kinds
-        if asked not in known:
+        if not _by_all(asked in known, world):
             profile = measure_profile(subject, partial(pool_times, group=world, speeds=speeds))
             known[asked] = profile, tuple(speeds)
         return known[asked]
