@@ -1243,6 +1243,7 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", [run_on_forks, row(run)])
 def test_the_demo_tells_its_story(run, tmp_path):
+    """History: a rank that composed its config a second later than rank 0 left a folder of its own."""
     settings = ["trainer.max_steps=2", "data.batch_size=4"]
     settings += ["callbacks.story.num_inference_steps=2"]
     demo = ("train", "-cd", ROOT / "examples" / "conf", "experiment=demo")

@@ -285,10 +285,9 @@ def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
         "RANK": "0",
         "LOCAL_RANK": "0",
     }
-    # They write nothing, so they need no folder of their own.
     folder = HydraConfig.get().runtime.output_dir
-    quiet = [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
-    command = [sys.executable, "-m", "lightning_diffpipe.cli", *sys.argv[1:], *quiet]
+    arguments = [*sys.argv[1:], f"hydra.run.dir={quoted(folder)}"]
+    command = [sys.executable, "-m", "lightning_diffpipe.cli", *arguments]
     return [
         subprocess.Popen(command, env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)})
         for r in range(1, num_ranks)

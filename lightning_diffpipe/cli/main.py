@@ -116,6 +116,9 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     def task(config: DictConfig) -> Any:
         nonlocal begun, failure
         sys.argv, begun = whole, True
+        if own_rank():  # it may have composed its config a second later, and rank 0's folder counts
+            with contextlib.suppress(OSError):  # the same folder, where something is
+                Path(HydraConfig.get().runtime.output_dir).rmdir()
         try:
             if "trainer" in config:
                 announce_loading()
@@ -128,7 +131,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             # Past Hydra, which would print a line of its own for each process.
             failure = error
 
-    sys.argv = [whole[0], *_named(name, arguments)]
+    quiet = ["hydra.output_subdir=null"] if own_rank() else []
+    sys.argv = [whole[0], *_named(name, [*quiet, *arguments])]
     _refuse_flags(sys.argv[1:])
     try:
         _call(name, task)
