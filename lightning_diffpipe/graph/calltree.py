@@ -23,7 +23,7 @@ import logging
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.placement import DEVICE_OF
+from lightning_diffpipe.graph.repeats import Call, Repeats
 from lightning_diffpipe.graph.side_effects import (
     is_of,
     is_users,
@@ -239,13 +240,20 @@ class CallTree(TorchDispatchMode):
     Args:
         root: The module whose step runs.
         look: What shall be noted of arguments and output of a call.
+        repeats: Recognises calls that have run in other places.
 
     Attributes:
         names: The modules that were called, in order.
     """
 
-    def __init__(self, root: nn.Module, look: Callable[[Any, Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        look: Callable[[Any, Any], Any] | None = None,
+        repeats: Repeats | None = None,
+    ) -> None:
         super().__init__()
+        self._repeats = repeats
         self.stack, self.names, self._look = [CallNode("")], list[str](), look
         self.functions = OwnFunctions()
         self._root = root
@@ -300,14 +308,25 @@ class CallTree(TorchDispatchMode):
             node.num_transforms = num_transforms_around()
             if node.num_transforms > around.num_transforms:
                 around.takes = transform_around()
-            given = tensors_in((args, kwargs)) if self._sized_by_values else []
-            if any(storage_key(tensor) in self._sized_by_values for tensor in given):
-                around.keeps_together = "calls layers on as many rows as values say"
+            call = None
+            if self._sized_by_values:
+                given = tensors_in((args, kwargs))
+                if any(storage_key(tensor) in self._sized_by_values for tensor in given):
+                    around.keeps_together = "calls layers on as many rows as values say"
+            elif self._repeats is not None:
+                call = self._repeats.call(name, args, kwargs, node.depth)
+            if call is not None and call.known is not None:
+                return self._repeated(call, node)
+            num_names = len(self.names)
             buffers = dict(module._buffers)
             self.stack.append(node)
             try:
                 out = forward(*args, **kwargs)
                 node.found = self._look and self._look((args, kwargs), out)
+                if call is not None:
+                    inside = call.inside(self.names[num_names:])
+                    is_alone = inside is not None and not self._sized_by_values
+                    call.keep(out, (node, inside) if is_alone else None)
                 return out
             finally:
                 self.stack.pop()
@@ -317,9 +336,24 @@ class CallTree(TorchDispatchMode):
 
         return recorded
 
+    def _repeated(self, call: Call, node: CallNode) -> Any:
+        """Notes what was seen in a call of an equal module."""
+        assert call.known is not None
+        seen, inside = call.known.notes
+        vars(node).update(vars(_renamed(seen, seen.name, call.name)))
+        self.names += (call.name + name for name in inside)
+        for around in self.stack:
+            around.cost += node.cost
+        return call.result()[0]
+
     def note_gradients(self, function: str) -> None:
         """Notes that the module that runs calls a function that takes gradients."""
         self.stack[-1].takes = function
+
+
+def _renamed(node: CallNode, old: str, new: str) -> CallNode:
+    children = [_renamed(child, old, new) for child in node.children]
+    return replace(node, name=new + node.name[len(old) :], children=children)
 
 
 def callable_modules(root: nn.Module) -> list[str]:

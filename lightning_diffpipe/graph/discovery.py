@@ -53,6 +53,7 @@ from lightning_diffpipe.graph.provenance import (
     unfolded,
     values,
 )
+from lightning_diffpipe.graph.repeats import Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
     BatchForm,
@@ -228,7 +229,9 @@ class StepProbe:
         layers, fake = set(layers), self.fake_mode is not None
         tree = self._tree if self._tree is self._larger else None  # which may be of another form
         watched = self._callable() if tree else ()
-        tracer = Tracer(self.module, self.original, layers, containers, known, fake, watched)
+        tracer = Tracer(
+            self.module, self.original, layers, containers, known, fake, watched, self._repeats()
+        )
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
@@ -330,7 +333,7 @@ class StepProbe:
         self, batch: Any, look: Look | None = None, *, has_gradients: bool = True
     ) -> CallTree:
         """Runs the step and records the tree of calls, with what a look at arguments and output of each finds."""
-        tree, names = CallTree(self.module, look), self._callable()
+        tree, names = CallTree(self.module, look, self._repeats()), self._callable()
 
         def record(call: Callable[[], Any]) -> Any:
             noticed = gradients_noticed(tree.note_gradients)
@@ -368,6 +371,11 @@ class StepProbe:
             self.module = fake_copy(self.original, self.fake_mode)  # what that run has left is gone
             self.__post_init__()
         return None
+
+    def _repeats(self) -> Repeats | None:
+        """Returns what recognises calls of equal modules in a run that is about to begin."""
+        mode = self.fake_mode
+        return None if mode is None else Repeats(self.module, mode, self._callable())
 
     def _callable(self) -> list[str]:
         # The original, as copies forget which modules are compiled.

@@ -501,12 +501,18 @@ class TrackedFakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._made: list[StorageWeakRef] = []
 
+    def empty(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> FakeTensor:
+        """Returns a fake tensor."""
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        fake = FakeTensor(self, meta, device)
+        self._made.append(StorageWeakRef(fake.untyped_storage()))
+        return fake
+
     def like(self, tensor: Tensor) -> FakeTensor:
         """Returns a fake tensor of the same shape, strides, type and device; of a parameter, a parameter."""
-        shape, stride = tensor.shape, true_stride(tensor)
-        meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(self, meta, tensor.device)
-        self._made.append(StorageWeakRef(fake.untyped_storage()))
+        fake = self.empty(tensor.shape, true_stride(tensor), tensor.dtype, tensor.device)
         if isinstance(tensor, nn.Parameter):
             fake._is_param = True  # nn.Parameter would detach it, which takes ten times as long
             fake.requires_grad_(tensor.requires_grad)

@@ -56,6 +56,7 @@ from lightning_diffpipe.graph.layer import (
     Value,
 )
 from lightning_diffpipe.graph.placement import DEVICE_OF
+from lightning_diffpipe.graph.repeats import Call, Repeats
 from lightning_diffpipe.graph.rng import draws
 from lightning_diffpipe.graph.side_effects import (
     FLAGGING,
@@ -155,6 +156,35 @@ class LayerRecord:
     output_dims: list[Any] = field(default_factory=list)
 
 
+@dataclass
+class _Storages:
+    """Those that a call inside a layer has read, and those that came into being in it."""
+
+    read: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _CallNotes:
+    """What is noted of a call inside a layer, to be taken over for an equal one.
+
+    Attributes:
+        arguments: The arguments that it reads, by position among the leaves.
+        state: Its own parameters and buffers that it reads, by name inside the module.
+        cost: See `operator_cost`.
+        drew: It drew random numbers.
+        names: The modules that it calls, by name inside the module.
+        fine_names: Those of them that are layers of the fine graph.
+    """
+
+    arguments: tuple[int, ...]
+    state: tuple[str, ...]
+    cost: int
+    drew: bool
+    names: tuple[str, ...]
+    fine_names: tuple[str, ...]
+
+
 class Provenance(TorchDispatchMode):
     """Tags storages while a step runs; see the module docstring.
 
@@ -185,6 +215,9 @@ class Provenance(TorchDispatchMode):
         self.batch_writes: set[str] = set()
         self._batch: dict[int, str] = {}
         self._read_buffers: set[int] = set()
+        self._observed: list[
+            _Storages
+        ] = []  # of the calls inside a layer that run, outermost first
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
         self._owner: dict[int, tuple[int, int]] = {}
@@ -279,6 +312,8 @@ class Provenance(TorchDispatchMode):
     def value_read(self, tree: Any) -> None:
         """Notes that a value becomes a Python object: all that follows may depend on it."""
         (self.control if self.current is None else self.current.reads).update(self.of(tree))
+        for storages in self._observed:
+            storages.read.update(map(storage_key, tensors_in(tree)))
 
     def hook(self, tensor: Tensor, changes: bool) -> None:
         """Notes a gradient hook that is put on a tensor, and may change its gradient.
@@ -306,8 +341,12 @@ class Provenance(TorchDispatchMode):
         raw = self._raw(inputs)
         read = self._outside(raw)
         name = func.overloadpacket.__name__
-        if name.startswith("new_") or (name.endswith("_like") and not name.startswith("rand")):
-            read = set()  # reads the shape only; random ones depend on strides, too
+        # Reads the shape only; random ones depend on strides, too.
+        of_shape = name.startswith("new_") or (
+            name.endswith("_like") and not name.startswith("rand")
+        )
+        if of_shape:
+            read = set()
         if draws(func, args, kwargs):
             raw, read = raw | {None}, read | {None}
             if self.current is None:
@@ -329,12 +368,42 @@ class Provenance(TorchDispatchMode):
         for tensor in tensors_in(out):
             if storage_key(tensor) not in before:
                 self.set_tags(tensor, new)
+        for storages in self._observed:
+            storages.read |= set() if of_shape else before
+            storages.made.update(set(map(storage_key, tensors_in(out))) - before)
         if func._schema.is_mutable or name in _BATCH_NORMS:
             written = written_tensors(func, args, kwargs)
             if name not in _RENORMS:
                 self.note_parameter_writes(written)
             self._note_writes(written, new)
         return out
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[_Storages]:
+        """Notes which storages a call inside a layer reads and makes."""
+        storages = _Storages()
+        self._observed.append(storages)
+        try:
+            yield storages
+        finally:
+            self._observed.remove(storages)
+
+    def repeat(self, read: list[Tensor], made: list[Tensor], cost: int, drew: bool) -> None:
+        """Notes what a call in a layer does that is not run: what it reads and makes, as operators would."""
+        assert self.current is not None
+        raw = self._raw(read) | ({None} if drew else set())
+        outside = self._outside(raw)
+        self.current.reads |= outside
+        self.current.cost += cost
+        self.current.drew |= drew
+        keys = set(map(storage_key, read))
+        self._read_buffers |= keys & self._buffer.keys()
+        of_state = all(isinstance(tag, str | Buffer) for tag in raw)
+        for tensor in made:
+            self.set_tags(tensor, outside if of_state else {Leak(self.current.index)})
+        for storages in self._observed:
+            storages.read |= keys
+            storages.made.update(map(storage_key, made))
 
     def note_parameter_writes(self, tensors: list[Tensor]) -> None:
         """Notes the parameters among tensors that glue or a layer changes."""
@@ -443,6 +512,7 @@ class Tracer:
             numbers; None: these are the finest, and that is to be found out.
         fake: Values are fake, so that states of generators tell nothing.
         watched: Modules whose calls are noted besides.
+        repeats: Recognises calls that have run in other places.
 
     Attributes:
         names: The modules that were called, in order.
@@ -457,8 +527,9 @@ class Tracer:
         known: LayerGraph | None,
         fake: bool,
         watched: Collection[str] = (),
+        repeats: Repeats | None = None,
     ) -> None:
-        self.names, self._watched = list[str](), watched
+        self.names, self._watched, self._repeats = list[str](), watched, repeats
         self.provenance = Provenance(module, original)
         self.attributes = AttributeWrites(
             module, lambda: not self._in_fine, lambda: self.provenance.current is not None
@@ -493,6 +564,8 @@ class Tracer:
             GraphError: The step takes gradients itself, or reads parameters nobody registered.
         """
         names = self._layers.union(self._containers, self._fine, self._watched)
+        if self._repeats is not None:
+            names |= self._repeats.candidates.keys()
         between = lambda: self.provenance.current is None
         with (
             calls_replaced(self._module, names, self._wrap, self._log),
@@ -534,10 +607,65 @@ class Tracer:
 
     def _inside(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if name not in self._fine or self._in_fine:
-            return forward(*args, **kwargs)
+            return self._once(name, forward, args, kwargs)
         self.attributes.look()
         with self._fine_call(name):
+            return self._once(name, forward, args, kwargs)
+
+    def _once(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Runs a call inside a layer, unless an equal one has run."""
+        repeats = self._repeats
+        call = repeats and repeats.call(name, args, kwargs, self._in_fine, self._functions.depth)
+        if call is None:
             return forward(*args, **kwargs)
+        if call.known is not None:
+            return self._repeated(call)
+        record = self.provenance.current
+        assert record is not None
+        num_names, num_fine, num_set = (
+            len(self.names),
+            len(self.fine_names),
+            self.attributes.num_set,
+        )
+        cost, drew, record.drew = record.cost, record.drew, False
+        try:
+            with self.provenance.observed() as storages:
+                out = forward(*args, **kwargs)
+        finally:
+            new_drew, record.drew = record.drew, record.drew or drew
+        notes = None
+        names, fine = call.inside(self.names[num_names:]), call.inside(self.fine_names[num_fine:])
+        leaves = {i: storage_key(x) for i, x in enumerate(call.leaves) if isinstance(x, Tensor)}
+        state = {key: storage_key(x) for key, x in call.state.items()}
+        read = storages.read | set(map(storage_key, tensors_in(out)))  # also what is passed through
+        elsewhere = read - storages.made - {*leaves.values(), *state.values()}
+        if names is not None and fine is not None and not elsewhere:
+            notes = _CallNotes(
+                tuple(i for i, key in leaves.items() if key in read),
+                tuple(name for name, key in state.items() if key in read),
+                record.cost - cost,
+                new_drew,
+                names,
+                fine,
+            )
+        call.keep(out, notes if num_set == self.attributes.num_set else None)
+        return out
+
+    def _repeated(self, call: Call) -> Any:
+        """Notes what a call does that is not run, and returns what it would return."""
+        record = self.provenance.current
+        assert record is not None
+        assert call.known is not None
+        notes: _CallNotes = call.known.notes
+        out, made = call.result()
+        read = [*(call.leaves[i] for i in notes.arguments), *(call.state[k] for k in notes.state)]
+        self.provenance.repeat(read, made, notes.cost, notes.drew)
+        self.names += (call.name + name for name in notes.names)
+        fine_names = [call.name + name for name in notes.fine_names]
+        self.fine_names += fine_names
+        record.num_fine += len(fine_names)
+        record.num_seeds += sum(name in self._seeded for name in fine_names)
+        return out
 
     @contextlib.contextmanager
     def _fine_call(self, name: str) -> Iterator[None]:
@@ -581,7 +709,7 @@ class Tracer:
         mode.current = record
         try:
             with self._fine_call(name) if name in self._fine else contextlib.nullcontext():
-                out = forward(*args, **kwargs)
+                out = self._once(name, forward, args, kwargs)
             record.reads |= mode.of(out)  # what is passed through
             record.written_buffers |= self._replaced(name)
         finally:

@@ -294,12 +294,15 @@ class AttributeWrites:
         root: The module that holds all others.
         between: Says whether the code that runs now lies between layers of the fine graph.
         inside: Says whether it lies inside of a layer, which may hold several of the fine graph.
+
+    Attributes:
+        num_set: How often something was set.
     """
 
     def __init__(
         self, root: nn.Module, between: Callable[[], bool], inside: Callable[[], bool]
     ) -> None:
-        self._between, self._inside = between, inside
+        self._between, self._inside, self.num_set = between, inside, 0
         self._kinds = {type(module) for module in root.modules()}
         self._modules = {id(module): name for name, module in root.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -352,6 +355,7 @@ class AttributeWrites:
                 self._note((name, _NEEDS_GRADIENT), parameter, parameter.requires_grad)
 
     def _note(self, attribute: Attribute, owner: Any, before: Any) -> None:
+        self.num_set += 1
         if attribute not in self._before:
             self._before[attribute] = owner, before
             self._unmoved.add(attribute)
