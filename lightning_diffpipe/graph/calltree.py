@@ -326,7 +326,7 @@ class CallTree(TorchDispatchMode):
                 if call is not None:
                     inside = call.inside(self.names[num_names:])
                     is_alone = inside is not None and not self._sized_by_values
-                    call.keep(out, (node, inside) if is_alone else None)
+                    call.keep(out, (_renamed(node, name, ""), inside) if is_alone else None)
                 return out
             finally:
                 self.stack.pop()
@@ -340,7 +340,7 @@ class CallTree(TorchDispatchMode):
         """Notes what was seen in a call of an equal module."""
         assert call.known is not None
         seen, inside = call.known.notes
-        vars(node).update(vars(_renamed(seen, seen.name, call.name)))
+        vars(node).update(vars(_renamed(seen, "", call.name)))
         self.names += (call.name + name for name in inside)
         for around in self.stack:
             around.cost += node.cost

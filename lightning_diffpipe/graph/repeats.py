@@ -3,8 +3,8 @@
 Without values an operator takes a tenth of a millisecond of a processor, and the 57 blocks of Flux issue 9,300 of
 them in each of three looks at a step. But they are blocks of two kinds. On fake tensors a call is decided by the
 structure and the settings of its module, the shapes of its arguments, and the circumstances (autocast, whether
-gradients are on). So the first call of its kind runs; the others get tensors of the same shapes, which autograd
-connects with the same arguments and parameters, and whoever looks takes over what was noted of the first.
+gradients are on). So the calls of two modules of a kind run. If they agree, the others get tensors of the same
+shapes, which autograd connects with the same arguments and parameters, and whoever looks takes over what was noted.
 
 A call is taken for another one only if that has left no trace but its result: it wrote into no tensor, set no
 attribute, drew no number on the host, read no tensor beside its arguments and its own weights, and returned nothing
@@ -14,6 +14,7 @@ objects made of such, or that share modules or parameters with others, run each 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import types
 from collections import Counter
@@ -68,7 +69,7 @@ class _SameAs:
 
 @dataclass(frozen=True)
 class Known:
-    """A call that has run.
+    """What is known of the calls of a kind.
 
     Attributes:
         spec: Structure of what it returned.
@@ -95,7 +96,8 @@ class Repeats:
 
     def __init__(self, root: nn.Module, mode: TrackedFakeMode, names: Collection[str]) -> None:
         self._mode, self._root = mode, root
-        self._known: dict[Hashable, Known | None] = {}
+        self._ran: dict[Hashable, tuple[str, Known | None]] = {}  # of the first, by whom
+        self._known: dict[Hashable, Known] = {}
         self._parents = Counter(id(child) for m in root.modules() for child in m.children())
         self._owners = Counter(
             id(tensor)
@@ -141,7 +143,8 @@ class Repeats:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
         key = self._ids[id(module)], spec, known, where, more
-        if num_transforms_around() or self._known.get(key, ...) is None:
+        _, ran = self._ran.get(key, (name, ...))
+        if num_transforms_around() or ran is None:
             return None
         return Call(self, key, name, module, leaves, tensors)
 
@@ -200,12 +203,16 @@ class Repeats:
             else:
                 self._find(child, inside, repeated, names)
 
-    def keep(self, key: Hashable, known: Known | None) -> None:
-        """Keeps what a call of a kind returns; None if it says nothing about others."""
-        self._known[key] = known
+    def keep(self, key: Hashable, name: str, ran: Known | None) -> None:
+        """Keeps what a call of a kind has returned; None if it says nothing about others."""
+        first, before = self._ran.setdefault(key, (name, ran))
+        if ran is None or ran != before:
+            self._ran[key] = name, None
+        elif first != name:
+            self._known[key] = ran
 
     def known(self, key: Hashable) -> Known | None:
-        """Returns what calls of a kind return, if one has run."""
+        """Returns what calls of a kind return, if those of two modules have run and agreed."""
         return self._known.get(key)
 
     def made(self, made: _Made) -> Tensor:
@@ -263,14 +270,12 @@ class Call:
             out: The result.
             notes: What its observer has noted; None if it saw what other calls cannot be taken to do.
         """
-        try:
+        ran = None
+        with contextlib.suppress(_UnlikeError):
             leaves, spec = pytree.tree_flatten(out)
-            if notes is None or self._traces() != self._before:
-                raise _UnlikeError
-            known = Known(spec, tuple(self._kept(leaves)), notes)
-        except _UnlikeError:
-            known = None
-        self._repeats.keep(self._key, known)
+            if notes is not None and self._traces() == self._before:
+                ran = Known(spec, tuple(self._kept(leaves)), notes)
+        self._repeats.keep(self._key, self.name, ran)
 
     def inside(self, names: Iterable[str]) -> tuple[str, ...] | None:
         """Returns names of modules inside the module as it calls them; None if one lies elsewhere."""
@@ -339,7 +344,8 @@ class Call:
         if made.connected is None:
             return self._repeats.made(made)
         sources = [self.leaves[x] if isinstance(x, int) else self.state[x] for x in made.connected]
-        return _Connected.apply(lambda: self._repeats.made(made), *sources)  # type: ignore[no-any-return, no-untyped-call]
+        connect: Any = _Connected.apply
+        return connect(lambda: self._repeats.made(made), *sources)  # type: ignore[no-any-return]
 
 
 class _Connected(torch.autograd.Function):

@@ -216,7 +216,7 @@ class Slow(nn.Linear):
 
 @pytest.mark.parametrize("reentrant", [False, True, None])
 def test_recomputation_counts_as_backward_of_its_layer(reentrant):
-    """History: matrix products told whether a layer ran again, and took 1.79 times the forward on a busy machine."""
+    """History: matrix products told it, which took 1.79 times as long as the forward on a busy machine."""
     module = nn.Sequential(*[Slow(8, 8) for _ in range(3)], nn.Linear(8, 4)).train()
 
     def step(module, batch):
