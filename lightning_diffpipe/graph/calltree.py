@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
-from lightning_diffpipe.graph.placement import DEVICE_OF
+from lightning_diffpipe.graph.fakes import DEVICE_OF
 from lightning_diffpipe.graph.repeats import Call, Repeats
 from lightning_diffpipe.graph.side_effects import (
     is_of,

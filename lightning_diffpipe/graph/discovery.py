@@ -33,6 +33,7 @@ from lightning_diffpipe.graph.calltree import (
     has_global_backward_hooks,
     uncalled_owners,
 )
+from lightning_diffpipe.graph.fakes import TrackedFakeMode, fake_batch, fake_copy
 from lightning_diffpipe.graph.layer import (
     Layer,
     LayerGraph,
@@ -41,18 +42,7 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
-from lightning_diffpipe.graph.placement import TrackedFakeMode, fake_batch, fake_copy
-from lightning_diffpipe.graph.provenance import (
-    Buffer,
-    LayerRecord,
-    LeakError,
-    Tracer,
-    calls_replaced,
-    leading_dims,
-    nodes_below,
-    unfolded,
-    values,
-)
+from lightning_diffpipe.graph.provenance import Buffer, LayerRecord, LeakError, unfolded, values
 from lightning_diffpipe.graph.repeats import Repeats
 from lightning_diffpipe.graph.side_effects import NoHooksWithoutGradients, gradients_noticed
 from lightning_diffpipe.graph.step import (
@@ -68,6 +58,7 @@ from lightning_diffpipe.graph.step import (
     output_rows,
     weight_of,
 )
+from lightning_diffpipe.graph.tracer import Tracer, calls_replaced, leading_dims, nodes_below
 
 _log = logging.getLogger(__name__)
 

@@ -32,14 +32,14 @@ from torch import nn
 from lightning_diffpipe.errors import ConfigurationError, GraphError, clear_variables
 from lightning_diffpipe.graph.cut import cut, is_mixed
 from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
-from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
-from lightning_diffpipe.graph.placement import (
+from lightning_diffpipe.graph.fakes import (
     TrackedFakeMode,
     fakes_failing_quietly,
     forget_fakes,
-    is_placeholder,
     kept_young,
 )
+from lightning_diffpipe.graph.layer import LayerGraph, TensorKey, other_calls
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.side_effects import generators_preserved, is_users
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step
 from lightning_diffpipe.graph.trial import untouched

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.fakes import TrackedFakeMode
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES
-from lightning_diffpipe.graph.placement import TrackedFakeMode
 from lightning_diffpipe.graph.side_effects import num_transforms_around
 from lightning_diffpipe.graph.versions import autocasts
 

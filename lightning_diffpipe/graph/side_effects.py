@@ -46,8 +46,8 @@ from torch.quasirandom import SobolEngine
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.fakes import SHARED_ATTRIBUTES
 from lightning_diffpipe.graph.layer import CONSTANT_TYPES, Attribute
-from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES
 
 _TRANSFORMS = {"Vmap": "torch.vmap", "Grad": "torch.func.grad or vjp", "Jvp": "torch.func.jvp"}
 _OWN = ("torch", "lightning", "lightning_utilities", "lightning_diffpipe.graph")

@@ -25,7 +25,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.placement import SHARED_ATTRIBUTES, own_tensors, readable
+from lightning_diffpipe.graph.fakes import SHARED_ATTRIBUTES
+from lightning_diffpipe.graph.placement import own_tensors, readable
 
 HooksOf = Mapping[nn.Parameter, tuple[Mapping[int, Callable[..., Any]], ...]]
 """By parameter, hooks on its gradient and those that follow its accumulation, by number."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -55,7 +56,7 @@ Splits = Mapping[int, Sequence[float]]
 """By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 30
-_NOISE = 0.05  # where all runs differ by less, as on a device of one's own, a few are enough
+_NOISE = 0.05  # where runs differ by less, as on a device of one's own, a few are enough
 _MAX_COUNTS = 5
 _COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
 _MEMORY_SHARE = 0.5
@@ -331,8 +332,11 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
 
 
 def _agree(steps: Sequence[StepTimes]) -> bool:
-    seconds = [step.total_s for step in steps]
-    return max(seconds) <= (1 + _NOISE) * min(seconds)
+    """Returns whether the middle half of the runs differs by little; a single slow one decides nothing."""
+    first, _, third = statistics.quantiles(
+        [step.total_s for step in steps], n=4, method="inclusive"
+    )
+    return third <= (1 + _NOISE) * first
 
 
 def free_bytes(device: torch.device) -> int:

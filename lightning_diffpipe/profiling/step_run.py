@@ -61,9 +61,9 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.backward import NestedExits, input_gradients
 from lightning_diffpipe.graph.calltree import tensors_in
+from lightning_diffpipe.graph.fakes import kept_young
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import LayerGraph, other_calls
-from lightning_diffpipe.graph.placement import kept_young
 from lightning_diffpipe.graph.step import loss_of
 from lightning_diffpipe.profiling.state import placed, tree_to
 

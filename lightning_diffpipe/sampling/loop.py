@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_diffpipe.coroutine import Coroutine
 from lightning_diffpipe.errors import ConfigurationError, SamplingError
-from lightning_diffpipe.graph.placement import shapes_without_values
+from lightning_diffpipe.graph.fakes import shapes_without_values
 from lightning_diffpipe.sampling.record import (
     Controlled,
     Controls,

@@ -30,7 +30,8 @@ from lightning_diffpipe.errors import (
     DiffPipeError,
     require_number,
 )
-from lightning_diffpipe.graph.placement import is_placeholder, keep_stored, shapes_without_values
+from lightning_diffpipe.graph.fakes import shapes_without_values
+from lightning_diffpipe.graph.placement import is_placeholder, keep_stored
 from lightning_diffpipe.sampling.call import Call, dry_run_of
 from lightning_diffpipe.sampling.digests import Identity, as_texts
 from lightning_diffpipe.sampling.ip_adapters import (
