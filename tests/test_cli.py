@@ -1241,6 +1241,30 @@ def test_train_as_a_pipeline_of_two_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_some_steps_are_measured_beside_their_plan(tmp_path):
+    settings = ["experiment=glyphs", "trainer.max_steps=5", "data.batch_size=4"]
+    settings += [f"hydra.run.dir={tmp_path / 'out'}", "save_to=trained"]
+    printed = run_on_forks("bench", *settings, cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr[-3000:]
+    told = printed.stdout[printed.stdout.index("planned   measured") :]
+    for line in (
+        r"^step +\S+ \S+ +\S+ \S+$",
+        r"^samples/s +[\d.]+ +[\d.]+$",
+        r"^bubble ratio .*%$",
+    ):
+        assert re.search(line, told, re.MULTILINE), line
+    for rank in (0, 1):
+        assert re.search(
+            rf"^memory of the process, at most, rank {rank} +\S+ .iB$", told, re.MULTILINE
+        )
+    written = {path.name for path in (tmp_path / "out" / "pipeline").iterdir()}
+    assert {"plan.json", "profile.json", "timeline.png", "trace.json", "report.txt"} <= written
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not (tmp_path / "trained").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("run", [run_on_forks, row(run)])
 def test_the_demo_tells_its_story(run, tmp_path):
     """History: a rank that composed its config a second later than rank 0 left a folder of its own."""

@@ -30,7 +30,7 @@ from tests.zoo.pipelines import build
 
 CONF = Path(__file__).parent.parent / "conf"
 VERBS = sorted(path.stem for path in CONF.glob("*.yaml"))
-WRITES = ("train", "sample", "profile")  # into a folder of their own
+WRITES = ("bench", "train", "sample", "profile")  # into a folder of their own
 OPTIONS = sorted(
     (path.parent.name, path.stem)
     for path in CONF.glob("*/*.yaml")

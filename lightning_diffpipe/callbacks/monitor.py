@@ -96,6 +96,9 @@ class PipelineMonitor(L.Callback):
             made from; the run's, as the logger has it, if not given. Without either nothing is written.
         progress_bar: Show bubble ratio and samples/s there.
 
+    Attributes:
+        numbers: What was logged last, by name.
+
     Raises:
         ConfigurationError: A number that cannot be.
 
@@ -121,10 +124,12 @@ class PipelineMonitor(L.Callback):
         self.folder = Path(folder) if folder is not None else None
         self.progress_bar = progress_bar
         self.samples: deque[MeasuredStep] = deque(maxlen=64)
+        self.numbers: dict[str, float] = {}
         self._reset()
 
     def _reset(self) -> None:
         self.samples.clear()
+        self.numbers.clear()
         self._num_steps = self._num_looks = 0
         self._interval = _Interval()
         self._clock = _StepTimes()
@@ -243,6 +248,7 @@ class PipelineMonitor(L.Callback):
             if sample is not None:
                 numbers |= self._numbers(trainer, sample)
         self._interval = _Interval()
+        self.numbers |= numbers
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"pipeline/{name}": value for name, value in numbers.items()},

@@ -3,7 +3,7 @@
     launch     processes: what holds for one (offline, threads, seed, log), and several for a verb
     settings   types of the verbs' own settings, for Hydra
     values     verbs by name; values that cannot be are refused by the name the user gave them
-    training   train
+    training   train, bench
     sampling   sample
     plans      profile, plan, show, diff
     data       data

@@ -132,7 +132,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
             failure = error
 
     quiet = ["hydra.output_subdir=null"] if own_rank() else []
-    sys.argv = [whole[0], *_named(name, [*quiet, *arguments])]
+    sys.argv = [whole[0], *quiet, *_named(name, arguments)]
     _refuse_flags(sys.argv[1:])
     try:
         _call(name, task)

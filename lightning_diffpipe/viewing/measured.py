@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -54,7 +54,7 @@ from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Message, Placement
 from lightning_diffpipe.planning.simulator import group_of, simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer
-from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side
+from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,3 +456,34 @@ def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
     else:  # on one scale one of them would be a dot
         lines += ["", "planned", render(planned), "measured, on another scale", render(drawn)]
     return "\n".join(lines)
+
+
+_NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_s": ("step", seconds),
+    "samples_per_s": ("samples/s", "{:.4g}".format),
+    "bubble_ratio": ("bubble ratio", percent),
+    "mfu": ("model FLOPs utilisation", percent),
+    "loading_s": ("waiting for data, a step", seconds),
+    "peak_memory_bytes": ("memory of tensors, at most", size),
+    "peak_resident_bytes": ("memory of the process, at most", size),
+    "bytes_sent": ("sent in a step", size),
+}
+
+
+def number_table(numbers: Mapping[str, float]) -> str:
+    """Draws a table of the numbers that a monitor logs, planned beside measured.
+
+    Args:
+        numbers: By name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with
+            `planned_`.
+    """
+    planned = {
+        name.removeprefix("planned_"): x for name, x in numbers.items() if "planned_" in name
+    }
+    rows = []
+    for name, (what, shown) in _NUMBERS.items():
+        for key in (key for key in numbers if key.partition("/")[0] == name):
+            rank = key.partition("/rank_")[2]
+            plan = shown(planned[key]) if key in planned else ""
+            rows.append([f"{what}, rank {rank}" if rank else what, plan, shown(numbers[key])])
+    return table(["", "planned", "measured"], rows)
