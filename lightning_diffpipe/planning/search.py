@@ -22,7 +22,8 @@ from lightning_diffpipe.planning.evaluation import (
 )
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import ModelProfile, joined
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, joined
+from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.recomputation import (
     checkpointed,
     recomputable,
@@ -137,11 +138,48 @@ def _may_recompute(profile: ModelProfile, options: PlanOptions) -> frozenset[int
 def _recomputing_where_needed(
     profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
 ) -> list[PipelinePlan]:
-    """Returns the best plans found that fit because they recompute layers, as few as have to be."""
+    """Returns the best plans found that fit because they recompute layers, as few as have to be.
+
+    With all of them recomputed, steps do not tell which number of stages is fastest with fewer: each is tried.
+    """
+    plans = list[PipelinePlan]()
+    positions = _may_recompute(profile, options)
+    if not positions:
+        return plans
+    with_all = checkpointed(profile, positions)
+    most = max(map(_slowdown, with_all.backbones[0].layers))
+    model = _cost_model(with_all, cluster, options)
+    for count in sorted({shape.num_stages for shape in shapes(model, options)}):
+        best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
+        wishes = replace(options, num_stages=count)
+        plans += _recomputing_less(profile, cluster, wishes, best_s, most, until_s)
+    return [plan for plan in plans if plan.planned.iteration_s < below_s]
+
+
+def _slowdown(layer: LayerProfile) -> float:
+    """Returns how much longer a layer takes that is recomputed, at most, as a share of its time."""
+    if (whole := layer.uncheckpointed) is None:
+        return 0.0
+    times = [
+        (seconds, seconds + whole.backward_s.at(count)) for count, seconds in whole.forward_s.points
+    ]
+    return max((forward_s / both_s for forward_s, both_s in times if both_s), default=0.0)
+
+
+def _recomputing_less(
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    best_s: float,
+    slowdown: float,
+    until_s: float,
+) -> list[PipelinePlan]:
+    """Returns plans that recompute fewer and fewer layers; with all, steps may be longer than `best_s`."""
     plans, positions = list[PipelinePlan](), _may_recompute(profile, options)
-    for _ in range(MOST_ROUNDS if positions else 0):
+    most_s = best_s * (1 + slowdown)
+    for _ in range(MOST_ROUNDS):
         with_some = checkpointed(profile, positions)
-        found = _plans(with_some, cluster, options, math.inf, until_s)
+        found = _plans(with_some, cluster, options, most_s, until_s)
         if not found:
             break
         best = min(found, key=_with_effort)
@@ -153,8 +191,8 @@ def _recomputing_where_needed(
         plans += [plan for plan in (best, faster) if fits(plan, cluster)]
         if needed == positions or not needed:
             break
-        positions, options = needed, _with_shape_of(options, best)
-    return [plan for plan in plans if plan.planned.iteration_s < below_s]
+        positions, options, most_s = needed, _with_shape_of(options, best), math.inf
+    return plans
 
 
 def _with_shape_of(options: PlanOptions, plan: PipelinePlan) -> PlanOptions:
