@@ -9,7 +9,8 @@ meanwhile its class is `ForeignParameter`.
 Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
 
 A parameter that is mapped from its file (`keep_stored`) takes no memory there, so that its value is kept under the
-placeholder, and found again when the module shall be whole.
+placeholder, and found again when the module shall be whole. A rank can offload its own ones so; what is in no file
+is written to one. They are placeholders until `loaded` gives them values for a while, or `load_back` for good.
 
 A fake copy has tensors with shapes only, to probe full-size models in seconds. It is deep, so that the step may
 change caches, counters and schedulers of it at will; only the trainer and its like are shared. Parameters and
@@ -26,6 +27,8 @@ import functools
 import gc
 import logging
 import operator
+import os
+import tempfile
 import types
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +48,8 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from lightning_diffpipe.errors import ForeignLayerError, GraphError, clear_variables
 
 _STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
+_OFFLOADED = "_diffpipe_offloaded"
+_ALIGNMENT = 64  # bytes, of tensors in a file
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
 """Whether placeholders are NaN for who reads them, as in steps, and no error."""
@@ -172,8 +177,13 @@ def created_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Returns whether a parameter lives on another rank."""
+    """Returns whether a parameter lives on another rank, or is offloaded."""
     return hasattr(tensor, _STRIDE)
+
+
+def is_offloaded(tensor: Tensor) -> bool:
+    """Returns whether a parameter of this rank has its value in a file only."""
+    return hasattr(tensor, _OFFLOADED)
 
 
 def true_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -327,17 +337,84 @@ def restore_parameter(
         assert root is not None
         replace_parameter(root, parameter, nn.Parameter(value, requires_grad=False))
         return
-    if value.dtype != parameter.dtype or value.stride() != true_stride(parameter):
-        laid_out = torch.empty_strided(
-            parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
-        )
-        value = laid_out.copy_(value)
-    _hold(parameter, value.detach())
+    _hold(parameter, _laid_out(parameter, value).detach())
+
+
+def _laid_out(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns a value of a parameter in the type and with the strides that it had."""
+    if value.dtype == parameter.dtype and value.stride() == true_stride(parameter):
+        return value
+    laid_out = torch.empty_strided(
+        parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+    )
+    return laid_out.copy_(value)
+
+
+def offload(parameters: Mapping[str, nn.Parameter], folder: Path) -> None:
+    """Frees parameters of this rank, whose values are in files: their own ones, or one that is written.
+
+    Args:
+        parameters: By name; no quantized ones.
+        folder: On a disk with room for those that are in no file. Their file has no name there: its room is free
+            again when the process ends, however that happens.
+    """
+    values = {name: stored_value(parameter) for name, parameter in parameters.items()}
+    values |= _in_a_file({n: p for n, p in parameters.items() if values[n] is None}, folder)
+    for name, parameter in parameters.items():
+        setattr(parameter, _OFFLOADED, values[name])
+        setattr(parameter, _WHERE, f"{name} is offloaded, as what its layer gives is stored")
+        _free(parameter, parameter.device)
+
+
+def _in_a_file(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Returns tensors that are mapped from a new file without a name."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        starts = []
+        for tensor in tensors.values():
+            starts.append(file.seek(-file.tell() % _ALIGNMENT, os.SEEK_CUR))
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            file.write(memoryview(raw.numpy()))
+        file.flush()
+        num_bytes = file.tell()
+        if not num_bytes:
+            return {}
+        memory = torch.UntypedStorage.from_file(file.name, shared=False, nbytes=num_bytes)
+    mapped = {}
+    for start, (name, tensor) in zip(starts, tensors.items(), strict=True):
+        empty = torch.empty(0, dtype=tensor.dtype)
+        mapped[name] = empty.set_(memory, start // tensor.dtype.itemsize, tensor.shape)
+    return mapped
+
+
+@contextlib.contextmanager
+def loaded(parameters: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
+    """Gives offloaded parameters their values inside; others stay as they are.
+
+    Args:
+        parameters: Any.
+        device: Where; None for the parameters' own.
+    """
+    away: dict[Any, Tensor] = {}
+    for parameter in parameters:
+        if is_offloaded(parameter) and is_placeholder(parameter):
+            value = _laid_out(parameter, getattr(parameter, _OFFLOADED))
+            away[parameter] = value.to(device or parameter.device)
+    with lent_to_placeholders(away):
+        yield
+
+
+def load_back(parameters: Iterable[Tensor], device: torch.device | None = None) -> None:
+    """Gives offloaded parameters their values for good, on a device; None for their own."""
+    for parameter in parameters:
+        if is_offloaded(parameter):
+            value = _laid_out(parameter, getattr(parameter, _OFFLOADED))
+            _hold(parameter, value.to(device or parameter.device))
+            delattr(parameter, _OFFLOADED)
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
     """Gives a parameter a value, so that it is no placeholder; returns what it had noted as one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         parameter.data = value
     if type(parameter) is ForeignParameter:
         parameter.__class__ = nn.Parameter
@@ -352,13 +429,15 @@ def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None
     Args:
         values: By placeholder, of its shape and dtype, on its device.
     """
+    with torch._C.DisableTorchFunction():
+        empty = [parameter.data for parameter in values]
     before = {parameter: _hold(parameter, value) for parameter, value in values.items()}
     try:
         yield
     finally:
-        for parameter, notes in before.items():
+        for (parameter, notes), value in zip(before.items(), empty, strict=True):
             vars(parameter).update(notes)
-            _free(parameter, parameter.device)
+            _empty(parameter, value)
 
 
 def placeholder_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
@@ -375,9 +454,13 @@ def _free(parameter: nn.Parameter, device: torch.device) -> None:
         setattr(parameter, _STRIDE, tuple(parameter.stride()))
     floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
     value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype, device=device)
+    _empty(parameter, value.expand(parameter.shape))
+
+
+def _empty(parameter: nn.Parameter, value: Tensor) -> None:
     parameter.grad = None
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = value.expand(parameter.shape)
+    with torch._C.DisableTorchFunction():
+        parameter.data = value
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ForeignParameter
 
