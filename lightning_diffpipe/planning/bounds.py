@@ -270,6 +270,10 @@ class StageNeeds:
                     max(need + reads, alone + resident[stop] + max(load.working, 2 * reads))
                     for stop, need, reads in zip(stops, needs, read, strict=True)
                 ]
+            if load.before:
+                weights = model.byte_sums("parameter_bytes")
+                before = load.before - weights[first]
+                needs = [max(n, before + weights[s]) for n, s in zip(needs, stops, strict=True)]
             rows.append(needs)
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
 

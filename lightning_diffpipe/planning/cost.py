@@ -232,8 +232,18 @@ class CostModel:
     @property
     @_remembered
     def frozen_bytes(self) -> int:
-        """Bytes of all frozen encoders; every rank that may encode holds them all."""
-        return sum(layer.parameter_bytes for layer in self.profile.frozen_layers)
+        """Bytes of the frozen encoders in memory in training; every rank that may encode holds them all."""
+        return (
+            sum(layer.parameter_bytes for layer in self.profile.frozen_layers)
+            - self.offloaded_bytes
+        )
+
+    @property
+    @_remembered
+    def offloaded_bytes(self) -> int:
+        """Bytes of the frozen encoders that such a rank holds before training only."""
+        encoders = (encoder for encoder in self.profile.encoders if encoder.offloaded)
+        return sum(layer.parameter_bytes for encoder in encoders for layer in encoder.layers)
 
     @property
     @_remembered

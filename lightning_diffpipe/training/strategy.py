@@ -351,8 +351,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         module.cpu()
         batch, self._arguments = first_batch(trainer, self)
         silence_watching(trainer)
-        averages = self._averages_bytes_factor(trainer)
-        options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
+        options = replace(self._options, **self._told_by_callbacks(trainer), seed=self.seed)
         optimization = getattr(module, "optimization", None)
         if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
             options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
@@ -387,12 +386,17 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
                 trainer.callbacks.insert(0, BubbleFilling())
 
-    def _averages_bytes_factor(self, trainer: Any) -> float:
-        """Returns bytes that averages of the weights take on a rank, for each byte it trains."""
+    def _told_by_callbacks(self, trainer: Any) -> dict[str, Any]:
+        """Returns options that callbacks decide: what averages take, and whether encoders leave memory."""
         from lightning_diffpipe.callbacks.ema import EMA
+        from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 
         kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
-        return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
+        caches = (callback for callback in trainer.callbacks if isinstance(callback, EncodingCache))
+        return {
+            "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in kept),
+            "encode_first": any(cache.encode_first for cache in caches),
+        }
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
