@@ -110,14 +110,13 @@ class EncodingCache(L.Callback):
         self._passes = 0
         self._found_before = (0, 0)
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starts anew; stores all samples, if that comes first."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Starts anew."""
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
-        pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
-        if pipeline is not None and self.encode_first:
-            with watcher.inside("encoding the data"):
-                self._encode_all(trainer, pipeline)
-        elif pipeline is None:
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says where it does nothing."""
+        if getattr(trainer.strategy, "pipeline", None) is None:
             rank_zero_warn(
                 "EncodingCache does nothing without strategy='diffpipe', which finds the frozen layers"
             )
@@ -145,8 +144,15 @@ class EncodingCache(L.Callback):
                 "; ".join(f"{name} {why}" for name, why in refused) or "-",
             )  # fmt: skip
 
-    def _encode_all(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
-        """Stores the encodings of all samples, of which each encoding rank takes a part, and frees the encoders."""
+    @watcher.inside("encoding the data")
+    def encode_all(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
+        """Stores the encodings of all samples, and loads the stages of the ranks in the place of the encoders.
+
+        The strategy calls it before there are optimizers. Each encoding rank takes a part of the samples.
+
+        Raises:
+            ConfigurationError: They cannot be stored; on all ranks.
+        """
         feed = cast(Any, trainer.fit_loop._combined_loader)
         asked = feed.every_sample()
         if asked is None:
@@ -178,9 +184,13 @@ class EncodingCache(L.Callback):
                     )
         self._require_shared(trainer)
         made = sum(_of_all(trainer, self.memo.statistics.made.total()))
-        rank_zero_info("Encoded all samples: %d results of layers are new", made)
         self.memo.statistics = Statistics()
-        self._free(pipeline)
+        freed = _of_all(trainer, pipeline.offload(self.memo.names, self.folder))
+        pipeline.load_stages()
+        rank_zero_info(
+            "All samples are encoded; %d results of layers were new. Encoders have left the memory of ranks: %s",
+            made, ", ".join(f"{rank} ({size(num_bytes)})" for rank, num_bytes in enumerate(freed) if num_bytes),
+        )  # fmt: skip
 
     def _begin_with(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, again: Any) -> str:
         """Stores the first batch; returns why it cannot be stored once and for all, if so.
@@ -244,11 +254,6 @@ class EncodingCache(L.Callback):
                     "what others have stored; give one on a disk of all hosts (callbacks.encoding_cache.folder)"
                 )
 
-    def _free(self, pipeline: Pipeline) -> None:
-        """Frees the encoders of this rank, whose outputs are stored."""
-        assert self.memo is not None
-        pipeline.offload(self.memo.names, self.folder)
-
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Returns names of modules to remember; notes why the other frozen ones are not."""
         steps = pipeline.engine.layout.steps
@@ -283,7 +288,7 @@ class EncodingCache(L.Callback):
         self._found_before = (found, made)
         useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
         if self._passes > 1 and now[0] and not now[1] and _covers_data(trainer):
-            self._free(trainer.strategy.pipeline)
+            trainer.strategy.pipeline.offload(self.memo.names, self.folder)
         # A pass over a part of the data brings other samples than those before, which will come back.
         if self._passes > 1 and useless and self.memo.stores and _covers_data(trainer):
             self.memo.stores = False

@@ -196,6 +196,7 @@ def place_parameters(
     resident: Collection[str],
     device: torch.device | str,
     whereabouts: Mapping[str, str] | None = None,
+    later: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Frees all parameters but the resident ones, and moves those, buffers and metrics to the device.
 
@@ -205,6 +206,7 @@ def place_parameters(
         resident: Names of the parameters that stay.
         device: Where they shall live, and where placeholders pretend to live.
         whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
+        later: Resident ones that are offloaded, and stay where they are until `load_back`; no quantized ones.
 
     Returns:
         Names of the placeholders.
@@ -225,6 +227,9 @@ def place_parameters(
     for name, parameter in parameters.items():
         if stored_value(parameter) is None:
             forget_stored(parameter)
+        if name in later:
+            _offload(name, parameter, parameter.detach(), device)
+            continue
         if name in resident:
             if parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
@@ -361,9 +366,15 @@ def offload(parameters: Mapping[str, nn.Parameter], folder: Path) -> None:
     values = {name: stored_value(parameter) for name, parameter in parameters.items()}
     values |= _in_a_file({n: p for n, p in parameters.items() if values[n] is None}, folder)
     for name, parameter in parameters.items():
-        setattr(parameter, _OFFLOADED, values[name])
-        setattr(parameter, _WHERE, f"{name} is offloaded, as what its layer gives is stored")
-        _free(parameter, parameter.device)
+        value = values[name]
+        assert value is not None
+        _offload(name, parameter, value, parameter.device)
+
+
+def _offload(name: str, parameter: nn.Parameter, value: Tensor, device: torch.device | str) -> None:
+    setattr(parameter, _OFFLOADED, value)
+    setattr(parameter, _WHERE, f"{name} is offloaded while encodings are stored")
+    _free(parameter, torch.device(device))
 
 
 def _in_a_file(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:

@@ -271,9 +271,7 @@ class StageNeeds:
                     for stop, need, reads in zip(stops, needs, read, strict=True)
                 ]
             if load.before:
-                weights = model.byte_sums("parameter_bytes")
-                before = load.before - weights[first]
-                needs = [max(n, before + weights[s]) for n, s in zip(needs, stops, strict=True)]
+                needs = [max(need, load.before) for need in needs]
             rows.append(needs)
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
 

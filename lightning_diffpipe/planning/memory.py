@@ -50,7 +50,7 @@ class StageLoad(NamedTuple):
         made: Bytes of encodings that it makes.
         working: Bytes on which a frozen layer runs.
         resident: Bytes of the encoders that it holds in training.
-        before: Bytes on which it encodes all samples before training, besides the weights of its stage.
+        before: Bytes on which it encodes all samples before training.
     """
 
     read: int = 0
@@ -180,8 +180,7 @@ def rank_bytes(
     wait for their backward, with the encodings there are, messages, and the activations of the layer that is
     recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
 
-    Encoders that leave memory before training count beside the weights of the stages, which are there by then, but
-    not beside gradients, optimizer state and activations.
+    Encoders that leave memory before training count alone: stages come to the device after them.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
@@ -192,8 +191,7 @@ def rank_bytes(
         return round(resident + kept)
     beside, alone = load.num_bytes(model, runs)
     training = load.resident_bytes(model) + resident + max(kept + beside, alone)
-    weights = sum(model.parameter_bytes(runs[stage]) for stage in peak)
-    return round(max(training, load.bytes_before(model) and load.bytes_before(model) + weights))
+    return round(max(training, load.bytes_before(model)))
 
 
 def recomputed_bytes(model: CostModel, run: LayerRun, waiting: Waiting) -> float:

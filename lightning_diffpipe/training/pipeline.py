@@ -136,6 +136,7 @@ class Pipeline:
         basis: What the plan was made from; None if the plan was given.
         runs_ahead: Frozen layers may still run before their batch is due.
         offloaded: Parameters of this rank whose values are in files only, by name.
+        later: Those of its stages that stay on the host until all samples are encoded.
     """
 
     module: nn.Module
@@ -154,6 +155,7 @@ class Pipeline:
     basis: Basis | None = None
     runs_ahead: bool = True
     offloaded: dict[str, nn.Parameter] = field(default_factory=dict)
+    later: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         frozen = self.resident - self.graph.trained
@@ -213,7 +215,7 @@ class Pipeline:
         self.engine.drop_prepared()
         self.read_ahead.note()
 
-    def offload(self, layers: frozenset[str], folder: Path) -> None:
+    def offload(self, layers: frozenset[str], folder: Path) -> int:
         """Frees the parameters that only these frozen layers read, as what they give is stored.
 
         Not quantized ones, nor any if frozen parameters have been written: their files would not have their values.
@@ -221,6 +223,9 @@ class Pipeline:
         Args:
             layers: Names.
             folder: Where to put what is in no file.
+
+        Returns:
+            Bytes that this rank holds no more.
         """
         others = [layer.parameters for layer in self.graph.layers if layer.name not in layers]
         kept = self.graph.tail_parameters.union(self.graph.trained, *others)
@@ -229,7 +234,8 @@ class Pipeline:
         named = dict(self.module.named_parameters())
         away = {n: named[n] for n in sorted(names) if type(named[n]) is nn.Parameter}
         if not (away and self.runs_ahead) or self.stop_ahead_if_changed():
-            return
+            return 0
+        num_bytes = sum(parameter.nbytes for parameter in away.values())
         is_written = self._mapped.changed()
         offload(away, folder)
         self.offloaded |= away
@@ -238,16 +244,23 @@ class Pipeline:
         self._relay.offloaded = frozenset(name.rpartition(".")[0] for name in self.offloaded)
         vars(self).pop("read_ahead", None)
         self.count_as_unchanged()
+        return num_bytes
 
-    def load_back(self, device: torch.device | None = None) -> None:
-        """Gives offloaded parameters their values for good, on a device; None for that of the pipeline."""
-        self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
+    def load_stages(self) -> None:
+        """Brings the parameters of the stages to the device, where they were left on the host."""
         is_written = self._mapped.changed()
-        load_back(self.offloaded.values(), device)
-        self.offloaded, self._relay.offloaded = {}, frozenset()
+        load_back(self.later.values(), self.mesh.device)
+        self.later = {}
         if not is_written:
             self._mapped.note()
-        vars(self).pop("read_ahead", None)
+
+    def _load_all(self) -> None:
+        """Gives all offloaded parameters their values for good, on the host."""
+        self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
+        is_written = self._mapped.changed()
+        load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
+        if not is_written:
+            self._mapped.note()
 
     def refuse_unfrozen(self) -> None:
         """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
@@ -319,7 +332,7 @@ class Pipeline:
         Args:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
-        self.load_back(torch.device("cpu"))
+        self._load_all()
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
             parameters = dict(self.module.named_parameters(remove_duplicate=False))

@@ -380,6 +380,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             rank_zero_info(
                 "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
             )
+        for cache in _caches(trainer):
+            cache.encode_all(trainer, self.pipeline)
         if self.pipeline.fills:
             from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 
@@ -389,13 +391,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _told_by_callbacks(self, trainer: Any) -> dict[str, Any]:
         """Returns options that callbacks decide: what averages take, and whether encoders leave memory."""
         from lightning_diffpipe.callbacks.ema import EMA
-        from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
 
         kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
-        caches = (callback for callback in trainer.callbacks if isinstance(callback, EncodingCache))
         return {
             "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in kept),
-            "encode_first": any(cache.encode_first for cache in caches),
+            "encode_first": bool(_caches(trainer)),
         }
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
@@ -726,3 +726,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _disconnect_data(self) -> None:
         if self._data_mesh is not None:
             self._data_mesh.disconnect()
+
+
+def _caches(trainer: Any) -> list[Any]:
+    """Returns the callbacks that store encodings before training."""
+    from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
+
+    return [c for c in trainer.callbacks if isinstance(c, EncodingCache) and c.encode_first]

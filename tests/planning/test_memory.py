@@ -229,15 +229,15 @@ def heavy_encoders(cacheable=True):
 def test_encoding_first_counts_the_larger_of_encoding_and_training():
     """By hand: two ranks with 4 layers each, 8 samples in 4 microbatches of 2.
 
-    Before training encoders, and 2 samples of 100 bytes that a layer of theirs gives, lie beside weights; in
-    training it is activations of 2 microbatches on rank 0 and of 1 on rank 1, gradients and two states of Adam.
+    Before training there are encoders, and 2 samples of 100 bytes that a layer of theirs gives; in training
+    weights, gradients, two states of Adam, and activations of 2 microbatches on rank 0 and of 1 on rank 1.
     """
     profile, cluster = heavy_encoders(), Cluster(2)
     options = PlanOptions(8, 2, 4, partition="uniform", data_parallel=1)
     beside = find_plan(profile, cluster, options).planned.peak_memory_bytes
     first = replace(options, encode_first=True)
     plan = find_plan(profile, cluster, first)
-    before = 5000 + 4 * 40 + 2 * 100
+    before = 5000 + 2 * 100
     assert plan.planned.peak_memory_bytes == (before, before)
     assert plan.planned.frozen_s < find_plan(profile, cluster, options).planned.frozen_s
     light = replace(profile, encoders=with_encoder(FOUR, READ, weight_bytes=20).encoders)
