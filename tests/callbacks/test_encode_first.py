@@ -63,7 +63,7 @@ def fit_cached(rank, settings, world_size):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "options",
-    [{"filling": "shares", "encoding_ranks": 1}, row({"filling": "shares"}), {}],
+    [{"filling": "shares", "encoding_ranks": 1}, row({"filling": "shares"}), row({})],
     ids=str,
 )
 def test_two_ranks_train_as_one_process_without_encoders(tmp_path, options):
@@ -80,13 +80,32 @@ def test_two_ranks_train_as_one_process_without_encoders(tmp_path, options):
         assert loss == pytest.approx(wanted, rel=1e-12), "encoders were loaded"
 
 
+class Looking(EncodingCache):
+    """Notes which parameters have memory while samples are encoded, and in training."""
+
+    def _run(self, trainer, pipeline, batch, number):
+        self.encoding = in_memory(pipeline.module)
+        super()._run(trainer, pipeline, batch, number)
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        self.training = in_memory(module)
+
+
+def in_memory(module):
+    return {name for name, p in module.named_parameters() if not is_placeholder(p)}
+
+
 @pytest.mark.slow
 def test_one_rank_trains_as_one_process(tmp_path):
-    alone = replace(PLAIN, strategy={"num_stages": 1, "num_microbatches": 2})
-    outcome, made = fit_cached(0, cached(alone, tmp_path), 1)
+    """Parameters of all layers are trained, but for the encoders'."""
+    cache = Looking(tmp_path, encode_first=True)
+    trainer = {**PLAIN.trainer, "callbacks": [cache]}
+    alone = replace(PLAIN, strategy={"num_stages": 1, "num_microbatches": 2}, trainer=trainer)
+    outcome, made = fit_cached(0, alone, 1)
     assert_equal_runs([outcome], reference(PLAIN, num_microbatches=2))
     assert not made
-    assert not outcome.holds_frozen
+    assert cache.encoding == {n for n in outcome.weights if n.startswith(("encoder.", "text."))}
+    assert cache.training == outcome.weights.keys() - cache.encoding
 
 
 @pytest.mark.slow
