@@ -57,7 +57,7 @@ from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.text import percent, size
 
 _USELESS_SHARE = 0.1
-_MOST_DRAWS = 8  # of a batch, until they bring nothing new
+_MOST_DRAWS, _QUIET_DRAWS = 16, 3  # of a batch: until so many in a row bring nothing new
 
 
 class EncodingCache(L.Callback):
@@ -146,9 +146,7 @@ class EncodingCache(L.Callback):
 
     @watcher.inside("encoding the data")
     def encode_all(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
-        """Stores the encodings of all samples, and loads the stages of the ranks in the place of the encoders.
-
-        The strategy calls it before there are optimizers. Each encoding rank takes a part of the samples.
+        """Stores all encodings, each encoding rank a part, and loads stages in the place of encoders; collective.
 
         Raises:
             ConfigurationError: They cannot be stored; on all ranks.
@@ -193,14 +191,7 @@ class EncodingCache(L.Callback):
         )  # fmt: skip
 
     def _begin_with(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, again: Any) -> str:
-        """Stores the first batch; returns why it cannot be stored once and for all, if so.
-
-        Args:
-            trainer: Its trainer.
-            pipeline: Its pipeline.
-            batch: None on a rank that does not encode.
-            again: The same, read once more.
-        """
+        """Stores the first batch, which has been read twice; returns why it cannot be stored for good, if so."""
         if batch is not None:  # without a store, in which layers that mix samples would not be seen
             self._run(trainer, pipeline, batch, 0)
         self._begin(trainer, pipeline, batch)
@@ -227,11 +218,12 @@ class EncodingCache(L.Callback):
     def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
         """Stores the encodings of a batch, with several draws of what the step draws, such as dropped captions."""
         assert self.memo is not None
-        for draw in range(_MOST_DRAWS):
-            before = self.memo.statistics.made.total()
+        draw, last_new, made = 0, 0, self.memo.statistics.made
+        while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
+            before = made.total()
             self._run(trainer, pipeline, batch, _MOST_DRAWS * number + draw)
-            if self.memo.statistics.made.total() == before:
-                return
+            last_new = draw if made.total() > before else last_new
+            draw += 1
 
     def _run(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
         """Runs the frozen layers for a batch, with random numbers by a number, through the memo if there is one."""
@@ -244,8 +236,7 @@ class EncodingCache(L.Callback):
 
     def _require_shared(self, trainer: L.Trainer) -> None:
         """Refuses a folder of one rank that others do not see."""
-        store = self._store
-        assert store is not None
+        store = cast(EncodingStore, self._store)
         keys = filter(None, _of_all(trainer, store.last_key))
         if not all(_of_all(trainer, all(store.path(key).exists() for key in keys))):
             with raised_by_all():
@@ -332,11 +323,9 @@ def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView
     view = partitioned.frozen_view
     if view.cut.layers:
         return view
-    interception, graph = (
-        next(iter(partitioned.stage_views.values())).interception,
-        partitioned.graph,
-    )
-    return FrozenView(pipeline.module, graph, cut(graph, ()).frozen, interception)
+    interception = next(iter(partitioned.stage_views.values())).interception
+    pieces = cut(partitioned.graph, ())
+    return FrozenView(pipeline.module, partitioned.graph, pieces.frozen, interception)
 
 
 def _covers_data(trainer: L.Trainer) -> bool:

@@ -109,11 +109,7 @@ class LayerMemo:
     """
 
     def __init__(
-        self,
-        store: Store,
-        names: frozenset[str],
-        num_verified: int = 2,
-        any_size: bool = False,
+        self, store: Store, names: frozenset[str], num_verified: int = 2, any_size: bool = False
     ) -> None:
         self.statistics = Statistics()
         self.stores = True

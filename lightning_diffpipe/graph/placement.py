@@ -356,24 +356,22 @@ def _laid_out(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def offload(parameters: Mapping[str, nn.Parameter], folder: Path) -> None:
-    """Frees parameters of this rank, whose values are in files: their own ones, or one that is written.
+    """Frees parameters of this rank, whose values are then in files: their own ones, or one that is written.
 
     Args:
         parameters: By name; no quantized ones.
         folder: On a disk with room for those that are in no file. Their file has no name there: its room is free
             again when the process ends, however that happens.
     """
-    values = {name: stored_value(parameter) for name, parameter in parameters.items()}
-    values |= _in_a_file({n: p for n, p in parameters.items() if values[n] is None}, folder)
+    stored = {n: value for n, p in parameters.items() if (value := stored_value(p)) is not None}
+    stored |= _in_a_file({n: p for n, p in parameters.items() if n not in stored}, folder)
     for name, parameter in parameters.items():
-        value = values[name]
-        assert value is not None
-        _offload(name, parameter, value, parameter.device)
+        _offload(name, parameter, stored[name], parameter.device)
 
 
 def _offload(name: str, parameter: nn.Parameter, value: Tensor, device: torch.device | str) -> None:
     setattr(parameter, _OFFLOADED, value)
-    setattr(parameter, _WHERE, f"{name} is offloaded while encodings are stored")
+    setattr(parameter, _WHERE, f"{name} is offloaded by an EncodingCache")
     _free(parameter, torch.device(device))
 
 
@@ -386,41 +384,27 @@ def _in_a_file(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             file.write(memoryview(raw.numpy()))
         file.flush()
-        num_bytes = file.tell()
-        if not num_bytes:
-            return {}
-        memory = torch.UntypedStorage.from_file(file.name, shared=False, nbytes=num_bytes)
-    mapped = {}
-    for start, (name, tensor) in zip(starts, tensors.items(), strict=True):
-        empty = torch.empty(0, dtype=tensor.dtype)
-        mapped[name] = empty.set_(memory, start // tensor.dtype.itemsize, tensor.shape)
-    return mapped
+        memory = torch.UntypedStorage.from_file(file.name, False, file.tell()) if starts else None
+    return {
+        name: torch.empty(0, dtype=x.dtype).set_(memory, start // x.dtype.itemsize, x.shape)
+        for start, (name, x) in zip(starts, tensors.items(), strict=True)
+    }
 
 
 @contextlib.contextmanager
 def loaded(parameters: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Gives offloaded parameters their values inside; others stay as they are.
-
-    Args:
-        parameters: Any.
-        device: Where; None for the parameters' own.
-    """
-    away: dict[Any, Tensor] = {}
-    for parameter in parameters:
-        if is_offloaded(parameter) and is_placeholder(parameter):
-            value = _laid_out(parameter, getattr(parameter, _OFFLOADED))
-            away[parameter] = value.to(device or parameter.device)
-    with lent_to_placeholders(away):
+    """Gives those of some parameters that are offloaded their values inside, on a device; None for their own."""
+    away: Any = [p for p in parameters if is_offloaded(p) and is_placeholder(p)]
+    values = (_laid_out(p, getattr(p, _OFFLOADED)).to(device or p.device) for p in away)
+    with lent_to_placeholders(dict(zip(away, values, strict=True))):
         yield
 
 
-def load_back(parameters: Iterable[Tensor], device: torch.device | None = None) -> None:
-    """Gives offloaded parameters their values for good, on a device; None for their own."""
+def load_back(parameters: Iterable[Tensor], device: torch.device) -> None:
+    """Gives offloaded parameters their values for good, on a device."""
     for parameter in parameters:
-        if is_offloaded(parameter):
-            value = _laid_out(parameter, getattr(parameter, _OFFLOADED))
-            _hold(parameter, value.to(device or parameter.device))
-            delattr(parameter, _OFFLOADED)
+        _hold(parameter, _laid_out(parameter, getattr(parameter, _OFFLOADED)).to(device))
+        delattr(parameter, _OFFLOADED)
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:

@@ -125,12 +125,9 @@ class PipelineLoader:
         self._source._iterator = value
 
     def batches_of_all(self) -> list[Any] | None:
-        """Returns what the data set is asked for in batches that have every sample of this pipeline's share.
+        """Returns what a data set is asked for in batches that have every sample of a share; None of a stream.
 
-        No random numbers of training are drawn. On the rank that reads.
-
-        Returns:
-            None where nobody knows the samples, as of a stream.
+        On the rank that reads. No random numbers of training are drawn.
         """
         if self._numbered is None:
             return None
@@ -149,12 +146,7 @@ class PipelineLoader:
         return [samples[first : first + number] for first in range(0, len(samples), number)]
 
     def read(self, batches: Sequence[Any], name: str) -> Iterator[Any]:
-        """Reads batches of the data set; on any rank.
-
-        Args:
-            batches: What it is asked for.
-            name: Of the pass, by which random numbers differ from those of others.
-        """
+        """Reads batches of `batches_of_all`, on any rank; passes of other names draw other random numbers."""
         asked = [(self._seed_of(name, number), each) for number, each in enumerate(batches)]
         kind = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         changes = {"dataset": _SeededSamples(self._loader.dataset), kind: asked, "_iterator": None}

@@ -236,11 +236,9 @@ class Pipeline:
         if not (away and self.runs_ahead) or self.stop_ahead_if_changed():
             return 0
         num_bytes = sum(parameter.nbytes for parameter in away.values())
-        is_written = self._mapped.changed()
-        offload(away, folder)
+        with self._moving():
+            offload(away, folder)
         self.offloaded |= away
-        if not is_written:
-            self._mapped.note()
         self._relay.offloaded = frozenset(name.rpartition(".")[0] for name in self.offloaded)
         vars(self).pop("read_ahead", None)
         self.count_as_unchanged()
@@ -248,17 +246,15 @@ class Pipeline:
 
     def load_stages(self) -> None:
         """Brings the parameters of the stages to the device, where they were left on the host."""
-        is_written = self._mapped.changed()
-        load_back(self.later.values(), self.mesh.device)
+        with self._moving():
+            load_back(self.later.values(), self.mesh.device)
         self.later = {}
-        if not is_written:
-            self._mapped.note()
 
-    def _load_all(self) -> None:
-        """Gives all offloaded parameters their values for good, on the host."""
-        self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Takes no move inside for a write."""
         is_written = self._mapped.changed()
-        load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
+        yield
         if not is_written:
             self._mapped.note()
 
@@ -332,7 +328,9 @@ class Pipeline:
         Args:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
-        self._load_all()
+        self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
+        with self._moving():
+            load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
             parameters = dict(self.module.named_parameters(remove_duplicate=False))
