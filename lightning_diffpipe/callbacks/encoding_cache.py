@@ -28,7 +28,7 @@ import warnings
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import lightning as L
 import torch
@@ -154,19 +154,16 @@ class EncodingCache(L.Callback):
         feed = cast(Any, trainer.fit_loop._combined_loader)
         asked = feed.every_sample()
         if asked is None:
-            with raised_by_all():
-                raise ConfigurationError(
-                    "encode_first=true needs one DataLoader, of data that can be asked for all of their samples; "
-                    "this is a stream, or there are several loaders. Leave it out: encodings are then stored as "
-                    "samples come, and encoders stay in memory"
-                )
+            _refuse(
+                "needs one DataLoader, of data that can be asked for all of their samples; this is a stream, or "
+                "there are several. Leave it out: encodings are then stored as samples come"
+            )
         index, count = _encoding_ranks(pipeline)
         own = (asked[index::count] or asked[:1]) if count else []
         device, refusal = trainer.strategy.root_device, ""
         read = feed.read(own, "encoding", device)
         # In step, as no rank is waited for for longer than half an hour.
-        rounds = max(_of_all(trainer, -(-len(asked) // _num_encoding(pipeline))))
-        for number in range(rounds):
+        for number in range(max(_of_all(trainer, -(-len(asked) // _num_encoding(pipeline))))):
             batch = next(read, None)
             if number == 0:
                 again = next(feed.read(own[:1], "again", device), None)
@@ -176,10 +173,7 @@ class EncodingCache(L.Callback):
             assert self.memo is not None
             assert self._store is not None
             if refusal := next(filter(None, _of_all(trainer, refusal or self._store.why_full)), ""):
-                with raised_by_all():
-                    raise ConfigurationError(
-                        f"encode_first=true stores all samples before training, but {refusal}"
-                    )
+                _refuse(f"stores all samples before training, but {refusal}")
         self._require_shared(trainer)
         made = sum(_of_all(trainer, self.memo.statistics.made.total()))
         self.memo.statistics = Statistics()
@@ -227,8 +221,7 @@ class EncodingCache(L.Callback):
 
     def _run(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
         """Runs the frozen layers for a batch, with random numbers by a number, through the memo if there is one."""
-        arguments = trainer.strategy._arguments
-        step = pipeline.engine.layout.lay_out(batch, number, arguments)
+        step = pipeline.engine.layout.lay_out(batch, number, trainer.strategy._arguments)
         for work in step.works:
             view = _frozen_view(pipeline, work.partitioned)
             view.remember(self.memo)
@@ -239,11 +232,10 @@ class EncodingCache(L.Callback):
         store = cast(EncodingStore, self._store)
         keys = filter(None, _of_all(trainer, store.last_key))
         if not all(_of_all(trainer, all(store.path(key).exists() for key in keys))):
-            with raised_by_all():
-                raise ConfigurationError(
-                    f"encode_first=true needs a folder that all ranks share, but some do not see in {self.folder} "
-                    "what others have stored; give one on a disk of all hosts (callbacks.encoding_cache.folder)"
-                )
+            _refuse(
+                f"needs a folder that all ranks share, but some do not see in {self.folder} what others have "
+                "stored; give one on a disk of all hosts (callbacks.encoding_cache.folder)"
+            )
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Returns names of modules to remember; notes why the other frozen ones are not."""
@@ -279,7 +271,10 @@ class EncodingCache(L.Callback):
         self._found_before = (found, made)
         useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
         if self._passes > 1 and now[0] and not now[1] and _covers_data(trainer):
-            trainer.strategy.pipeline.offload(self.memo.names, self.folder)
+            try:
+                trainer.strategy.pipeline.offload(self.memo.names, self.folder)
+            except OSError as error:  # the disk is full
+                warnings.warn(f"encoders stay in memory: {error}", stacklevel=2)
         # A pass over a part of the data brings other samples than those before, which will come back.
         if self._passes > 1 and useless and self.memo.stores and _covers_data(trainer):
             self.memo.stores = False
@@ -300,6 +295,11 @@ class EncodingCache(L.Callback):
             "Encodings: %d read (%s), %d computed, %s written to %s",
             found, percent(found / max(found + made, 1)), made, size(written), self.folder,
         )  # fmt: skip
+
+
+@raised_by_all()
+def _refuse(why: str) -> NoReturn:
+    raise ConfigurationError(f"encode_first=true {why}")
 
 
 def _of_all(trainer: L.Trainer, value: Any) -> list[Any]:

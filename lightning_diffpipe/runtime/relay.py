@@ -39,12 +39,7 @@ from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, Gra
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.graph.placement import (
-    is_offloaded,
-    is_placeholder,
-    loaded,
-    reads_values,
-)
+from lightning_diffpipe.graph.placement import is_offloaded, is_placeholder, loaded, reads_values
 
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
