@@ -30,12 +30,18 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
 from lightning_diffpipe import DiffPipeStrategy
+from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 
 GIB = 2**30
-SIZES = {"tiny": (32, 19, 38, 2), "1e9": (2048, 3, 8, 8), "3e9": (3072, 4, 13, 8)}
+SIZES = {
+    "tiny": (32, 19, 38, 2),
+    "1e8": (1024, 1, 2, 8),
+    "1e9": (2048, 3, 8, 8),
+    "3e9": (3072, 4, 13, 8),
+}
 """By number of parameters, or of Flux' depth (`tiny`): width, double and single blocks of the transformer, layers
 of the text encoder."""
 
@@ -100,14 +106,25 @@ def write_pipeline(folder: Path, size: str, dtype: torch.dtype = torch.bfloat16)
     ).to(dtype).save_pretrained(folder)  # fmt: skip
 
 
-def measure(rank: int, folder: str, world_size: int, precision: str) -> dict[str, Any]:
+def measure(
+    rank: int,
+    folder: str,
+    world_size: int,
+    precision: str,
+    frozen_dtype: str | None = None,
+    encode_first: bool = False,
+) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     peaks = Peaks()
     peaks.phase = "opening"
     peaks.start()
     module = PipelineDiffusion.from_pretrained(
-        folder, lora=Lora(rank=8), call={"max_sequence_length": 16}, caption_dropout=0.0
+        folder,
+        lora=Lora(rank=8),
+        call={"max_sequence_length": 16},
+        caption_dropout=0.0,
+        frozen_dtype=frozen_dtype,
     )
     images = torch.randn(6, 3, 64, 64)
     data = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
@@ -116,7 +133,10 @@ def measure(rank: int, folder: str, world_size: int, precision: str) -> dict[str
         accelerator="cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=DiffPipeStrategy(num_stages=world_size, num_microbatches=2, seed=0),
-        callbacks=[SaveAndPlan(f"{folder}/../trained.ckpt", peaks)],
+        callbacks=[
+            SaveAndPlan(f"{folder}/../trained.ckpt", peaks),
+            *([EncodingCache(f"{folder}/../encodings", encode_first=True)] if encode_first else []),
+        ],
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, 2))
     planned = SaveAndPlan.planned
@@ -164,7 +184,10 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             else:
                 write_pipeline(folder, arguments.size)
                 os._exit(0)
-        return on_ranks(arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision)
+        return on_ranks(
+            arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision,
+            arguments.frozen_dtype, arguments.encode_first,
+        )  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +198,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="where the pipeline is kept for the next time")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument(
+        "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"
+    )
+    parser.add_argument(
+        "--encode-first", action="store_true", help="store all encodings before training"
+    )
 
 
 if __name__ == "__main__":

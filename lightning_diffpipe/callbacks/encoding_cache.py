@@ -13,6 +13,11 @@ There is one file for each layer and sample, under the hash of what it depends o
 Any number of ranks, runs and machines may share a folder: a file is written elsewhere and renamed, so that a
 reader sees all of it or nothing, and whoever writes the same key writes the same content. A file that
 was cut short by a crash of the machine, or damaged, is named in a warning, removed and made again.
+
+Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
+one, and are loaded for a sample that is new, a layer at a time, or where validation and drawings call them. With
+`encode_first` all samples are stored before training, so that a rank never holds encoders beside gradients,
+optimizer states and activations, and plans count so.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import warnings
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import lightning as L
 import torch
@@ -31,17 +36,28 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import IterableDataset
 
-from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.comm.mesh import gathered_objects
+from lightning_diffpipe.comm.watcher import watcher
+from lightning_diffpipe.errors import ConfigurationError, raised_by_all, require_flags
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
-from lightning_diffpipe.graph.memo import Entry, LayerMemo, repeatable, why_not_remembered
+from lightning_diffpipe.graph.memo import (
+    Entry,
+    LayerMemo,
+    Statistics,
+    repeatable,
+    why_not_remembered,
+)
+from lightning_diffpipe.graph.placement import loaded
 from lightning_diffpipe.graph.versions import bytes_of
 from lightning_diffpipe.runtime.batch_layout import microbatches
+from lightning_diffpipe.runtime.stage import PartitionedStep
 from lightning_diffpipe.training.pipeline import Pipeline
 from lightning_diffpipe.viewing.text import percent, size
 
 _USELESS_SHARE = 0.1
+_MOST_DRAWS, _QUIET_DRAWS = 16, 3  # of a batch: until so many in a row bring nothing new
 
 
 class EncodingCache(L.Callback):
@@ -53,13 +69,21 @@ class EncodingCache(L.Callback):
     numbers, or whose inputs follow noise or timesteps, are computed as ever; what is stored of a VAE are the
     moments, so that each pass draws its own latents. Any number of ranks and runs may share the folder.
 
+    Encoders leave the memory of a rank after a pass over the data in which it computed no sample, and are loaded
+    for those that are new.
+
     Args:
         folder: Where; ranks on several hosts may share it or have their own.
         max_bytes: The run stops storing, not reading, after so many bytes; None: no limit.
         min_flops_per_byte: Layers that compute less than this for each byte they give are not stored.
+        encode_first: Encode and store all samples before training, in a folder that all ranks share; encoders then
+            leave memory, and plans count so. All layers whose outputs follow from the sample are stored, and what a
+            sample gave in a batch of one size counts for all sizes, the same to rounding. For data that are the
+            same in each pass; captions that the step drops now and then may be among them.
 
     Raises:
-        ConfigurationError: A number that cannot be.
+        ConfigurationError: A number that cannot be. When `fit` begins with `encode_first`: samples differ from pass
+            to pass, or are a stream, nothing of them can be stored, or not all of it.
 
     Example:
         >>> trainer = L.Trainer(strategy="diffpipe",
@@ -71,21 +95,27 @@ class EncodingCache(L.Callback):
         folder: str | Path,
         max_bytes: int | None = None,
         min_flops_per_byte: float = 10.0,
+        encode_first: bool = False,
     ) -> None:
+        require_flags(encode_first=encode_first)
         if max_bytes is not None and max_bytes < 0:
             raise ConfigurationError(f"max_bytes must not be negative; got {max_bytes}")
         self.folder = Path(folder)
         self.max_bytes = max_bytes
-        self.min_flops_per_byte = min_flops_per_byte
+        self.min_flops_per_byte = 0.0 if encode_first else min_flops_per_byte
+        self.encode_first = encode_first
         self.memo: LayerMemo | None = None
         self.refused: dict[str, str] = {}
         self._store: EncodingStore | None = None
         self._passes = 0
         self._found_before = (0, 0)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Starts anew."""
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says where it does nothing."""
         if getattr(trainer.strategy, "pipeline", None) is None:
             rank_zero_warn(
                 "EncodingCache does nothing without strategy='diffpipe', which finds the frozen layers"
@@ -96,21 +126,116 @@ class EncodingCache(L.Callback):
     ) -> None:
         """Finds out with the first batch which layers can be stored."""
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
-        if pipeline is None or self.memo is not None:
-            return
-        mesh, layout = pipeline.mesh, pipeline.engine.layout
-        count = mesh.layout.ranks_per_pipeline
-        encodes = mesh.local_rank >= count - (layout.num_encoding or count)
-        names = self._choose(trainer, pipeline, batch) if encodes else frozenset[str]()
-        share = None if self.max_bytes is None else self.max_bytes // trainer.world_size
+        if pipeline is not None and self.memo is None:
+            self._begin(trainer, pipeline, batch if _encoding_ranks(pipeline)[1] else None)
+
+    def _begin(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> None:
+        """Calls those layers through a memo from now on that can be stored, by a batch; none without one."""
+        names = frozenset[str]() if batch is None else self._choose(trainer, pipeline, batch)
+        mesh, share = pipeline.mesh, self.max_bytes and self.max_bytes // trainer.world_size
         self._store = EncodingStore(self.folder, share)
-        self.memo = LayerMemo(self._store, names)
-        layout.steps.remember(self.memo if names else None)
+        self.memo = LayerMemo(self._store, names, any_size=self.encode_first)
+        named = dict(pipeline.module.named_parameters())
+        self.memo.loaded = lambda layer: loaded(map(named.__getitem__, layer.parameters))
+        pipeline.engine.layout.steps.remember(self.memo if names else None)
         for kept, refused in mesh.on_first((sorted(names), sorted(self.refused.items())))[-1:]:
             rank_zero_info(
                 "Encodings stored in %s: %s. Computed: %s", self.folder, ", ".join(kept) or "nothing",
                 "; ".join(f"{name} {why}" for name, why in refused) or "-",
             )  # fmt: skip
+
+    @watcher.inside("encoding the data")
+    def encode_all(self, trainer: L.Trainer, pipeline: Pipeline) -> None:
+        """Stores all encodings, each encoding rank a part, and loads stages in the place of encoders; collective.
+
+        Raises:
+            ConfigurationError: They cannot be stored; on all ranks.
+        """
+        feed = cast(Any, trainer.fit_loop._combined_loader)
+        asked = feed.every_sample()
+        if asked is None:
+            _refuse(
+                "needs one DataLoader, of data that can be asked for all of their samples; this is a stream, or "
+                "there are several. Leave it out: encodings are then stored as samples come"
+            )
+        index, count = _encoding_ranks(pipeline)
+        own = (asked[index::count] or asked[:1]) if count else []
+        device, refusal = trainer.strategy.root_device, ""
+        read = feed.read(own, "encoding", device)
+        # In step, as no rank is waited for for longer than half an hour.
+        for number in range(max(_of_all(trainer, -(-len(asked) // _num_encoding(pipeline))))):
+            batch = next(read, None)
+            if number == 0:
+                again = next(feed.read(own[:1], "again", device), None)
+                refusal = self._begin_with(trainer, pipeline, batch, again)
+            elif batch is not None:
+                self._encode(trainer, pipeline, batch, number)
+            assert self.memo is not None
+            assert self._store is not None
+            if refusal := next(filter(None, _of_all(trainer, refusal or self._store.why_full)), ""):
+                _refuse(f"stores all samples before training, but {refusal}")
+        self._require_shared(trainer)
+        made = sum(_of_all(trainer, self.memo.statistics.made.total()))
+        self.memo.statistics = Statistics()
+        freed = _of_all(trainer, pipeline.offload(self.memo.names, self.folder))
+        pipeline.load_stages()
+        rank_zero_info(
+            "All samples are encoded; %d results of layers were new. Encoders have left the memory of ranks: %s",
+            made, ", ".join(f"{rank} ({size(num_bytes)})" for rank, num_bytes in enumerate(freed) if num_bytes),
+        )  # fmt: skip
+
+    def _begin_with(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, again: Any) -> str:
+        """Stores the first batch, which has been read twice; returns why it cannot be stored for good, if so."""
+        if batch is not None:  # without a store, in which layers that mix samples would not be seen
+            self._run(trainer, pipeline, batch, 0)
+        self._begin(trainer, pipeline, batch)
+        assert self.memo is not None
+        if batch is None:
+            return ""
+        if not self.memo.names:
+            reasons = "; ".join(f"{name} {why}" for name, why in sorted(self.refused.items()))
+            return f"there is nothing to store: {reasons or 'no layer is frozen'}. Leave it out"
+        self._encode(trainer, pipeline, batch, 0)
+        assert self._store is not None
+        if self._store.why_full:
+            return self._store.why_full
+        before = self.memo.statistics.made.copy()
+        self._run(trainer, pipeline, again, 0)
+        if changed := sorted(self.memo.statistics.made - before):
+            return (
+                f"a batch that was read twice brought {changed[0]} other samples: they differ from pass to pass "
+                "(random crops, flips, shuffled tags?). Switch that off (data.flip=0 data.random_crop=false "
+                "data.shuffle_tags=false), or leave encode_first out: encoders then stay in memory"
+            )
+        return ""
+
+    def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
+        """Stores the encodings of a batch, with several draws of what the step draws, such as dropped captions."""
+        assert self.memo is not None
+        draw, last_new, made = 0, 0, self.memo.statistics.made
+        while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
+            before = made.total()
+            self._run(trainer, pipeline, batch, _MOST_DRAWS * number + draw)
+            last_new = draw if made.total() > before else last_new
+            draw += 1
+
+    def _run(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
+        """Runs the frozen layers for a batch, with random numbers by a number, through the memo if there is one."""
+        step = pipeline.engine.layout.lay_out(batch, number, trainer.strategy._arguments)
+        for work in step.works:
+            view = _frozen_view(pipeline, work.partitioned)
+            view.remember(self.memo)
+            view.whole(work.call, work.seed, None, step.frozen and step.frozen.group_size)
+
+    def _require_shared(self, trainer: L.Trainer) -> None:
+        """Refuses a folder of one rank that others do not see."""
+        store = cast(EncodingStore, self._store)
+        keys = filter(None, _of_all(trainer, store.last_key))
+        if not all(_of_all(trainer, all(store.path(key).exists() for key in keys))):
+            _refuse(
+                f"needs a folder that all ranks share, but some do not see in {self.folder} what others have "
+                "stored; give one on a disk of all hosts (callbacks.encoding_cache.folder)"
+            )
 
     def _choose(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any) -> frozenset[str]:
         """Returns names of modules to remember; notes why the other frozen ones are not."""
@@ -125,10 +250,7 @@ class EncodingCache(L.Callback):
         }
         if not all(reasons.values()):
             call = partial(trainer.strategy._run_training_step, pipeline.module, microbatch)
-            view = partitioned.frozen_view
-            if not view.cut.layers:  # a rank alone runs frozen layers where they are called
-                interception = next(iter(partitioned.stage_views.values())).interception
-                view = FrozenView(pipeline.module, graph, cut(graph, ()).frozen, interception)
+            view = _frozen_view(pipeline, partitioned)
             steady = repeatable(view, call, pipeline.seed)
             for name, why in reasons.items():
                 if not why and name not in steady:
@@ -148,6 +270,11 @@ class EncodingCache(L.Callback):
         now = (found - self._found_before[0], made - self._found_before[1])
         self._found_before = (found, made)
         useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
+        if self._passes > 1 and now[0] and not now[1] and _covers_data(trainer):
+            try:
+                trainer.strategy.pipeline.offload(self.memo.names, self.folder)
+            except OSError as error:  # the disk is full
+                warnings.warn(f"encoders stay in memory: {error}", stacklevel=2)
         # A pass over a part of the data brings other samples than those before, which will come back.
         if self._passes > 1 and useless and self.memo.stores and _covers_data(trainer):
             self.memo.stores = False
@@ -168,6 +295,37 @@ class EncodingCache(L.Callback):
             "Encodings: %d read (%s), %d computed, %s written to %s",
             found, percent(found / max(found + made, 1)), made, size(written), self.folder,
         )  # fmt: skip
+
+
+@raised_by_all()
+def _refuse(why: str) -> NoReturn:
+    raise ConfigurationError(f"encode_first=true {why}")
+
+
+def _of_all(trainer: L.Trainer, value: Any) -> list[Any]:
+    """Returns plain data of all ranks, on all of them."""
+    return [value] if trainer.world_size == 1 else gathered_objects(value, None)
+
+
+def _num_encoding(pipeline: Pipeline) -> int:
+    return pipeline.engine.layout.num_encoding or pipeline.mesh.layout.ranks_per_pipeline
+
+
+def _encoding_ranks(pipeline: Pipeline) -> tuple[int, int]:
+    """Returns the number of this rank among those that encode, and how many do; none if it does not."""
+    count = _num_encoding(pipeline)
+    index = pipeline.mesh.local_rank - (pipeline.mesh.layout.ranks_per_pipeline - count)
+    return (index, count) if index >= 0 else (0, 0)
+
+
+def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView:
+    """Returns the view of the frozen layers, also of a rank alone, which runs them where they are called."""
+    view = partitioned.frozen_view
+    if view.cut.layers:
+        return view
+    interception = next(iter(partitioned.stage_views.values())).interception
+    pieces = cut(partitioned.graph, ())
+    return FrozenView(pipeline.module, partitioned.graph, pieces.frozen, interception)
 
 
 def _covers_data(trainer: L.Trainer) -> bool:
@@ -201,13 +359,14 @@ class EncodingStore:
         bytes_written: By this process.
         num_damaged: Files that could not be read.
         why_full: Why nothing is written any more; empty while it is.
+        last_key: That of an entry that was read or written last; empty if none was.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int | None = None) -> None:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.bytes_written = self.num_damaged = 0
-        self.why_full = ""
+        self.why_full = self.last_key = ""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str) -> Path:
@@ -224,6 +383,7 @@ class EncodingStore:
         except OSError as error:
             warnings.warn(f"cannot read the stored encoding {path}: {error}", stacklevel=2)
             return None
+        self.last_key = key
         try:
             return _parse(content, key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -261,6 +421,7 @@ class EncodingStore:
             self._stop(str(error))
             return
         self.bytes_written += len(content)
+        self.last_key = key
 
     def _stop(self, why: str) -> None:
         self.why_full = why

@@ -106,7 +106,7 @@ def plan(config: DictConfig) -> Any:
     if values["output"] is not None:
         require_writable(values["output"])
     require_number("disk_bytes_per_s", values["disk_bytes_per_s"], above=0)
-    own = ("global_batch_size", "filling", "optimizer_bytes_factor")
+    own = ("global_batch_size", "filling", "optimizer_bytes_factor", "encode_first")
     wishes = {key: values[key] for key in own} | values["strategy"]
     with named({name: f"strategy.{name}" for name in values["strategy"]}):
         options = PlanOptions.from_dict(wishes)

@@ -32,7 +32,8 @@ TYPES: dict[str, dict[str, Any]] = {
         **{"sample_counts": list[int] | None, "repeats": _WHOLE, "budget_s": float},
         **{"max_share": float, "progress": bool},
     },
-    "plan": {"profile": _TEXT, "output": _TEXT, "explain": bool, "explain_s": float},
+    "plan": {"profile": _TEXT, "output": _TEXT, "explain_s": float}
+    | dict.fromkeys(("explain", "encode_first"), bool),
     "show": {"plan": str, "profile": _TEXT, "output": _TEXT, "max_columns": int, "samples": int},
     "data": {"tokenizer": _TEXT, "output": _TEXT, "samples": int},
     "diff": {"before": str, "after": str},

@@ -2,8 +2,8 @@
 
 A frozen layer gives the same output for the same arguments, so its output for a sample is stored under a hash of
 what it depends on: the layer's weights and structure, the sample's rows of every argument, and the size of the
-group it ran in, as kernels are chosen by size. Nothing is declared, no sample needs a number, and an argument that
-differs (another crop, a dropped caption) is simply another entry.
+group it ran in, as kernels are chosen by size, unless one group shall do for all. Nothing is declared, no sample
+needs a number, and an argument that differs (another crop, a dropped caption) is simply another entry.
 
     arguments of a group -- per sample --> keys -- all known? --> outputs from the store
                                                  '-- else ----> run the whole group, store what was missing
@@ -19,6 +19,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ from lightning_diffpipe.graph.layer import (
     TensorSpec,
     dense_stride,
 )
+from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import (
     bytes_of,
     circumstances,
@@ -97,16 +99,23 @@ class LayerMemo:
         store: Where entries are stored.
         names: Modules that are remembered; calls of others just run.
         num_verified: So many calls of each layer that were found are computed all the same, and compared.
+        any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
 
     Attributes:
+        names: As given.
         statistics: What was found.
         stores: Whether what is computed is stored.
+        loaded: Gives the parameters of a layer their values inside, if they are offloaded.
     """
 
-    def __init__(self, store: Store, names: frozenset[str], num_verified: int = 2) -> None:
+    def __init__(
+        self, store: Store, names: frozenset[str], num_verified: int = 2, any_size: bool = False
+    ) -> None:
         self.statistics = Statistics()
         self.stores = True
-        self._store, self._names = store, names
+        self.loaded: Callable[[Layer], AbstractContextManager[None]] = lambda layer: nullcontext()
+        self._any_size = any_size
+        self._store, self.names = store, names
         self._num_verified = num_verified
         self._verified: Counter[str] = Counter()
         self._digests: dict[int, tuple[str | None, list[tuple[int, int, int]]]] = {}
@@ -119,10 +128,11 @@ class LayerMemo:
         Raises:
             GraphError: What was stored is not what the layer gives.
         """
-        digest = self._digest(layer, module) if layer.name in self._names else None
-        keys = None if digest is None else keys_of(layer, digest, args, kwargs)
+        digest = self._digest(layer, module) if layer.name in self.names else None
+        keys = None if digest is None else keys_of(layer, digest, args, kwargs, self._any_size)
         if keys is None:
-            return run()
+            with self.loaded(layer):
+                return run()
         entries = [self._store.read(key) for key in keys]
         known = [entry for entry in entries if entry is not None]
         if len(known) == len(keys):
@@ -130,12 +140,13 @@ class LayerMemo:
             tensors = tensors_in((args, kwargs))
             device = tensors[0].device if tensors else torch.device("cpu")
             remembered = _join(layer, known, device)
-            if self._verified[layer.name] < self._num_verified:
+            if self._verified[layer.name] < self._num_verified and not _is_away(module):
                 self._verified[layer.name] += 1
                 _compare(layer, remembered, run())
             return remembered
         self.statistics.made[layer.name] += len(keys)
-        out = run()
+        with self.loaded(layer):
+            out = run()
         if self.stores:
             self._keep(layer, keys, entries, out)
         return out
@@ -154,6 +165,8 @@ class LayerMemo:
 
     def _digest(self, layer: Layer, module: nn.Module) -> str | None:
         """Returns the digest of a layer; None from when its weights change, as each step would need another one."""
+        if id(module) in self._digests and _is_away(module):
+            return self._digests[id(module)][0]
         state = weights_state(module)
         if id(module) not in self._digests:
             self._digests[id(module)] = module_digest(module), state
@@ -169,6 +182,10 @@ class LayerMemo:
             )
         self._digests[id(module)] = digest, state
         return digest
+
+
+def _is_away(module: nn.Module) -> bool:
+    return any(map(is_placeholder, module.parameters()))
 
 
 def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: float) -> str:
@@ -225,8 +242,13 @@ class _Recorder:
         return run()
 
 
-def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | None:
-    """Returns a key for each sample of a call on a group of samples; None if an argument cannot be hashed."""
+def keys_of(
+    layer: Layer, digest: str, args: Any, kwargs: Any, any_size: bool = False
+) -> list[str] | None:
+    """Returns a key for each sample of a call on a group of samples; None if an argument cannot be hashed.
+
+    With `any_size` keys are the same for groups of all sizes.
+    """
     flat, spec = pytree.tree_flatten((args, kwargs))
     rows = layer.argument_rows
     if rows is None or len(rows) != len(flat):
@@ -235,7 +257,8 @@ def keys_of(layer: Layer, digest: str, args: Any, kwargs: Any) -> list[str] | No
     num_samples = next(counts, None)
     if num_samples is None:
         return None
-    common = hashlib.sha256(f"{_VERSION} {layer.name} {digest} {num_samples} {spec}".encode())
+    size = "any" if any_size else num_samples
+    common = hashlib.sha256(f"{_VERSION} {layer.name} {digest} {size} {spec}".encode())
     common.update(circumstances().encode())
     of_sample: list[tuple[Tensor, int]] = []
     for value, n in zip(flat, rows, strict=True):
@@ -282,6 +305,8 @@ def _join(layer: Layer, entries: Sequence[Entry], device: torch.device) -> Any:
                 flat.append(empty.copy_(rows[0]).to(device))
                 continue
             shape = (sum(row.shape[0] for row in rows), *rows[0].shape[1:])
+            # In the order of dimensions of the group, which may have been larger or smaller.
+            stride = dense_stride(torch.empty_strided(shape, stride, device="meta"))
             joined = torch.empty_strided(shape, stride, dtype=rows[0].dtype)
             torch.cat(rows, out=joined)
             flat.append(joined.to(device))

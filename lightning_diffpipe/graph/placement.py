@@ -9,13 +9,16 @@ meanwhile its class is `ForeignParameter`.
 Never call `.to()` on a module with placeholders: moving an expanded tensor allocates all of it.
 
 A parameter that is mapped from its file (`keep_stored`) takes no memory there, so that its value is kept under the
-placeholder, and found again when the module shall be whole.
+placeholder, and found again when the module shall be whole. A rank can offload its own ones so; what is in no file
+is written to one. They are placeholders until `loaded` gives them values for a while, or `load_back` for good.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import os
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -29,6 +32,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_diffpipe.errors import ForeignLayerError, GraphError
 
 _STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
+_OFFLOADED = "_diffpipe_offloaded"
+_ALIGNMENT = 64  # bytes, of tensors in a file
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
 """Whether placeholders are NaN for who reads them, as in steps, and no error."""
@@ -156,8 +161,13 @@ def created_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Returns whether a parameter lives on another rank."""
+    """Returns whether a parameter lives on another rank, or is offloaded."""
     return hasattr(tensor, _STRIDE)
+
+
+def is_offloaded(tensor: Tensor) -> bool:
+    """Returns whether a parameter of this rank has its value in a file only."""
+    return hasattr(tensor, _OFFLOADED)
 
 
 def true_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -170,6 +180,7 @@ def place_parameters(
     resident: Collection[str],
     device: torch.device | str,
     whereabouts: Mapping[str, str] | None = None,
+    later: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Frees all parameters but the resident ones, and moves those, buffers and metrics to the device.
 
@@ -179,6 +190,7 @@ def place_parameters(
         resident: Names of the parameters that stay.
         device: Where they shall live, and where placeholders pretend to live.
         whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
+        later: Resident ones that are offloaded, and stay where they are until `load_back`; no quantized ones.
 
     Returns:
         Names of the placeholders.
@@ -199,6 +211,9 @@ def place_parameters(
     for name, parameter in parameters.items():
         if stored_value(parameter) is None:
             forget_stored(parameter)
+        if name in later:
+            _offload(name, parameter, parameter.detach(), device)
+            continue
         if name in resident:
             if parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
@@ -311,17 +326,74 @@ def restore_parameter(
         assert root is not None
         replace_parameter(root, parameter, nn.Parameter(value, requires_grad=False))
         return
-    if value.dtype != parameter.dtype or value.stride() != true_stride(parameter):
-        laid_out = torch.empty_strided(
-            parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
-        )
-        value = laid_out.copy_(value)
-    _hold(parameter, value.detach())
+    _hold(parameter, _laid_out(parameter, value).detach())
+
+
+def _laid_out(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns a value of a parameter in the type and with the strides that it had."""
+    if value.dtype == parameter.dtype and value.stride() == true_stride(parameter):
+        return value
+    laid_out = torch.empty_strided(
+        parameter.shape, true_stride(parameter), dtype=parameter.dtype, device=value.device
+    )
+    return laid_out.copy_(value)
+
+
+def offload(parameters: Mapping[str, nn.Parameter], folder: Path) -> None:
+    """Frees parameters of this rank, whose values are then in files: their own ones, or one that is written.
+
+    Args:
+        parameters: By name; no quantized ones.
+        folder: On a disk with room for those that are in no file. Their file has no name there: its room is free
+            again when the process ends, however that happens.
+    """
+    stored = {n: value for n, p in parameters.items() if (value := stored_value(p)) is not None}
+    stored |= _in_a_file({n: p for n, p in parameters.items() if n not in stored}, folder)
+    for name, parameter in parameters.items():
+        _offload(name, parameter, stored[name], parameter.device)
+
+
+def _offload(name: str, parameter: nn.Parameter, value: Tensor, device: torch.device | str) -> None:
+    setattr(parameter, _OFFLOADED, value)
+    setattr(parameter, _WHERE, f"{name} is offloaded by an EncodingCache")
+    _free(parameter, torch.device(device))
+
+
+def _in_a_file(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Returns tensors that are mapped from a new file without a name."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        starts = []
+        for tensor in tensors.values():
+            starts.append(file.seek(-file.tell() % _ALIGNMENT, os.SEEK_CUR))
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            file.write(memoryview(raw.numpy()))
+        file.flush()
+        memory = torch.UntypedStorage.from_file(file.name, False, file.tell()) if starts else None
+    return {
+        name: torch.empty(0, dtype=x.dtype).set_(memory, start // x.dtype.itemsize, x.shape)
+        for start, (name, x) in zip(starts, tensors.items(), strict=True)
+    }
+
+
+@contextlib.contextmanager
+def loaded(parameters: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
+    """Gives those of some parameters that are offloaded their values inside, on a device; None for their own."""
+    away: Any = [p for p in parameters if is_offloaded(p) and is_placeholder(p)]
+    values = (_laid_out(p, getattr(p, _OFFLOADED)).to(device or p.device) for p in away)
+    with lent_to_placeholders(dict(zip(away, values, strict=True))):
+        yield
+
+
+def load_back(parameters: Iterable[Tensor], device: torch.device) -> None:
+    """Gives offloaded parameters their values for good, on a device."""
+    for parameter in parameters:
+        _hold(parameter, _laid_out(parameter, getattr(parameter, _OFFLOADED)).to(device))
+        delattr(parameter, _OFFLOADED)
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
     """Gives a parameter a value, so that it is no placeholder; returns what it had noted as one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         parameter.data = value
     if type(parameter) is ForeignParameter:
         parameter.__class__ = nn.Parameter
@@ -336,13 +408,15 @@ def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None
     Args:
         values: By placeholder, of its shape and dtype, on its device.
     """
+    with torch._C.DisableTorchFunction():
+        empty = [parameter.data for parameter in values]
     before = {parameter: _hold(parameter, value) for parameter, value in values.items()}
     try:
         yield
     finally:
-        for parameter, notes in before.items():
+        for (parameter, notes), value in zip(before.items(), empty, strict=True):
             vars(parameter).update(notes)
-            _free(parameter, parameter.device)
+            _empty(parameter, value)
 
 
 def placeholder_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
@@ -359,8 +433,12 @@ def _free(parameter: nn.Parameter, device: torch.device) -> None:
         setattr(parameter, _STRIDE, tuple(parameter.stride()))
     floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
     value = torch.full((), float("nan") if floating else 0, dtype=parameter.dtype, device=device)
+    _empty(parameter, value.expand(parameter.shape))
+
+
+def _empty(parameter: nn.Parameter, value: Tensor) -> None:
     parameter.grad = None
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = value.expand(parameter.shape)
+    with torch._C.DisableTorchFunction():
+        parameter.data = value
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ForeignParameter

@@ -270,6 +270,8 @@ class StageNeeds:
                     max(need + reads, alone + resident[stop] + max(load.working, 2 * reads))
                     for stop, need, reads in zip(stops, needs, read, strict=True)
                 ]
+            if load.before:
+                needs = [max(need, load.before) for need in needs]
             rows.append(needs)
         return rows[0] if len(rows) == 1 else [max(column) for column in zip(*rows, strict=True)]
 

@@ -232,8 +232,18 @@ class CostModel:
     @property
     @_remembered
     def frozen_bytes(self) -> int:
-        """Bytes of all frozen encoders; every rank that may encode holds them all."""
-        return sum(layer.parameter_bytes for layer in self.profile.frozen_layers)
+        """Bytes of the frozen encoders in memory in training; every rank that may encode holds them all."""
+        return self._encoder_bytes(offloaded=False)
+
+    @property
+    @_remembered
+    def offloaded_bytes(self) -> int:
+        """Bytes of the frozen encoders that such a rank holds before training only."""
+        return self._encoder_bytes(offloaded=True)
+
+    def _encoder_bytes(self, offloaded: bool) -> int:
+        encoders = (each for each in self.profile.encoders if each.offloaded == offloaded)
+        return sum(layer.parameter_bytes for encoder in encoders for layer in encoder.layers)
 
     @property
     @_remembered

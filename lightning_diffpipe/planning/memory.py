@@ -49,7 +49,8 @@ class StageLoad(NamedTuple):
         beside: Bytes of encodings that it makes while it holds activations.
         made: Bytes of encodings that it makes.
         working: Bytes on which a frozen layer runs.
-        resident: Bytes of the encoders that it holds.
+        resident: Bytes of the encoders that it holds in training.
+        before: Bytes on which it encodes all samples before training.
     """
 
     read: int = 0
@@ -57,6 +58,7 @@ class StageLoad(NamedTuple):
     made: float = 0.0
     working: float = 0.0
     resident: float = 0.0
+    before: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,19 @@ class FrozenLoad:
         """Returns the load of a rank that holds one stage."""
         made, working = self._made_bytes(model), self.working * model.working_bytes_per_sample
         beside, resident = made + working if self.fills else 0.0, self.resident_bytes(model)
-        return StageLoad(self.read[stage], beside, made, working, resident)
+        before = self.bytes_before(model)
+        return StageLoad(self.read[stage], beside, made, working, resident, before)
 
     def resident_bytes(self, model: CostModel) -> int:
-        """Returns bytes of the encoders that the rank holds."""
+        """Returns bytes of the encoders that the rank holds in training."""
         return model.frozen_bytes if self.encodes else 0
+
+    def bytes_before(self, model: CostModel) -> int:
+        """Returns bytes on which the rank encodes all samples before training, if it does: encoders, and work."""
+        if not (self.encodes and model.offloaded_bytes):
+            return 0
+        encoders = model.frozen_bytes + model.offloaded_bytes
+        return encoders + self.working * model.working_bytes_per_sample
 
     def _made_bytes(self, model: CostModel) -> float:
         return (
@@ -169,6 +179,8 @@ def rank_bytes(
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
     wait for their backward, with the encodings there are, messages, and the activations of the layer that is
     recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
+
+    Encoders that leave memory before training count alone: stages come to the device after them.
     """
     resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
@@ -178,7 +190,8 @@ def rank_bytes(
     if load is None:  # there are no encoders
         return round(resident + kept)
     beside, alone = load.num_bytes(model, runs)
-    return round(load.resident_bytes(model) + resident + max(kept + beside, alone))
+    training = load.resident_bytes(model) + resident + max(kept + beside, alone)
+    return round(max(training, load.bytes_before(model)))
 
 
 def recomputed_bytes(model: CostModel, run: LayerRun, waiting: Waiting) -> float:

@@ -50,6 +50,7 @@ class PlanOptions:
         checkpointing: Which layers are recomputed in the backward instead of storing their activations: `none`;
             `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
             its stages.
+        encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -68,6 +69,7 @@ class PlanOptions:
     encoding_ranks: int | Auto = "auto"
     optimizer_bytes_factor: float = 2.0
     checkpointing: str = "auto"
+    encode_first: bool = False
 
     def __post_init__(self) -> None:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
@@ -80,10 +82,9 @@ class PlanOptions:
         )
         for name in counts:
             self._check_count(name, getattr(self, name), auto=True)
-        if not isinstance(self.frozen_splittable, bool):
-            raise ConfigurationError(
-                f"frozen_splittable must be true or false; got {self.frozen_splittable!r}"
-            )
+        for name in ("frozen_splittable", "encode_first"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigurationError(f"{name} must be true or false; got {value!r}")
         replicas = self.num_replicas
         if replicas == ():
             raise ConfigurationError(

@@ -17,8 +17,8 @@ between and beyond the measured counts (but do not fall beyond the largest); siz
 
 Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repeated_s": {"1": 0.001}` and
 `"split_s"` like it; see `BackboneProfile`. An encoder may also have
-`"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true` and `"stored_bytes_per_sample": 1`;
-see `EncoderProfile`. Of a step of several forms a backbone may have
+`"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true`, `"stored_bytes_per_sample": 1` and
+`"offloaded": true`; see `EncoderProfile`. Of a step of several forms a backbone may have
 `"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
 also have `"activation_bytes_per_microbatch": 1` and `"input_bytes_per_sample": 1`; see `LayerProfile`. Where
 `self_conditioning` has a probability, the layers are those of one pass, and planned for two; see
@@ -336,6 +336,7 @@ class EncoderProfile:
         stored_bytes_per_sample: Bytes that `EncodingCache` would keep; 0 if unknown.
         splittable: Whether it gives the same when it runs on some samples of a microbatch only; None if
             unknown.
+        offloaded: What it gives is stored before training, when it leaves memory; its times are those of reading.
     """
 
     name: str
@@ -345,6 +346,7 @@ class EncoderProfile:
     cacheable: bool | None = None
     stored_bytes_per_sample: int = 0
     splittable: bool | None = None
+    offloaded: bool = False
 
     def read_at(self, moved: Callable[[tuple[int, ...]], tuple[int, ...]]) -> EncoderProfile:
         """Returns the same with other positions of the layers that read its results."""
@@ -457,6 +459,26 @@ class ModelProfile:
             ProfileError: Names the first key that is missing, unknown or has a bad value.
         """
         return read_fields(cls, Node.of_text(text, ProfileError, source, FORMAT), "format")
+
+
+DISK_BYTES_PER_S = 200e6
+"""Rate at which one rank reads, if nothing else is known: a network disk or a busy local one."""
+
+
+def encoded_first(profile: ModelProfile) -> ModelProfile:
+    """Returns the profile of a run that stores what encoders give before training, and has them in memory no more.
+
+    Of all encoders but those of which the profile says that their results do not follow from the sample alone.
+    """
+
+    def stored_first(encoder: EncoderProfile) -> EncoderProfile:
+        read_s = Seconds.per_sample(encoder.disk_bytes_per_sample / DISK_BYTES_PER_S)
+        times_s = (*(Seconds.per_sample(0.0) for _ in encoder.layers[1:]), read_s)
+        layers = (replace(x, forward_s=t) for x, t in zip(encoder.layers, times_s, strict=True))
+        return replace(encoder, layers=tuple(layers), offloaded=True)
+
+    encoders = (e if e.cacheable is False else stored_first(e) for e in profile.encoders)
+    return replace(profile, encoders=tuple(encoders))
 
 
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:

@@ -22,7 +22,7 @@ from lightning_diffpipe.planning.evaluation import (
 )
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, joined
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined
 from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.recomputation import (
     checkpointed,
@@ -210,6 +210,13 @@ def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProf
             f"{profile.name!r} has one ({profile.backbones[0].name}); use schedule=1f1b, or schedule=auto"
         )
     profile = joined(profile, apart=opposite)
+    if options.encode_first:
+        profile = encoded_first(profile)
+        if not any(encoder.offloaded for encoder in profile.encoders):
+            raise ConfigurationError(
+                f"encode_first=true stores what encoders give, but profile {profile.name!r} has none whose results "
+                "follow from the sample alone; leave it out"
+            )
     passes, spec = profile.backbones[0].passes, SCHEDULES.get(options.schedule)
     if spec is not None and not spec.flushes:
         if passes:

@@ -1,7 +1,7 @@
 """What to say where no plan fits into memory: how much is short, and the smallest changes that would fit.
 
 Changes are planned like anything else, so each comes with the step it promises: an option that was set, then
-the model (adapters, 4 bits), then more ranks.
+the model (encoders out of memory, adapters, 4 bits), then more ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.options import PARTITIONS_WITH_REPLICAS, PlanOptions
 from lightning_diffpipe.planning.partition import Cut
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile
+from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first
 from lightning_diffpipe.planning.proposals import (
     MOST_UNEQUAL_RANKS,
     Shape,
@@ -50,7 +50,8 @@ Plans = Callable[[ModelProfile, Cluster, PlanOptions, float, float], list[Pipeli
 def encoding_choices(model: CostModel, options: PlanOptions) -> list[PlanOptions]:
     """Returns the options with all ranks that may hold the encoders, and with fewer, where that frees memory."""
     limit, most = model.cluster.memory_bytes, model.cluster.num_ranks
-    if options.encoding_ranks != "auto" or model.frozen_bytes < WORTH_FREEING * (limit or math.inf):
+    encoders = model.frozen_bytes + model.offloaded_bytes
+    if options.encoding_ranks != "auto" or encoders < WORTH_FREEING * (limit or math.inf):
         return [options]
     counts = ("auto", *(2**shift for shift in range(most.bit_length()) if 2**shift < most))
     return [replace(options, encoding_ranks=count) for count in counts]
@@ -162,12 +163,16 @@ def _other_models(
         ]
     else:
         tries = [("frozen weights stored in 4 bits", _in_4_bits(profile), cluster.num_ranks)]
+    first = encoded_first(profile)
+    if first != profile:
+        tries.insert(0, ("encode_first=true", first, cluster.num_ranks))
     if not (cluster.rank_memory_bytes or cluster.rank_speeds):
         tries += [(f"{n} ranks", profile, n) for n in _more(cluster.num_ranks)]
     found = dict[bool, str]()  # the smallest change of the model, and that of the ranks
     for what, changed, num_ranks in tries:
         wider, more = replace(cluster, num_ranks=num_ranks), num_ranks > cluster.num_ranks
-        if more not in found and (plan := _planned(changed, wider, free, plans)):
+        wishes = replace(free, encode_first=options.encode_first or changed is first)
+        if more not in found and (plan := _planned(changed, wider, wishes, plans)):
             found[more] = f"{what} ({plan.planned.iteration_s:.3g} s a step)"
     return f"{' or '.join(found.values())} would fit" if found else ""
 

@@ -84,6 +84,18 @@ def in_no_layer(module: nn.Module, graph: LayerGraph) -> frozenset[str]:
     return frozenset(n for n, _ in module.named_parameters() if not n.startswith(layers))
 
 
+def kept_for_later(module: nn.Module, graph: LayerGraph) -> frozenset[str]:
+    """Returns names of the parameters inside of trained layers, which nobody reads who runs frozen ones only."""
+    frozen = (graph.layers[index].parameters for index in graph.frozen)
+    read = graph.tail_parameters.union(*frozen)
+    inside = tuple(f"{name}." for name in graph.path_names)
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters()
+        if name.startswith(inside) and name not in read and type(parameter) is nn.Parameter
+    )
+
+
 def owners_of(
     module: nn.Module, pieces: Cut, residents: Sequence[frozenset[str]], placement: Placement
 ) -> dict[str, int]:

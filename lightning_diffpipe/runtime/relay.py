@@ -9,6 +9,8 @@ such calls (by a container's own code, or tied weights) are broadcast by their o
     rank 0 | unet(x) ─ down_blocks.0 runs  ─▶ broadcast ─ mid_block waits   ...
     rank 1 | unet(x) ─ down_blocks.0 waits ◀─ broadcast ─ mid_block runs ─▶ ...
 
+Of parameters that this rank has offloaded, each is loaded while a module that holds it runs, and no longer.
+
 Random numbers are those of one process: where a layer has drawn some, its owner's generators go along with its
 output, and all ranks go on from there. Gradients stay on the rank that ran a layer: who takes them is refused.
 
@@ -37,7 +39,7 @@ from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, Gra
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.graph.layer import TensorSpec
-from lightning_diffpipe.graph.placement import is_placeholder, reads_values
+from lightning_diffpipe.graph.placement import is_offloaded, is_placeholder, loaded, reads_values
 
 Share = Callable[[int, Any], Any]
 """`share(owner, output)` gives every rank the owner's output: a collective call, such as `RelayChannel`."""
@@ -58,7 +60,12 @@ class RelayView:
         owners: For every parameter that some rank lacks, and every buffer of which some rank has an old copy,
             the rank that answers for it; equal on all ranks. What is not named here is the same on all.
         share: Broadcasts an output from its owner.
+
+    Attributes:
+        offloaded: Names of modules with parameters of their own that this rank has offloaded.
     """
+
+    offloaded: frozenset[str] = frozenset()
 
     def __init__(
         self, root: nn.Module, interception: Interception, owners: Mapping[str, int], share: Share
@@ -91,9 +98,9 @@ class RelayView:
             return
         if current is not None:
             raise ConfigurationError(NOT_IN_STEP)
-        run = RelayRun(self._owners, self._state, self._share)
+        run = RelayRun(self._owners, self._state, self._share, offloads=bool(self.offloaded))
         with (
-            self._interception.also_watching(self._names),
+            self._interception.also_watching(self._names | self.offloaded),
             self._interception.running(run),
             _LentParameters(run),
         ):
@@ -109,17 +116,25 @@ class RelayRun(Run):
         state: By the name of a module, who keeps buffers inside it.
         share: As for the view.
         inside: A module runs, or this rank calls modules by itself.
+        offloads: This rank has offloaded parameters.
     """
 
     owners: Mapping[int, tuple[int, str]]
     state: Mapping[str, set[int]]
     share: Share
     inside: bool = False
+    offloads: bool = False
     _decisions: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
     _lent: dict[int, Tensor] = field(default_factory=dict)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a module, receives its output, or enters it."""
+        if not self.offloads:
+            return self._call(site, args, kwargs)
+        with loaded(p for p in site.module._parameters.values() if p is not None):
+            return self._call(site, args, kwargs)
+
+    def _call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside:
             return site.diffpipe_original(*args, **kwargs)
         if site.name not in self._decisions:
@@ -132,7 +147,7 @@ class RelayRun(Run):
         if owner is None:
             return site.diffpipe_original(*args, **kwargs)
         done = None
-        if not any(is_placeholder(p) for p in site.module.parameters()):
+        if all(is_offloaded(p) or not is_placeholder(p) for p in site.module.parameters()):
             done = self._execute(site, args, kwargs)
         out, state = self.share(owner, done)
         if state is not None and done is None:
@@ -147,18 +162,23 @@ class RelayRun(Run):
         )
 
     def lend(self, parameter: Tensor) -> Tensor | None:
-        """Returns the value of a parameter that not all ranks hold, None if all do."""
+        """Returns the value of a parameter that not all ranks hold, or that is offloaded; None if it is here."""
         entry = self.owners.get(id(parameter))
         if entry is None or self.inside:
-            return None
+            return self._held(parameter) if is_offloaded(parameter) else None
         owner, name = entry
         if id(parameter) not in self._lent:
-            here = None if is_placeholder(parameter) else parameter.detach()
-            value = self.share(owner, here)
+            value = self.share(owner, self._held(parameter))
             if not isinstance(value, Tensor):
                 raise ForeignLayerError(f"{name} is read here, but no rank holds it")
             self._lent[id(parameter)] = value
         return self._lent[id(parameter)]
+
+    @staticmethod
+    def _held(parameter: nn.Parameter) -> Tensor | None:
+        """Returns the value of a parameter that this rank holds, in memory or in a file."""
+        with loaded([parameter]):
+            return None if is_placeholder(parameter) else parameter.detach()
 
     def _execute(self, site: Site, args: Any, kwargs: Any) -> tuple[Any, rng.RandomState | None]:
         """Returns the output of a module, and where it has left the generators, if it has drawn."""
@@ -207,7 +227,8 @@ class _LentParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._run.inside and reads_values(func, args, kwargs):
+        run = self._run
+        if (run.offloads or not run.inside) and reads_values(func, args, kwargs):
             args = tuple(map(self._lent, args))
             kwargs = {key: self._lent(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)

@@ -42,6 +42,7 @@ from lightning_diffpipe.runtime.free_running import FreeRunningEngine
 from lightning_diffpipe.runtime.ownership import (
     held_for_all_batches,
     in_no_layer,
+    kept_for_later,
     owners_of,
     require_one_home,
     residents_of,
@@ -113,7 +114,9 @@ def assemble(
         step_forms = _forms_of(probed, interception)
         whole = _run_whole(probed, plan, mesh, interception, seed) if options.verify else None
         homes = whereabouts(pieces, placement)
-        place_parameters(module, resident, process.device, homes)
+        waits = plan.options.encode_first and not (plan.runs_free or options.verify)
+        later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
+        place_parameters(module, resident, process.device, homes, later)
         interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
@@ -135,6 +138,7 @@ def assemble(
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
+            later={name: named[name] for name in later},
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
@@ -44,7 +45,7 @@ from lightning_diffpipe.errors import (
     ForeignLayerError,
     raised_by_all,
 )
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.placement import is_placeholder, loaded
 from lightning_diffpipe.runtime.ownership import (
     collect,
     owners_of_state,
@@ -200,7 +201,8 @@ class CheckpointHooks(ParallelStrategy):
             self.refuse_diverged("no checkpoint is written")
         with self._metric_sync.whole() if self._metric_sync else contextlib.nullcontext():
             try:
-                state = module.state_dict()
+                with self._loaded():
+                    state = module.state_dict()
             except ForeignLayerError as error:
                 raise CheckpointError(
                     f"{type(module).__name__}.state_dict() computes: {error}. Return the tensors themselves under "
@@ -212,8 +214,14 @@ class CheckpointHooks(ParallelStrategy):
             return state
         if hasattr(module, "without_base"):  # it can open what is left out elsewhere
             state = module.without_base(state)
-        owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
+        with self._loaded():
+            owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         return collect(state, owners, self.pipeline.mesh)
+
+    def _loaded(self) -> contextlib.AbstractContextManager[None]:
+        """Gives offloaded parameters their values inside, mapped from their files."""
+        away = self.pipeline.offloaded.values() if self.pipeline is not None else ()
+        return loaded(away, torch.device("cpu"))
 
     def refuse_diverged(self, what: str) -> None:
         """Looks at all trained weights, on all ranks together.

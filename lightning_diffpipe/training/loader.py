@@ -31,7 +31,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,6 +123,39 @@ class PipelineLoader:
     def _iterator(self, value: Any) -> None:
         # Lightning ends workers that stay, and then sets this: the loader must know that they are gone.
         self._source._iterator = value
+
+    def batches_of_all(self) -> list[Any] | None:
+        """Returns what a data set is asked for in batches that have every sample of a share; None of a stream.
+
+        On the rank that reads. No random numbers of training are drawn.
+        """
+        if self._numbered is None:
+            return None
+        loader, batches = self._loader, self._loader.batch_sampler
+        sampler = getattr(batches, "sampler", None) or loader.sampler
+        makers = (getattr(each, "generator", None) for each in (loader, batches, sampler))
+        states = [(maker, maker.get_state()) for maker in makers if maker is not None]
+        with isolated_random_numbers(self._seed_of_order("every sample")):
+            if type(batches) is not BatchSampler:
+                return list(loader._index_sampler)
+            samples, number = list(sampler), batches.batch_size
+            if batches.drop_last:  # training knows whole batches only
+                samples += samples[: -len(samples) % number]
+        for maker, state in states:
+            maker.set_state(state)
+        return [samples[first : first + number] for first in range(0, len(samples), number)]
+
+    def read(self, batches: Sequence[Any], name: str) -> Iterator[Any]:
+        """Reads batches of `batches_of_all`, on any rank; passes of other names draw other random numbers."""
+        asked = [(self._seed_of(name, number), each) for number, each in enumerate(batches)]
+        kind = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
+        changes = {"dataset": _SeededSamples(self._loader.dataset), kind: asked, "_iterator": None}
+        with isolated_random_numbers(self._seed_of(name, -1)):
+            read = iter(_with(self._loader, **changes, persistent_workers=False))
+        for number in range(len(batches)):
+            with isolated_random_numbers(self._seed_of(name, number)):
+                batch = next(read)
+            yield batch
 
     @property
     def is_stateful(self) -> bool:
@@ -336,6 +369,21 @@ class Feed(CombinedLoader):
         self._num_fetched -= 1
         self._has_given, self._states = True, fetched.states
         return fetched.batch
+
+    def every_sample(self) -> list[Any] | None:
+        """Returns, for all ranks of the pipeline, `PipelineLoader.batches_of_all`; a collective call."""
+        is_alone = len(self.flattened) == 1 and self.iterables is self.flattened[0]
+        batches = self.flattened[0].batches_of_all() if is_alone and self._is_read else None
+        return self.strategy.mesh.handed_on(batches)
+
+    def read(self, batches: Sequence[Any], name: str, device: torch.device) -> Iterator[Any]:
+        """Reads batches (`PipelineLoader.read`) for this rank only, through the hooks of transfer."""
+        (loader,) = self.flattened
+        for number, batch in enumerate(loader.read(batches, name)):
+            drawing = isolated_random_numbers(loader._seed_of(f"transfer of {name}", number))
+            with drawing, patched(self.strategy, transfers=True):
+                moved = self._moved(Fetched(self, (number, 0), batch, []), device)
+            yield moved
 
     def ahead(self, count: int, device: torch.device) -> list[Any]:
         """Returns so many batches after the present one, or all that are left, on a device as `give` will."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import (
     is_placeholder,
     leave_on_host,
+    load_back,
+    offload,
     restore_parameter,
     stored_value,
 )
@@ -132,6 +135,8 @@ class Pipeline:
         seed: Seed of the run.
         basis: What the plan was made from; None if the plan was given.
         runs_ahead: Frozen layers may still run before their batch is due.
+        offloaded: Parameters of this rank whose values are in files only, by name.
+        later: Those of its stages that stay on the host until all samples are encoded.
     """
 
     module: nn.Module
@@ -149,6 +154,8 @@ class Pipeline:
     _relay: RelayView
     basis: Basis | None = None
     runs_ahead: bool = True
+    offloaded: dict[str, nn.Parameter] = field(default_factory=dict)
+    later: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         frozen = self.resident - self.graph.trained
@@ -187,6 +194,7 @@ class Pipeline:
         layers = self.graph.layers
         written = frozenset().union(*(layer.written_buffers for layer in layers))
         parameters = frozenset().union(*(layers[i].parameters for i in self.graph.frozen))
+        parameters -= self.offloaded.keys()  # which cannot be written
         buffers = frozenset().union(*(layers[i].buffers for i in self.graph.frozen))
         return Versions(self.module, parameters, buffers - written)
 
@@ -206,6 +214,49 @@ class Pipeline:
         """Takes what frozen layers read now for unchanged, as after a checkpoint was loaded."""
         self.engine.drop_prepared()
         self.read_ahead.note()
+
+    def offload(self, layers: frozenset[str], folder: Path) -> int:
+        """Frees the parameters that only these frozen layers read, as what they give is stored.
+
+        Not quantized ones, nor any if frozen parameters have been written: their files would not have their values.
+
+        Args:
+            layers: Names.
+            folder: Where to put what is in no file.
+
+        Returns:
+            Bytes that this rank holds no more.
+        """
+        others = [layer.parameters for layer in self.graph.layers if layer.name not in layers]
+        kept = self.graph.tail_parameters.union(self.graph.trained, *others)
+        read = (layer.parameters for layer in self.graph.layers if layer.name in layers)
+        names = (frozenset().union(*read) & self.resident) - kept - self.offloaded.keys()
+        named = dict(self.module.named_parameters())
+        away = {n: named[n] for n in sorted(names) if type(named[n]) is nn.Parameter}
+        if not (away and self.runs_ahead) or self.stop_ahead_if_changed():
+            return 0
+        num_bytes = sum(parameter.nbytes for parameter in away.values())
+        with self._moving():
+            offload(away, folder)
+        self.offloaded |= away
+        self._relay.offloaded = frozenset(name.rpartition(".")[0] for name in self.offloaded)
+        vars(self).pop("read_ahead", None)
+        self.count_as_unchanged()
+        return num_bytes
+
+    def load_stages(self) -> None:
+        """Brings the parameters of the stages to the device, where they were left on the host."""
+        with self._moving():
+            load_back(self.later.values(), self.mesh.device)
+        self.later = {}
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Takes no move inside for a write."""
+        is_written = self._mapped.changed()
+        yield
+        if not is_written:
+            self._mapped.note()
 
     def refuse_unfrozen(self) -> None:
         """Checks that nothing was unfrozen since the pipeline was made; takes microseconds.
@@ -277,6 +328,9 @@ class Pipeline:
         Args:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
+        self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
+        with self._moving():
+            load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
             parameters = dict(self.module.named_parameters(remove_duplicate=False))

@@ -66,6 +66,7 @@ class PipelineOptions:
     Attributes:
         averages_bytes_factor: Bytes of averaged weights for each byte of gradient; the strategy knows of
             them.
+        encode_first: Encodings are stored before training; the strategy knows of that, too.
     """
 
     num_stages: int | Auto = "auto"
@@ -85,6 +86,7 @@ class PipelineOptions:
     verify: bool = False
     optimizer_bytes_factor: float | Auto = "auto"
     averages_bytes_factor: float = 0.0
+    encode_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("check_finite", "verify"):
@@ -119,6 +121,7 @@ class PipelineOptions:
             frozen_group_size=self.frozen_group_size,
             encoding_ranks=self.encoding_ranks,
             checkpointing=self.checkpointing,
+            encode_first=self.encode_first,
             optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
         )
         # Averages live as long as the optimizer's state, one for each trained weight.
@@ -244,6 +247,11 @@ def _make_plan(
                 "with it, without plan", " and ".join(unused),
             )  # fmt: skip
         plan = _given_plan(options.plan, process.world_size, batch_size)
+        if plan.options.encode_first and not options.encode_first:
+            raise PlanError(
+                "the plan was made with encode_first=true, for ranks without encoders in training; add "
+                "callbacks=cached callbacks.encoding_cache.encode_first=true, or plan again without it"
+            )
         num_pipelines = process.world_size // plan.ranks_per_pipeline
         check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
         return plan

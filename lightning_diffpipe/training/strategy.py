@@ -351,8 +351,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         module.cpu()
         batch, self._arguments = first_batch(trainer, self)
         silence_watching(trainer)
-        averages = self._averages_bytes_factor(trainer)
-        options = replace(self._options, averages_bytes_factor=averages, seed=self.seed)
+        options = replace(self._options, **self._told_by_callbacks(trainer), seed=self.seed)
         optimization = getattr(module, "optimization", None)
         if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
             options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
@@ -381,18 +380,23 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             rank_zero_info(
                 "the model summary shows no sizes: no rank has the whole module to run example_input_array with"
             )
+        for cache in _caches(trainer):
+            cache.encode_all(trainer, self.pipeline)
         if self.pipeline.fills:
             from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 
             if not any(isinstance(callback, BubbleFilling) for callback in trainer.callbacks):
                 trainer.callbacks.insert(0, BubbleFilling())
 
-    def _averages_bytes_factor(self, trainer: Any) -> float:
-        """Returns bytes that averages of the weights take on a rank, for each byte it trains."""
+    def _told_by_callbacks(self, trainer: Any) -> dict[str, Any]:
+        """Returns options that callbacks decide: what averages take, and whether encoders leave memory."""
         from lightning_diffpipe.callbacks.ema import EMA
 
         kept = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
-        return sum(callback.bytes_factor(self.lightning_module) for callback in kept)
+        return {
+            "averages_bytes_factor": sum(c.bytes_factor(self.lightning_module) for c in kept),
+            "encode_first": bool(_caches(trainer)),
+        }
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
@@ -722,3 +726,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def _disconnect_data(self) -> None:
         if self._data_mesh is not None:
             self._data_mesh.disconnect()
+
+
+def _caches(trainer: Any) -> list[Any]:
+    """Returns the callbacks that store encodings before training."""
+    from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
+
+    return [c for c in trainer.callbacks if isinstance(c, EncodingCache) and c.encode_first]

@@ -27,10 +27,12 @@ from lightning_diffpipe.planning.plan import (
 )
 from lightning_diffpipe.planning.profile import (
     ADDED_UP,
+    DISK_BYTES_PER_S,
     EncoderProfile,
     LayerProfile,
     ModelProfile,
     Seconds,
+    encoded_first,
     joined,
 )
 from lightning_diffpipe.planning.recomputation import checkpointed
@@ -45,9 +47,6 @@ BOTTLENECK = 0.03
 
 WORTH_A_LINE = 1e-3
 """Parts and changes of a smaller share of the step get no line."""
-
-DISK_BYTES_PER_S = 200e6
-"""Rate at which one rank reads, if nothing else is known: a network disk or a busy local one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +136,8 @@ def explain(
         PlanError: The profile is of other layers than the plan's.
     """
     require_number("disk_bytes_per_s", disk_bytes_per_s, above=0)
+    if profile is not None and plan.options.encode_first:
+        profile = encoded_first(profile)
     if profile is not None and cluster is not None:
         plan = _recosted(plan, profile, cluster)
     parts = () if plan.costs is None else _parts(plan, plan.costs)
@@ -265,7 +266,7 @@ def _tries(
     parallel = {**any_shape, **alone, "schedule": DEFAULT_SCHEDULE}
     yield _Try("no pipeline: plain data parallelism", parallel, profile)
     # All but those of which the profile says that their results do not follow from the sample alone.
-    if stored := [e.name for e in profile.encoders if e.cacheable is not False]:
+    if stored := [e.name for e in profile.encoders if not (e.offloaded or e.cacheable is False)]:
         reading, sample_bytes = _with_stored(profile, stored)
         read_s = options.global_batch_size / cluster.num_ranks * sample_bytes / disk_bytes_per_s
         disk = f"{size(sample_bytes)} a sample, with callbacks=cached"

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_diffpipe.errors import PlanError
-from lightning_diffpipe.planning.bounds import Bounds
+from lightning_diffpipe.errors import ConfigurationError, PlanError
+from lightning_diffpipe.planning.bounds import Bounds, StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
+from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.filling import split_evenly
 from lightning_diffpipe.planning.instruction import (
     Backward,
@@ -22,12 +23,14 @@ from lightning_diffpipe.planning.instruction import (
 from lightning_diffpipe.planning.lowering import delivered, lower
 from lightning_diffpipe.planning.memory import FrozenLoad, peak_memory_bytes
 from lightning_diffpipe.planning.options import PlanOptions
+from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import (
     EncoderLayerProfile,
     EncoderProfile,
     FrozenResult,
     ModelProfile,
     Seconds,
+    encoded_first,
 )
 from lightning_diffpipe.planning.proposals import Shape
 from lightning_diffpipe.planning.schedule import Placement
@@ -208,6 +211,85 @@ def test_encodings_that_do_not_fit_are_refused_with_what_would_fit():
         PlanError, match=r"num_stages=3, .*num_replicas=\[1, 1, 2\].* together would fit"
     ):
         find_plan(replace(FOUR, backbones=(heavy,)), Cluster(4, memory_bytes=220), many)
+
+
+def heavy_encoders(cacheable=True):
+    """Encoders of 5,000 bytes; layers with 40 bytes of weights, 10 of which are trained, and activations."""
+    profile = equal_profile(8, activation_bytes_per_sample=30, boundary_bytes_per_sample=1)
+    layers = tuple(
+        replace(layer, parameter_bytes=40, gradient_bytes=10)
+        for layer in profile.backbones[0].layers
+    )
+    profile = replace(profile, backbones=(replace(profile.backbones[0], layers=layers),))
+    profile = with_encoder(profile, READ, weight_bytes=5000)
+    (encoder,) = profile.encoders
+    return replace(profile, encoders=(replace(encoder, cacheable=cacheable),))
+
+
+def test_encoding_first_counts_the_larger_of_encoding_and_training():
+    """By hand: two ranks with 4 layers each, 8 samples in 4 microbatches of 2.
+
+    Before training there are encoders, and 2 samples of 100 bytes that a layer of theirs gives; in training
+    weights, gradients, two states of Adam, and activations of 2 microbatches on rank 0 and of 1 on rank 1.
+    """
+    profile, cluster = heavy_encoders(), Cluster(2)
+    options = PlanOptions(8, 2, 4, partition="uniform", data_parallel=1)
+    beside = find_plan(profile, cluster, options).planned.peak_memory_bytes
+    first = replace(options, encode_first=True)
+    plan = find_plan(profile, cluster, first)
+    before = 5000 + 2 * 100
+    assert plan.planned.peak_memory_bytes == (before, before)
+    assert plan.planned.frozen_s < find_plan(profile, cluster, options).planned.frozen_s
+    light = replace(profile, encoders=with_encoder(FOUR, READ, weight_bytes=20).encoders)
+    for rank, bytes_beside in enumerate(
+        find_plan(light, cluster, options).planned.peak_memory_bytes
+    ):
+        assert bytes_beside - beside[rank] == 20 - 5000
+        in_training = find_plan(light, cluster, first).planned.peak_memory_bytes[rank]
+        assert in_training == bytes_beside - 20, "training needs more than encoding did"
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+def test_encoding_first_is_what_makes_a_plan_fit():
+    """Cuts are chosen by what ranks need before training, too, and noise keeps encoders in memory."""
+    options = PlanOptions(8, data_parallel=1, filling="auto")
+    need = max(
+        find_plan(heavy_encoders(), Cluster(2), replace(options, num_stages=2, encode_first=True))
+        .planned.peak_memory_bytes
+    )  # fmt: skip
+    cluster = Cluster(2, memory_bytes=need)
+    with pytest.raises(PlanError, match=r"encode_first=true \(\S+ s a step\)"):
+        find_plan(heavy_encoders(), cluster, options)
+    plan = find_plan(heavy_encoders(), cluster, replace(options, encode_first=True))
+    assert max(plan.planned.peak_memory_bytes) <= need
+    with pytest.raises(PlanError) as error:
+        find_plan(heavy_encoders(cacheable=False), cluster, options)
+    assert "encode_first" not in str(error.value)
+    with pytest.raises(ConfigurationError, match="has none whose results follow from the sample"):
+        find_plan(heavy_encoders(cacheable=False), cluster, replace(options, encode_first=True))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_needs_of_stages_are_those_of_plans_that_encode_first(seed):
+    """What cuts are chosen by is what the plan then says, for encoders of any size."""
+    rng = random.Random(seed)
+    profile = heavy_encoders()
+    (encoder,) = profile.encoders
+    weights = replace(encoder.layers[0], parameter_bytes=rng.randint(0, 1500))
+    profile = replace(profile, encoders=(replace(encoder, layers=(weights,)),))
+    model = CostModel(encoded_first(profile), Cluster(2))
+    options = PlanOptions(8, 2, rng.choice([1, 2, 4]), data_parallel=1, encode_first=True)
+    evaluator = Evaluator(model, options)
+    for cut in range(1, 8):
+        sizes = split_evenly(8, options.num_microbatches)
+        proposal = Proposal(Shape(1, 2, 2, sizes, "1f1b"), ((0, cut, 1), (cut, 8, 1)))
+        needs = StageNeeds.of(model, evaluator.frame(proposal))
+        (first,) = needs.need_bytes(0, 0, range(cut, cut + 1))
+        (last,) = needs.need_bytes(1, cut, range(8, 9))
+        peak = evaluator.peak_bytes(proposal)
+        assert first <= peak[0]
+        assert last <= peak[1]
+        assert first == peak[0] or last == peak[1]
 
 
 def test_what_is_known_of_results_is_kept_in_a_profile():
