@@ -156,7 +156,7 @@ def test_a_rank_that_goes_on_no_more_is_missed(ranks):
 
 
 def test_a_rank_that_has_not_begun_is_missed_later(ranks):
-    """History: it was waited for without a limit, as when opening a model hung; idle ones still are."""
+    """History: gloo ended the wait, as when opening a model hung, and named no rank; idle ones are not to blame."""
     ranks[0].busy_timeout_s = 3 * TIMEOUT_S
     ranks[2].publish(step=0)
     message = r"rank 1 \(sampling\) lives, but has made no step for 3 s \(busy_timeout_s\)"
