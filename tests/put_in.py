@@ -27,4 +27,5 @@ def _choose_ours(connector: Any) -> Any:
     return strategy
 
 
-_AcceleratorConnector._choose_strategy = _choose_ours  # type: ignore[method-assign]
+def pytest_configure(config: Any) -> None:
+    _AcceleratorConnector._choose_strategy = _choose_ours  # type: ignore[method-assign]
