@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUANTIZED := $(VENV)/quantized
+OLDEST := $(VENV)/oldest
 export OMP_NUM_THREADS ?= 1
 # Nothing here may look for the network once packages are installed.
 export HF_HUB_OFFLINE := 1
@@ -18,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-tables test-fast test-distributed test-random check wheel timeline golden models bench clean
+.PHONY: help setup demo test test-tables test-fast test-distributed test-random test-oldest check wheel timeline golden models bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -60,6 +61,21 @@ test-distributed: setup  ## the tests that start several processes
 
 test-random: setup  ## laws (hypothesis) with thousands of new examples, which `make test` draws alike each time
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -q -m hypothesis tests $(ARGS)
+
+# What imports Lightning, diffusers or transformers, and some of it on several ranks.
+test-oldest: $(OLDEST)/.installed  ## 1,200 tests with the lowest versions that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed" \
+		tests/callbacks tests/modules tests/predictor tests/training $(ARGS)
+	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not table" \
+		tests/distributed/test_checkpoints.py tests/distributed/test_parity.py $(ARGS)
+
+$(OLDEST)/.installed: pyproject.toml | setup
+	$(PYTHON) -m venv --clear $(OLDEST)
+	sed -nE 's/^( |lora = \[)+"([a-z-]+)>=([0-9.]+).*/\2==\3/p' pyproject.toml > $(OLDEST)/lowest.txt
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/lowest.txt \
+		-e '.[lora,webdataset,video]' pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
 
 check: setup  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -57,9 +57,21 @@ class _Worker:
 os.register_at_fork(after_in_child=_Worker._idle.clear)  # it has none of these threads
 
 
+_resumed: dict[int, Coroutine] = {}
+"""By the thread that waits for it."""
+
+
+def thread_at_work(thread: int) -> int:
+    """Returns the thread that does the work of one: that of a coroutine it has resumed, or itself."""
+    while (coroutine := _resumed.get(thread)) is not None and coroutine._thread:
+        thread = coroutine._thread
+    return thread
+
+
 class Coroutine:
     """A function that goes on in pieces, without gradients.
 
+    Its owner waits for it without a limit, as for a call: where it hangs, the owner is busy (`comm/watcher.py`).
     `resume` and `cancel` belong to the owner's thread, `pause` to the function.
 
     Args:
@@ -75,6 +87,7 @@ class Coroutine:
         self.done = self.is_cancelled = False
         self._body: Callable[[], Any] | None = body
         self._is_started = False
+        self._thread = 0
         self._error: BaseException | None = None
         self._settings = _ThreadSettings(infers)
         self._context = contextvars.copy_context()
@@ -95,6 +108,8 @@ class Coroutine:
             _Worker.submit(lambda: self._context.run(self._work))
         on_gpu = torch.cuda.is_initialized()
         self._settings.stream = torch.cuda.current_stream() if on_gpu else None
+        owner = threading.get_ident()
+        _resumed[owner] = self
         self._go.release()
         try:
             self._back.acquire()
@@ -102,6 +117,8 @@ class Coroutine:
             self.is_cancelled = True
             self._back.acquire(timeout=_GRACE_S)  # it may never come back
             raise
+        finally:
+            del _resumed[owner]
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -127,6 +144,7 @@ class Coroutine:
 
     def _work(self) -> None:
         """Runs the whole function in the thread, pausing inside."""
+        self._thread = threading.get_ident()
         self._go.acquire()
         try:
             if not self.is_cancelled:

@@ -205,10 +205,10 @@ def require_flags(**values: Any) -> None:
             raise ConfigurationError(f"{name} must be true or false; got {value!r}")
 
 
-def require_timeout(timeout_s: Any) -> None:
+def require_timeout(timeout_s: Any, name: str = "timeout_s") -> None:
     """Refuses a longest wait, in seconds, that torch cannot count: it takes nanoseconds in 64 bits.
 
     Raises:
         ConfigurationError: It is not above 0 and at most three years.
     """
-    require_number("timeout_s", timeout_s, above=0, most=_LONGEST_S)
+    require_number(name, timeout_s, above=0, most=_LONGEST_S)

@@ -277,7 +277,7 @@ class Predictor:
 
     def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
         broadcast, has_begun = self._world.links.broadcast_object, False
-        self._world.enter("encoding prompts")
+        self._world.enter("encoding prompts", works=True)
 
         def sample(call: Call) -> Tensor:
             nonlocal has_begun
@@ -340,7 +340,7 @@ class Predictor:
         except BaseException as error:
             self._break_off(error)
             raise
-        self._world.enter("decoding latents")
+        self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
             method, dtype = reports[0].options.method, str(self.source.denoiser.dtype)[6:]

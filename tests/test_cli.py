@@ -451,6 +451,10 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "strategy.timeout_s must be a number > 0 and <= 100000000; got nan",
         ),
         (
+            "strategy.busy_timeout_s=0",
+            "strategy.busy_timeout_s must be a number > 0 and <= 100000000; got 0",
+        ),
+        (
             "strategy.num_microbatches=1e12",
             "num_microbatches must be a whole number >= 1 or 'auto'; got 10000",
         ),

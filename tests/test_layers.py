@@ -24,7 +24,7 @@ ALLOWED = {
     "viewing": {"planning", "errors"},
     "graph": {"coroutine", "planning", "errors"},
     "profiling": {"clock", "files", "host_memory", "graph", "planning", "errors"},
-    "comm": {"graph", "planning", "errors"},
+    "comm": {"coroutine", "graph", "planning", "errors"},
     "runtime": {"clock", "comm", "graph", "planning", "errors"},
     "sampling": {"clock", "comm", "coroutine", "graph", "planning", "errors"},
     "pipelines": {"errors"},

@@ -38,7 +38,6 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.comm.mesh import connected_group, open_edge
 from lightning_diffpipe.comm.packing import TensorShape, as_bytes
@@ -281,7 +280,7 @@ class ProcessLinks(Links):
         mine, timeout = None, datetime.timedelta(seconds=timeout_s)
         if patience_s is None:
             is_watched = watcher.num_ranks > 1
-            patience_s = default_pg_timeout.total_seconds() if is_watched else timeout_s
+            patience_s = watcher.patience_s if is_watched else timeout_s
         patience = datetime.timedelta(seconds=max(patience_s, timeout_s))
 
         def group_of(ranks: Sequence[int], backend: str, limit: datetime.timedelta) -> Any:
@@ -412,7 +411,8 @@ class ProcessLinks(Links):
         size, source = torch.zeros(1, dtype=torch.int64), self.ranks[0]
         packed = torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
-            outcome, packed = _pickled(outcome_of(make))
+            with watcher.working():
+                outcome, packed = _pickled(outcome_of(make))
             size += len(packed)
         self._collective(lambda: dist.broadcast(size, source, group=self.control, async_op=True))
         if self.rank > 0:

@@ -34,7 +34,6 @@ from lightning_diffpipe.planning.schedule import Placement
 
 ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
-_PATIENCE_S = 1800.0
 _WATCHDOG_S = (
     30.0  # NCCL's, which ends the process, comes after our own error, which says who did not come
 )
@@ -140,7 +139,7 @@ class Mesh:
     @property
     def patience_s(self) -> float:
         """How long ranks wait for each other where one may be busy for long, such as between steps."""
-        return max(self.timeout_s, _PATIENCE_S)
+        return max(self.timeout_s, watcher.patience_s)
 
     @property
     def number_dtype(self) -> torch.dtype:

@@ -44,7 +44,6 @@ from lightning_diffpipe.graph.versions import bytes_of, digest_of_tensor, plain_
 _log = logging.getLogger(__name__)
 _NOTICE_S = 30.0  # imports from a cold disk take that long
 _LONGEST_PAUSE_S = 0.5  # between two looks at who has come
-_PLANNING_TIMEOUT_S = 1800.0
 
 
 def open_store() -> dist.TCPStore:
@@ -184,7 +183,7 @@ def world_group(world_size: int, timeout_s: float) -> dist.ProcessGroup | None:
     if world_size == 1:
         return None
     with gloo_of_all_hosts():
-        patience = timedelta(seconds=max(timeout_s, _PLANNING_TIMEOUT_S))
+        patience = timedelta(seconds=max(timeout_s, watcher.patience_s))
         return connected_group(None, "gloo", patience)
 
 

@@ -11,7 +11,8 @@ process that ends, one that is stopped falls silent, and one that is busy does n
     inside       turns what a lost rank raises, in anybody's collective, into an error with its rank, phase and end
     wait, call   give up a wait, outside of a run, when a rank is lost
     run          ends a process that would go on without the others, wherever it waits; one that gets SIGTERM
-                 and does not come to act upon it; and all, where every rank waits, in anybody's collective
+                 and does not come to act upon it; one that is busy for too long while another waits for it; and
+                 all, where every rank waits, in anybody's collective
 
 Threads outside of a run, such as those of a script between two fits, are left alone.
 """
@@ -44,8 +45,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from lightning_diffpipe.comm.waiting import in_thread
+from lightning_diffpipe.comm.waiting import in_thread, in_words
+from lightning_diffpipe.coroutine import thread_at_work
 from lightning_diffpipe.errors import (
     ConfigurationError,
     DiffPipeError,
@@ -65,8 +68,10 @@ _GRACE_S = 5.0  # for a rank that has lost another, or got SIGTERM, to end by it
 _VERDICT_S = 3.0  # from a broken connection of a collective to one of ours
 _GIVE_UP_S = 0.5  # what ranks that refuse together need at most to arrive
 _EXIT_S = 5.0  # for Python to end, on a busy machine
+_MARGIN_S = 60.0  # by which collectives wait longer: they know neither rank nor place
 _FRAMES_OF_A_WAIT = 5  # of torch's wrappers around a collective, or of a lock around a wait of ours
 _WAITING = ("torch.distributed", "lightning_diffpipe.comm")
+_FRAMES_OF_A_PLACE = 3  # a call may end in the standard library, in `queue.get` or a lock
 _BY_SIGNAL = 128 + signal.SIGTERM
 _BROKEN = re.compile(
     r"/gloo/|Gloo|ProcessGroup|NCCL|TCPStore|Connection (closed|reset) by peer|Connection refused|Broken pipe"
@@ -87,7 +92,7 @@ class Status:
         follows: It does so because it lost another rank.
         signal: The phase in which it got SIGTERM.
         turn: Of what ranks of a Predictor do together.
-        step: How often it went on in this turn, once it has; 0 when it is done.
+        step: How often it went on in this turn, once it has; -1 before; 0 when it is done, or has nothing to do.
         refuses: It raised in this turn, and will say what.
         waits: It has been in one wait for other ranks for as long as a rank may be silent.
         process: Its process, by host, processes that see each other, and number.
@@ -149,6 +154,7 @@ class Watcher:
         children: Processes that this one has started, by rank.
         at_sigterm: What the handler does: another's; it ends the run; it waits for the other ranks.
         seconds: By phase; until the last one was entered or left by `inside`.
+        busy_timeout_s: Longest time in which a rank may give no sign of progress while another waits, in seconds.
     """
 
     def __init__(self) -> None:
@@ -156,6 +162,7 @@ class Watcher:
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.seconds, self._counted_s = Counter[str](), time.monotonic()
         self.at_sigterm: Literal["ignore", "stop", "agree"] = "ignore"
+        self.busy_timeout_s = default_pg_timeout.total_seconds()
         self._lock = threading.RLock()
         self._connections: list[_Connection] = []
         self._statuses: dict[int, Status] = {}  # of the other ranks
@@ -169,6 +176,8 @@ class Watcher:
         self._running = 0  # the thread
         self._waits_in: tuple[int, int] | None = None  # frame and place, at the last look
         self._waits_since_s = math.inf
+        self._waited_s = -math.inf  # the last look that found it in a wait
+        self._reported_s = -math.inf  # since when it has been busy, in the latest report
         self._server: socket.socket | None = None
         self._token = ""
         self._thread: threading.Thread | None = None
@@ -179,6 +188,11 @@ class Watcher:
     def phase(self) -> str:
         """What this rank does."""
         return self.status.phase
+
+    @property
+    def patience_s(self) -> float:
+        """How long a collective waits in which a rank may be busy, in seconds; the watcher ends it before."""
+        return max(self.busy_timeout_s, default_pg_timeout.total_seconds()) + _MARGIN_S
 
     @property
     def signals(self) -> dict[int, str]:
@@ -237,7 +251,7 @@ class Watcher:
         if in_main:  # a signal is heard of even while the main thread waits outside of Python
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self.begin_run(_STARTING, rank)
-        self._runs, self._running = self._runs + 1, threading.get_ident()
+        self._runs += 1
         try:
             with self.explaining():
                 yield
@@ -258,6 +272,7 @@ class Watcher:
             self._signal_phase, self._signal_limit_s = "", _GRACE_S
             self._losses.clear()
             self._has_given_up = False
+            self._running = threading.get_ident()
             place = {"process": _process(os.getpid()), "parent": _process(os.getppid())}
             run, turn = self.status.run + 1, self.status.turn
             self.status = Status(rank, phase, run=run, turn=turn, **place)
@@ -345,11 +360,22 @@ class Watcher:
 
     def begin_turn(self, phase: str) -> None:
         """Begins something that all ranks of a Predictor do together, in which nothing has happened yet."""
-        self.publish(phase=phase, turn=self.status.turn + 1, refuses=False, step=0)
+        self.publish(phase=phase, turn=self.status.turn + 1, refuses=False, step=-1)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Lets this rank be missed inside, between two turns as well, as others of a Predictor wait for it."""
+        step = self.status.step
+        self.publish(step=step or -1)
+        try:
+            yield
+        finally:
+            self.publish(step=step and self.status.step)
 
     def step(self) -> None:
         """Notes that this rank goes on, and is missed if it does so no more; sent with the next sign of life."""
-        self.status = replace(self.status, step=self.status.step + 1)
+        self._moved_s[self.status.rank] = time.monotonic()
+        self.status = replace(self.status, step=max(self.status.step, 0) + 1)
 
     def has_refusal(self) -> bool:
         """Returns whether another rank has refused in this turn."""
@@ -367,7 +393,8 @@ class Watcher:
             give_up: Called once, if the others have not arrived a little later.
 
         Raises:
-            PipelineTimeoutError: A rank is lost, or went on once and does so no more.
+            PipelineTimeoutError: A rank is lost; or it lives, but has made no step for `timeout_s`, or no sign of
+                progress before the first one for `busy_timeout_s`.
         """
         started_s, pause_s, has_given_up = time.monotonic(), 1e-4, False
         while not arrived():
@@ -376,17 +403,20 @@ class Watcher:
             if not has_given_up and now_s - started_s > _GIVE_UP_S:
                 has_given_up = True
                 give_up()
-            others, turn, limit_s = self._statuses.copy(), self.status.turn, self._timeout_s
+            others, turn = self._statuses.copy(), self.status.turn
+            limits = {True: (self._timeout_s, "timeout_s")}
+            limits[False] = max(limits[True], (self.busy_timeout_s, "busy_timeout_s"))
             going = [each for each in others.values() if each.step and each.turn == turn]
-            stuck = [each for each in going if now_s - self._moved_s[each.rank] > limit_s]
+            going = [each for each in going if each.step > 0 or not each.waits]
+            stuck = [e for e in going if now_s - self._moved_s[e.rank] > limits[e.step > 0][0]]
             if arrived():  # who has done its part may be gone
                 return
             self.refuse_loss()
             for each in stuck:
-                self._has_given_up = True
+                self._has_given_up, (limit_s, name) = True, limits[each.step > 0]
                 raise PipelineTimeoutError(
                     f"{self._here} waited for {what}: rank {each.rank} ({each.phase}) lives, but has made no step "
-                    f"for {limit_s:g} s (timeout_s)"
+                    f"for {limit_s:g} s ({name})"
                 )
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
@@ -536,6 +566,7 @@ class Watcher:
                         self._send(self.status)
                     self._look_around(now_s)
                     self._look_at_wait(now_s)
+                    self._look_at_work(now_s)
                 self._end_if_due(now_s)
             except Exception as error:  # or nobody would watch, and nobody know it
                 _log.exception("the other ranks are watched no more")
@@ -614,16 +645,41 @@ class Watcher:
 
     def _look_at_wait(self, now_s: float) -> None:
         """Notes whether this rank's run has been in one wait for others for long, and lets them know."""
-        innermost = sys._current_frames().get(self._running) if self._runs else None
+        innermost = sys._current_frames().get(thread_at_work(self._running))
         frames = itertools.islice(traceback.walk_stack(innermost), _FRAMES_OF_A_WAIT)
         is_wait = any(is_of(frame.f_code.co_filename, *_WAITING) for frame, _ in frames)
         # Not the frame: what it refers to would end in this thread, a group perhaps, which takes long.
         place = (id(innermost), innermost.f_lasti) if innermost and is_wait else None
+        if place is not None:
+            self._waited_s = now_s
         if place is None or place != self._waits_in:
             self._waits_in, self._waits_since_s = place, now_s
         waits = now_s - self._waits_since_s > self._silence_s
         if waits != self.status.waits:
             self.publish(waits=waits)
+
+    def _look_at_work(self, now_s: float) -> None:
+        """Reports where this rank's code stands while another waits, and ends it after `busy_timeout_s`."""
+        ranks = [n for n, each in self._statuses.items() if each.waits and each.state == "alive"]
+        since_s = max(self._moved_s.get(self.status.rank, now_s), self._waited_s)
+        busy_s, at_work = now_s - since_s, self._runs or self.status.step
+        if not (ranks and at_work) or self.status.waits or busy_s <= self._silence_s:
+            return
+        innermost = sys._current_frames().get(thread_at_work(self._running))
+        what = f"no sign of progress for {busy_s:.0f} s while {in_words(ranks)} waited for it"
+        is_over = self._runs and busy_s > self.busy_timeout_s
+        if innermost is not None and (is_over or since_s != self._reported_s):
+            stack, self._reported_s = traceback.extract_stack(innermost), since_s
+            places = [f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(stack)]
+            place = ", called at ".join(places[:_FRAMES_OF_A_PLACE])
+            _log.warning(
+                "%s gave %s (busy_timeout_s=%g). It stands at\n%s",
+                self._here, what, self.busy_timeout_s, "".join(stack.format()),
+            )  # fmt: skip
+            if is_over:
+                failure = f"it gave {what} (busy_timeout_s={self.busy_timeout_s:g}), at {place}"
+                self.publish(failure=failure)
+                self._end(f"{self._here}: {failure}", 1)
 
     def _note_end(self, rank: int) -> None:
         """Takes note of the end of a process, which has said why, or nothing."""

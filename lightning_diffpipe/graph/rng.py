@@ -75,7 +75,8 @@ def moved(before: RandomState) -> RandomState | None:
     now = capture(before.host is not None)
     cuda = before.cuda is None or now.cuda is None or torch.equal(now.cuda, before.cuda)
     same = cuda and torch.equal(now.cpu, before.cpu)
-    return None if same and pickle.dumps(now.host) == pickle.dumps(before.host) else now
+    same = same and (now.host is None or pickle.dumps(now.host) == pickle.dumps(before.host))
+    return None if same else now
 
 
 def seed_all(seed: int, host: bool) -> None:
@@ -151,15 +152,16 @@ def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
     Raises:
         GraphError: It has drawn something else: the streams of its stage and of others would differ from now on.
     """
-    before = capture(host=False)
+    state = capture(host=False)
     yield
-    now = capture(host=False)
-    restore(before)
-    for _ in range(num_seeds):
-        draw_seed()
-    if (expected := moved(now)) is not None:
+    if num_seeds:  # else it shall leave what it found, as most layers do
+        before, state = state, capture(host=False)
+        restore(before)
+        for _ in range(num_seeds):
+            draw_seed()
+    if (other := moved(state)) is not None:
         raise GraphError(
-            f"{name} draws random numbers on the {'GPU' if now.cpu.equal(expected.cpu) else 'host'}, which it did "
+            f"{name} draws random numbers on the {'GPU' if state.cpu.equal(other.cpu) else 'host'}, which it did "
             "not when it was probed: by a kernel of its own perhaps, as dropout of flash attention, or from some "
             "step on only; other stages would go on with other numbers. Draw one by an operator of torch in its "
             "forward from the first step on (torch.rand(())), and it gets a stream of its own; or draw nothing"

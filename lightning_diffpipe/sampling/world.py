@@ -60,9 +60,14 @@ class World:
         """Gathers plain data of all ranks, on all ranks."""
         return self.links.gather_object(value)
 
-    def enter(self, phase: str) -> None:
-        """Says what this rank does from now on, for the others' messages: `"encoding prompts"`."""
-        watcher.enter(phase)
+    def enter(self, phase: str, works: bool = False) -> None:
+        """Says what this rank does from now on, for the others' messages: `"encoding prompts"`.
+
+        Args:
+            phase: In words.
+            works: It has something to do in it, for which the others may wait.
+        """
+        watcher.publish(phase=phase, step=-1 if works else 0)
 
     def agree(
         self, phase: str, make: Callable[[], Any], give_up: Callable[[], None] = lambda: None
@@ -71,7 +76,7 @@ class World:
 
         Args:
             phase: What is done, for messages.
-            make: May note its steps (`watcher.step`); from the first one on it is missed if it hangs.
+            make: May note its steps (`watcher.step`); from the first one on it is missed sooner if it hangs.
             give_up: Breaks the links on which other ranks may wait for this one. Called where `make` failed, if the
                 others do not come by themselves; then at last on all ranks.
 

@@ -26,7 +26,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DistributedSampler
@@ -139,10 +139,33 @@ def _of_wandb(trainer: Any) -> Iterator[Any]:
     return (logger for logger in trainer.loggers if isinstance(logger, WandbLogger))
 
 
+class _Silent(DummyLogger):
+    """Writes nothing, where another logger would write."""
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    @property
+    def name(self) -> str:
+        """The other logger's."""
+        return self._logger.name or ""
+
+    @property
+    def version(self) -> Any:
+        """The other logger's."""
+        return self._logger.version
+
+    @property
+    def save_dir(self) -> str | None:
+        """What `trainer.log_dir` is with the other logger."""
+        return getattr(self._logger, "log_dir", None) or self._logger.save_dir
+
+
 @contextlib.contextmanager
 def without_loggers(trainer: Any) -> Iterator[None]:
     """Lets a trial run of the step find loggers that write nothing."""
-    with patched(trainer, _loggers=[DummyLogger() for _ in trainer.loggers]):
+    with patched(trainer, _loggers=[*map(_Silent, trainer.loggers)]):
         yield
 
 

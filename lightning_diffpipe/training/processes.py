@@ -32,7 +32,6 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
 from lightning_diffpipe.comm.rendezvous import open_store, rendezvous
@@ -55,6 +54,7 @@ class ProcessHooks(ParallelStrategy):
 
     Args:
         timeout_s: Longest wait for a message, in seconds.
+        busy_timeout_s: Longest time in which a rank may give no sign of progress while another waits, in seconds.
         backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
     Attributes:
@@ -63,7 +63,7 @@ class ProcessHooks(ParallelStrategy):
         last_saved: The checkpoint that was saved last.
 
     Raises:
-        ConfigurationError: The timeout is no positive number of seconds, or there is no such backend.
+        ConfigurationError: A timeout is no positive number of seconds, or there is no such backend.
     """
 
     pipeline: Pipeline | None
@@ -71,14 +71,15 @@ class ProcessHooks(ParallelStrategy):
     _ended_by: ClassVar[str | None] = None
     last_saved: str | None
 
-    def __init__(self, timeout_s: float, backend: str | None) -> None:
+    def __init__(self, timeout_s: float, busy_timeout_s: float, backend: str | None) -> None:
         super().__init__()
         require_timeout(timeout_s)
+        require_timeout(busy_timeout_s, "busy_timeout_s")
         if backend is not None and not dist.is_backend_available(backend):
             raise ConfigurationError(
                 f"process_group_backend={backend!r} is none that this build of torch has; choose gloo or nccl"
             )
-        self.timeout_s = float(timeout_s)
+        self.timeout_s, self.busy_timeout_s = float(timeout_s), float(busy_timeout_s)
         self.num_nodes = 1
         self._backend = backend
 
@@ -152,7 +153,8 @@ class ProcessHooks(ParallelStrategy):
             self.root_device
         )
         # Processes start, download and save at their own pace; only messages of a step are urgent.
-        patience_s = max(self.timeout_s, default_pg_timeout.total_seconds())
+        watcher.busy_timeout_s = self.busy_timeout_s
+        patience_s = max(self.timeout_s, watcher.patience_s)
         options: dict[str, Any] = {"timeout": timedelta(seconds=patience_s)}
         if self.world_size > 1:
             if not _distributed_is_initialized():

@@ -68,7 +68,8 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             "before Lightning would call it. Scale the loss in training_step instead"
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+        step = getattr(module, name)  # None in place of one is none for Lightning
+        if step and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 f"{type(module).__name__}.{name} takes dataloader_iter and fetches batches itself, but one rank "
                 "of a pipeline loads for all, and a batch is cut before the step is run. Take (batch, batch_idx)"

@@ -126,6 +126,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             float32 beside bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
             Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
+        busy_timeout_s: Longest time, in seconds, in which a rank between two steps may give no sign of progress (a
+            batch, a tensor of a checkpoint, another phase) while another waits for it. Saving, drawing, loading a
+            batch or compiling may take so long; then the run ends, and says where the code of that rank stands.
         seed: Seed of all random numbers of training steps; `None` takes `seed_everything`'s.
         check_finite: Look for NaN and infinity in everything that crosses a stage boundary.
         max_diverged_steps: Optimizer steps in a row whose loss or gradients are not finite after which the run ends
@@ -162,6 +165,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         process_group_backend: str | None = None,
         optimizer_bytes_factor: float | Auto = "auto",
         max_diverged_steps: int | None = 10,
+        busy_timeout_s: float = 1800.0,
         **unsupported: Any,
     ) -> None:
         if unsupported:
@@ -173,7 +177,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             raise ConfigurationError(
                 f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
             )
-        super().__init__(timeout_s, process_group_backend)
+        super().__init__(timeout_s, busy_timeout_s, process_group_backend)
         self.max_diverged_steps = max_diverged_steps
         self.pipeline: Pipeline | None = None
         self.division: Division | None = None
@@ -442,6 +446,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Moves a batch, or gets one from the rank that loads it."""
+        watcher.note_batch()
         if isinstance(batch, Fetched):
             return batch.feed.give(batch, device or self.root_device)
         return super().batch_to_device(batch, device, dataloader_idx)

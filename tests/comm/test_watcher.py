@@ -155,6 +155,20 @@ def test_a_rank_that_goes_on_no_more_is_missed(ranks):
         wait(ranks[0], 60.0)
 
 
+def test_a_rank_that_has_not_begun_is_missed_later(ranks):
+    """History: gloo ended the wait, as when opening a model hung, and named no rank; idle ones are not to blame."""
+    ranks[0].busy_timeout_s = 3 * TIMEOUT_S
+    ranks[2].publish(step=0)
+    message = r"rank 1 \(sampling\) lives, but has made no step for 3 s \(busy_timeout_s\)"
+    with pytest.raises(PipelineTimeoutError, match=message):
+        wait(ranks[0], 60.0)
+    ranks[1].publish(step=0)
+    with ranks[2].working():
+        until(lambda: ranks[0]._statuses[2].step == -1)
+    until(lambda: not any(each.step for each in ranks[0]._statuses.values()))
+    wait(ranks[0], 4 * TIMEOUT_S)
+
+
 @pytest.mark.slow
 def test_a_rank_that_goes_on_slowly_or_has_not_begun_is_not_missed(ranks):
     assert wait(ranks[0], 3 * TIMEOUT_S, ranks[1].step) == 1

@@ -1,6 +1,8 @@
 """Between steps ranks wait for one that is busy much longer than for a message, and name one that never comes."""
 
 import os
+import re
+import threading
 import time
 
 import lightning as L
@@ -18,6 +20,7 @@ from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
 TIMEOUT_S, BUSY_S = 6.0, 8.0  # a busy machine may take seconds for a message
+LIMIT_S = 13.0  # a wait is long after ten seconds
 
 
 class Busy(L.Callback):
@@ -176,3 +179,95 @@ def test_ranks_that_all_wait_for_each_other_end(hook, act, tmp_path):
         )  # fmt: skip
     said = (tmp_path / "screen").read_text()
     assert "has waited for 10 s (timeout_s) in one collective, as all others have (rank" in said
+
+
+def stand_still(how):
+    if how == "loops":
+        while True:
+            pass
+    threading.Lock().acquire() and threading.Event().wait()
+
+
+class StuckSamples(Samples):
+    """Rank 0, which loads, gets no more of them."""
+
+    def __getitem__(self, index):
+        if index == 8:
+            stand_still("waits")
+        return super().__getitem__(index)
+
+
+class Stuck(L.Callback):
+    """A hook of one rank never ends."""
+
+    def __init__(self, hook, rank, how):
+        self.rank, self.how = rank, how
+        setattr(self, hook, self.work)
+
+    def work(self, trainer, *arguments):
+        if trainer.global_rank == self.rank:
+            stand_still(self.how)
+
+
+def fit_with_a_stuck_rank(rank, where, stuck_rank, how, folder):
+    os.dup2(os.open(f"{folder}/screen", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    strategy = quick_strategy(
+        num_stages=2, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S, busy_timeout_s=LIMIT_S
+    )  # fmt: skip
+    data, callbacks = Data(), []
+    if where == "the data":
+        data = DataLoader(StuckSamples(24), 6, shuffle=False)
+    else:
+        callbacks = [Stuck(where, stuck_rank, how)]
+    quiet_trainer(devices=2, strategy=strategy, callbacks=callbacks).fit(build(Settings()), data)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("where", "rank", "how"),
+    [
+        ("the data", 0, "waits"),
+        ("on_validation_batch_end", 1, "waits"),
+        row("on_train_batch_end", 0, "loops"),
+        row("on_train_epoch_end", 0, "waits"),
+    ],
+)
+def test_a_rank_that_is_stuck_between_steps_is_named_with_the_place(where, rank, how, tmp_path):
+    """History: it was waited for, half an hour, and nobody said for what."""
+    with pytest.raises(RankError, match="ranks failed") as caught:
+        run_ranks(
+            fit_with_a_stuck_rank, 2, where, rank, how, str(tmp_path), timeout_s=90.0, group_timeout_s=1800.0
+        )  # fmt: skip
+    said = (tmp_path / "screen").read_text()
+    assert "(busy_timeout_s=13). It stands at\n" in said
+    why = rf"rank {rank} \(\w+.*\): it gave no sign of progress for 1\d s while rank {1 - rank} waited for it"
+    place = r"\(busy_timeout_s=13\), at .*test_patience.py:\d+ in stand_still"
+    assert re.search(f"{why} {place}", said)
+    assert re.search(rf"rank {1 - rank} \(\w+.*\) lost {why}", str(caught.value))
+
+
+class SlowlyValidated(Settings().module_class):
+    """Rank 1 takes longer for all its batches than a rank may be busy, and not for any of them."""
+
+    def validation_step(self, *batch):
+        if torch.distributed.get_rank() == 1:
+            time.sleep(4.0)
+        return super().validation_step(*batch)
+
+
+def fit_while_a_pipeline_validates_slowly(rank):
+    strategy = quick_strategy(
+        num_stages=1, num_replicas=1, num_microbatches=2, timeout_s=TIMEOUT_S, busy_timeout_s=LIMIT_S
+    )  # fmt: skip
+    trainer = quiet_trainer(devices=2, strategy=strategy, use_distributed_sampler=True)
+    module = build(Settings(module_class=SlowlyValidated))
+    trainer.fit(module, Data().loader(12), Data().loader(48))
+    return trainer.global_step
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [row(2)])
+def test_a_rank_that_goes_on_is_waited_for_for_as_long_as_it_does(num_ranks):
+    assert min(run_ranks(fit_while_a_pipeline_validates_slowly, num_ranks)) > 0

@@ -461,6 +461,27 @@ def test_encoders_that_cannot_be_split_say_why():
             view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
 
 
+def test_the_thread_that_does_the_work_of_another_is_known():
+    """History: of a rank whose encoder hung an error could tell only that it waited for a lock."""
+    threads = []
+
+    def look():
+        threads.append((coroutine.thread_at_work(owner), threading.get_ident()))
+
+    def outer():
+        look()
+        Coroutine(look).resume()
+        first.pause()
+
+    owner, first = threading.get_ident(), Coroutine(outer)
+    first.resume()
+    assert all(at_work == here != owner for at_work, here in threads)
+    assert len({here for _, here in threads}) == 2
+    assert coroutine.thread_at_work(owner) == owner, "it is paused"
+    first.resume()
+    assert coroutine.thread_at_work(owner) == owner
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_coroutines_of_its_own():
     """History: it gave them to a thread that only its parent has, and waited for ever."""

@@ -274,6 +274,22 @@ def hung(rank, path, prompts, settings, options, victim, folder):
     (folder / str(rank)).write_text(said)
 
 
+def hung_before_it_draws(rank, path, prompts, settings, options, folder):
+    """Rank 1 reads its weights until rank 0 has written what its error says; nobody is busy for over 12 s."""
+
+    def never_read(*arguments):
+        while not (folder / "0").exists():
+            time.sleep(0.1)
+        os._exit(1)
+
+    os.dup2(os.open(folder / f"screen {rank}", os.O_CREAT | os.O_WRONLY), 2)
+    watcher.busy_timeout_s = 12.0
+    where = "lightning_diffpipe.sampling.methods.load_weights"
+    with mock.patch(where, never_read) if rank == 1 else contextlib.nullcontext():
+        said = failure(rank, path, prompts, settings, options)
+    (folder / str(rank)).write_text(said)
+
+
 def cancelled(rank, path, prompts, settings, options, who, kind):
     """Requests that some ranks end, then a whole one: types and texts of errors, and images of rank 0."""
 

@@ -29,6 +29,7 @@ from tests.predictor.scenarios import (
     failure_of_each,
     failure_of_each_rank,
     hung,
+    hung_before_it_draws,
     killed,
     latents_of_each,
     left,
@@ -641,3 +642,17 @@ def test_a_hung_rank_that_owes_no_message_ends_the_others(job, tmp_path):
         run_ranks(hung, 2, *arguments)
     message = "rank 0 (drawing) waited for the other ranks: rank 1 (drawing) lives, but has made no step for 4 s"
     assert message in (tmp_path / "0").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_before_it_draws_is_named_and_prints_its_stack(job, tmp_path):
+    """History: gloo's error ended the others after half an hour, and named nobody."""
+    with pytest.raises(RankError, match="ranks failed"):
+        run_ranks(
+            hung_before_it_draws, 2, *job("dit", method="single", data=2, timeout_s=4.0), tmp_path
+        )
+    message = (
+        "rank 1 (reading weights and probing) lives, but has made no step for 12 s (busy_timeout_s)"
+    )
+    assert message in (tmp_path / "0").read_text()
+    assert "in never_read" in (tmp_path / "screen 1").read_text()

@@ -22,7 +22,7 @@ from lightning_diffpipe.training.refusals import (
 
 @pytest.mark.parametrize(
     ("argument", "hint"),
-    [("num_stage", "did you mean 'num_stages'\\?"), ("zero", "it has check_finite, .*, verify$")],
+    [("num_stage", "did you mean 'num_stages'\\?"), ("zero", "it has busy_timeout_s, .*, verify$")],
 )
 def test_arguments_that_the_strategy_lacks_are_answered_with_those_it_has(argument, hint):
     """History: it sent to its docstring."""

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -242,6 +243,27 @@ def test_nobody_sees_trial_runs(capsys, caplog):
     assert printed.err.count("a step") == 3
     assert sum(record.name == "user" for record in caplog.records) == 3
     assert logger.written == ["a step"] * 3
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, ToList])
+def test_trial_runs_find_the_folder_of_the_logger(kind, tmp_path):
+    """History: `trainer.log_dir` was None in them, so that a step which wrote there ended before training."""
+
+    class Writes(Module):
+        validation_step = None  # as Lightning's own tests say that there is none
+
+        def training_step(self, batch, batch_idx):
+            folders.append(self.trainer.log_dir)
+            return self.loss(batch)
+
+    folders = []
+    logger = CSVLogger(tmp_path, "name", 3) if kind is CSVLogger else ToList()
+    expected = f"{tmp_path}/name/version_3" if kind is CSVLogger else None
+    losses_of(
+        partial(Writes, of_class), quick_strategy(num_stages=1, num_microbatches=1), logger=logger
+    )
+    assert len(folders) > 3, "trials have noted it, too"
+    assert {*folders} == {expected}
 
 
 def test_warnings_of_trial_runs_are_shown():

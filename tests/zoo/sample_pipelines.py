@@ -80,7 +80,7 @@ class ThreadWorld(World):
     Where one raises an error, the network ends the others.
     """
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, works: bool = False) -> None:
         """Says nothing."""
 
     def agree(
