@@ -54,7 +54,8 @@ from lightning_diffpipe.modules.adapters import (
     write_lora,
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
-from lightning_diffpipe.modules.optimization import Optimization, averages
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
@@ -383,7 +384,7 @@ class PartsModule(L.LightningModule):
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Gives optimizers that average weights those that they train, until they have stepped."""
         optimizers = self.trainer.optimizers if self._trainer is not None else ()
-        for optimizer in filter(averages, optimizers):
+        for optimizer in filter(switches_weights, optimizers):
             optimizer.train()
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:

@@ -170,10 +170,12 @@ class Search:
     def least_bytes(self, shape: Shape) -> float:
         """Returns what the fullest rank needs at least: an even share of the model with one microbatch."""
         model, whole = self.model, LayerRun(0, self.model.num_layers)
-        holders = shape.num_stages // shape.stages_per_rank
-        need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
-        encoding_share = min(self.evaluator.num_encoding(shape) / holders, 1)
-        return encoding_share * model.frozen_bytes + need / holders
+        slots = shape.num_stages // shape.stages_per_rank
+        most_holders = (shape.num_ranks - slots + 1) * shape.num_pipelines
+        need = model.resident_bytes(whole, most_holders)
+        need += model.activation_bytes(whole, shape.sizes[-1])
+        encoding_share = min(self.evaluator.num_encoding(shape) / slots, 1)
+        return encoding_share * model.frozen_bytes + need / slots
 
     def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """Moves layers, from the cuts with the best bounds on, to where they are best."""
@@ -253,7 +255,9 @@ class Search:
 
     def resident_bytes(self, shape: Shape) -> list[float]:
         """Returns bytes of every layer's weights, gradients, optimizer state and activations."""
-        factor, size = 1 + self.options.optimizer_bytes_factor, shape.sizes[0]
+        replicas = shape.num_ranks * shape.stages_per_rank // shape.num_stages
+        factor = self.model.trained_factor(replicas * shape.num_pipelines)
+        size = shape.sizes[0]
         return [
             layer.parameter_bytes
             + factor * layer.gradient_bytes

@@ -150,11 +150,13 @@ def peak_memory_bytes(
     peaks: Sequence[Mapping[int, Waiting]],
     runs: Sequence[LayerRun],
     loads: Sequence[FrozenLoad] = (),
+    holders: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Returns bytes of every rank at its fullest moment; see `rank_bytes`."""
     given = loads or (None,) * len(peaks)
     return tuple(
-        rank_bytes(model, of_stage, runs, load) for of_stage, load in zip(peaks, given, strict=True)
+        rank_bytes(model, of_stage, runs, load, holders)
+        for of_stage, load in zip(peaks, given, strict=True)
     )
 
 
@@ -163,14 +165,25 @@ def rank_bytes(
     peak: Mapping[int, Waiting],
     runs: Sequence[LayerRun],
     load: FrozenLoad | None,
+    holders: Sequence[int] = (),
 ) -> int:
     """Returns bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
     wait for their backward, with the encodings there are, messages, and the activations of the layer that is
     recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
+
+    Args:
+        model: Of all layers.
+        peak: By stage of this rank, what waits.
+        runs: Layers of all stages.
+        load: Its share in the frozen work.
+        holders: Ranks of all pipelines that hold each stage; one if not given.
     """
-    resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
+    if holders:
+        resident = sum([model.resident_bytes(runs[stage], holders[stage]) for stage in peak])
+    else:
+        resident = sum([model.resident_bytes(runs[stage]) for stage in peak])
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
     kept += message_bytes(model, peak, runs)
     if model.recomputes:

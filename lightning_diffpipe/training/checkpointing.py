@@ -63,11 +63,17 @@ class Division:
         module: The module that was cut.
         owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
         mesh: This rank's place.
+        stepped_by: World rank that has the optimizer states of a parameter, where holders share them.
     """
 
     module: nn.Module
     owners: Mapping[str, int]
     mesh: Mesh
+    stepped_by: Mapping[str, int]
+
+    def owner_of_state(self, name: str) -> int:
+        """Returns the world rank that has the optimizer states of a parameter, the first one of several."""
+        return self.stepped_by.get(name, self.owners.get(name, 0))
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -272,7 +278,7 @@ class CheckpointHooks(ParallelStrategy):
         if self.division is None or isinstance(optimizer, _MockOptimizer):
             return state
         owners = {
-            index: self.division.owners.get(name, 0)
+            index: self.division.owner_of_state(name)
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
         with self._connected(self.division.mesh):
@@ -364,7 +370,13 @@ class CheckpointHooks(ParallelStrategy):
         for optimizer, state in zip(optimizers, states, strict=True):
             if self.pipeline is not None:
                 names = enumerate(_names(optimizer, self.pipeline.module))
-                mine = {index for index, name in names if name in self.pipeline.resident}
+                sharding, resident = self.pipeline.sharding, self.pipeline.resident
+                here = self.global_rank
+                mine = {
+                    index
+                    for index, name in names
+                    if name in resident and (sharding is None or sharding.ranks.get(name) == here)
+                }
                 kept = {index: value for index, value in state["state"].items() if index in mine}
                 state = {**state, "state": kept}
             optimizer.load_state_dict(state)

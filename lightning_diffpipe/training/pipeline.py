@@ -34,6 +34,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding
 from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
@@ -130,6 +131,7 @@ class Pipeline:
         untrained: Parameters of the module with `requires_grad=False`, by name.
         watch: Notices a step that is no longer the one that was probed.
         seed: Seed of the run.
+        sharding: Divides optimizer states over the holders of a stage, if the plan says so.
         basis: What the plan was made from; None if the plan was given.
         runs_ahead: Frozen layers may still run before their batch is due.
     """
@@ -147,6 +149,7 @@ class Pipeline:
     seed: int
     _interception: Interception
     _relay: RelayView
+    sharding: OptimizerSharding | None = None
     basis: Basis | None = None
     runs_ahead: bool = True
 
@@ -260,16 +263,22 @@ class Pipeline:
 
     def connect(self, optimizer: Optimizer) -> None:
         """Lets an optimizer that has `sum_over_ranks` add up sums of all stages, each parameter counted once."""
+        mesh, sharding = self.mesh, self.sharding
 
         def summed(values: Tensor) -> Tensor:
-            values = values.to(self.mesh.device, self.mesh.number_dtype)
-            self.mesh.reduce(values)
-            return values
+            values = values.to(mesh.device, mesh.number_dtype)
+            mesh.reduce(values)
+            if sharding is None:
+                return values
+            return values.new_tensor([mesh.summed_over_pipelines(x) for x in values.tolist()])
 
         if hasattr(optimizer, "sum_over_ranks"):
-            trained, own = self.trained_by(optimizer).items(), self.mesh.local_rank
-            counted = [p for name, p in trained if self.owners.get(name, 0) == own]
-            optimizer.sum_over_ranks(counted, summed)
+            if sharding is None:
+                here = lambda name: self.owners.get(name, 0) == mesh.local_rank
+            else:
+                here = lambda name: sharding.ranks[name] == mesh.rank
+            trained = self.trained_by(optimizer).items()
+            optimizer.sum_over_ranks([p for name, p in trained if here(name)], summed)
 
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.

@@ -87,6 +87,8 @@ def numbers(plan: PipelinePlan) -> str:
         last = f"the last {encoding} ranks" if encoding > 1 else "the last rank"
         where = "each rank" if encoding == count else last
         lines.append(f"frozen work   {seconds(planned.frozen_s / encoding)} on {where}")
+    if plan.options.shard_optimizer is True:
+        lines.append("optimizer     the ranks that hold a stage share its state")
     if planned.iteration_s != planned.unfilled_iteration_s:
         lines.append(
             f"unfilled      {seconds(planned.unfilled_iteration_s)}, "
