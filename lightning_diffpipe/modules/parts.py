@@ -40,6 +40,12 @@ from torch import Tensor, nn
 
 import lightning_diffpipe
 from lightning_diffpipe.checkpoint_files import require_file, unreadable
+from lightning_diffpipe.checkpoint_shards import (
+    consolidated,
+    is_optimizer_state,
+    is_sharded,
+    read_shards,
+)
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
@@ -688,10 +694,10 @@ class PartsModule(L.LightningModule):
 
 
 def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, Any]:
-    """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used.
+    """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used, those of shards now.
 
     Args:
-        path: A full checkpoint file.
+        path: A full checkpoint, a file or a folder of shards.
         wanted: Class that will be built from it, for messages.
 
     Raises:
@@ -699,9 +705,12 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
     """
     require_file(path)
     try:
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=True
-        )
+        checkpoint: dict[str, Any]
+        if is_sharded(path):
+            checkpoint = read_shards(path, True, wanted=lambda name: not is_optimizer_state(name))
+        else:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            checkpoint = consolidated(checkpoint)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise unreadable(path, error) from error
     if _FILES_KEY not in checkpoint:

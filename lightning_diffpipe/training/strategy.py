@@ -138,6 +138,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             not finite, either. `None` looks at none of it.
         verify: Before training, compare loss and gradients of one batch with a run of the whole module
             on every rank; needs memory for both.
+        state_dict_type: Checkpoints are `"full"`, one file that rank 0 writes, or `"sharded"`, a folder to which
+            each of several ranks writes its part. `"auto"`: sharded where a file would not fit into
+            the free memory of rank 0's host.
         process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
     Example:
@@ -168,6 +171,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         process_group_backend: str | None = None,
         optimizer_bytes_factor: float | Auto = "auto",
         max_diverged_steps: int | None = 10,
+        state_dict_type: str = "auto",
         **unsupported: Any,
     ) -> None:
         if unsupported:
@@ -179,7 +183,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             raise ConfigurationError(
                 f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
             )
+        if state_dict_type not in ("auto", "full", "sharded"):
+            raise ConfigurationError(
+                f"state_dict_type must be auto, full or sharded; got {state_dict_type!r}"
+            )
         super().__init__(timeout_s, process_group_backend)
+        self._state_dict_type = state_dict_type
         self.max_diverged_steps = max_diverged_steps
         self.pipeline: Pipeline | None = None
         self.division: Division | None = None

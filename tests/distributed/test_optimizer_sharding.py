@@ -182,6 +182,31 @@ def test_checkpoints_are_whole_and_go_on_with_other_ranks_and_unshared(writer, r
                 assert_close(outcome.weights[name], value, 1e-10, name)
 
 
+@pytest.mark.parametrize(
+    "strategy", [row({"num_stages": 2, "data_parallel": 2, "schedule": "pipedream"})]
+)
+def test_pipelines_that_never_flush_share_states_to_the_last_bit(strategy):
+    """Each stage steps by itself there, and what one process does is another story."""
+    shared, apart = (
+        run_ranks(
+            fit_and_note,
+            4,
+            Settings(
+                module={"make": ADAMW, "scheduler": False},
+                module_class=Optimized,
+                strategy={"num_microbatches": 1, "shard_optimizer": shards, **strategy},
+            ),
+            4,
+        )
+        for shards in (True, False)
+    )
+    assert sum(len(names) for _, names in shared) < sum(len(names) for _, names in apart)
+    for (got, _), (wanted, _) in zip(shared, apart, strict=True):
+        assert got.losses == pytest.approx(wanted.losses, nan_ok=True, rel=0)
+        for name, value in wanted.weights.items():
+            assert torch.equal(got.weights[name], value), name
+
+
 def test_what_is_stepped_by_whom_depends_on_sizes_alone():
     holders = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1, 2), "d": (2,), "e": (0, 1)}
     sizes = {"a": 9, "b": 5, "c": 4, "d": 3, "e": 1}
