@@ -121,7 +121,9 @@ class OptimizerSharding:
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
-            self._send_on(named)
+            # Without a flush Lightning's own steps have no gradients, and forwards under way need the weights.
+            if any(parameter.grad is not None for parameter in named.values()):
+                self._send_on(named)
 
         handles = (
             optimizer.register_step_pre_hook(before),

@@ -87,9 +87,9 @@ def test_ranks_that_hold_a_stage_divide_optimizer_states_and_no_averages():
     for memory, shares in ((None, False), (1000, False), (999, True), (700, True)):
         plan = find_plan(profile, replace(cluster, memory_bytes=memory), left_open)
         assert plan.options.shard_optimizer is shares
+    unshared = replace(options, shard_optimizer=False)
     with pytest.raises(PlanError, match="shard_optimizer=True would fit"):
-        wish = replace(options, shard_optimizer=False)
-        find_plan(profile, replace(cluster, memory_bytes=999), wish)
+        find_plan(profile, replace(cluster, memory_bytes=999), unshared)
 
 
 def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():
