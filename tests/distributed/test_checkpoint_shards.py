@@ -11,9 +11,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_diffpipe import Predictor
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.checkpoint_files import newest
-from lightning_diffpipe.checkpoint_shards import consolidated, is_sharded, read_shards
+from lightning_diffpipe.checkpoint_shards import (
+    Divided,
+    consolidated,
+    is_sharded,
+    read_shards,
+    write_shards,
+)
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.modules import LatentDiffusion
+from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.training import checkpointing
 from tests.distributed.scenarios import (
     Settings,
@@ -24,6 +34,7 @@ from tests.distributed.scenarios import (
     weights_of,
 )
 from tests.distributed.tiny import Data
+from tests.modules.tiny_parts import save_with_averages
 from tests.ranks import RankError, run_ranks
 from tests.rows import row
 
@@ -151,6 +162,33 @@ def test_shards_are_chosen_where_a_file_would_not_fit(num_bytes, shards, tmp_pat
     run_ranks(save_by_memory, 2, tmp_path, num_bytes)
     assert is_sharded(tmp_path / "epoch=0.ckpt") == shards
     assert (tmp_path / "epoch=0.ckpt").is_file() != shards
+
+
+def write_apart(rank, path):
+    """Each rank writes every other weight and average of a model, in place of ranks that train it."""
+    checkpoint = torch.load(path, weights_only=True)
+    averages = checkpoint["callbacks"]["EMA"]
+    for part, key in ((checkpoint, "state_dict"), (averages, "averages")):
+        part[key] = Divided({n: v for i, (n, v) in enumerate(part[key].items()) if i % 2 == rank})
+    mesh = Mesh(RankLayout(2, Placement(((0,), (1,)))), rank, torch.device("cpu"), "gloo", 20)
+    mesh.connect()
+    write_shards(checkpoint, path.with_name("shards.ckpt"), mesh)
+    mesh.disconnect()
+
+
+def test_modules_and_the_predictor_open_shards_as_they_open_a_file(tmp_path):
+    path = tmp_path / "file.ckpt"
+    save_with_averages(path)
+    run_ranks(write_apart, 2, path)
+    for ema in (True, False):
+        wanted = LatentDiffusion.from_checkpoint(path, ema=ema).state_dict()
+        found = LatentDiffusion.from_checkpoint(tmp_path / "shards.ckpt", ema=ema).state_dict()
+        assert_same(dict(found), dict(wanted))
+    images = [
+        Predictor.from_pretrained(str(tmp_path / name))(["a cat"], num_inference_steps=2)
+        for name in ("file.ckpt", "shards.ckpt")
+    ]
+    assert_same(*images)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
