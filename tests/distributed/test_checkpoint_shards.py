@@ -139,7 +139,7 @@ def fail_later(rank, folder, dies):
         train(rank, 2, TWO, folder)
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [row(False), True])
 def test_what_was_there_is_left_where_writing_fails(dies, tmp_path):
     message = "No space left on device" if not dies else "rank 1"
     with pytest.raises(RankError, match=message):
@@ -157,7 +157,7 @@ def save_by_memory(rank, folder, num_bytes):
         train(rank, 2, TWO, folder, kind="auto", epochs=1)
 
 
-@pytest.mark.parametrize(("num_bytes", "shards"), [(1000, True), (1e9, False)])
+@pytest.mark.parametrize(("num_bytes", "shards"), [(1000, True), row(1e9, False)])
 def test_shards_are_chosen_where_a_file_would_not_fit(num_bytes, shards, tmp_path):
     run_ranks(save_by_memory, 2, tmp_path, num_bytes)
     assert is_sharded(tmp_path / "epoch=0.ckpt") == shards
