@@ -15,25 +15,24 @@ found by what reads folders here.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import CheckpointError
-from lightning_diffpipe.files import beside, sync_folder
+from lightning_diffpipe.files import beside, replacing, sync_folder
 
 _REST, _INDEX = "meta.pt", ".metadata"
 _TENSORS, _MODEL = "tensors", "model"
 _REFERENCE = "diffpipe-tensor:"
-_STATES = "optimizer_states"
 
 
 class Divided(dict[Any, Any]):
@@ -59,8 +58,9 @@ def write_shards(checkpoint: dict[str, Any], path: Path, mesh: Mesh) -> None:
     tensors: dict[str, dict[str, Tensor]] = {_MODEL: {}, _TENSORS: {}}
     is_first, rest = mesh.rank == 0, dict[Any, Any]()
     divided = {
-        where: {key: _outline(value, (*where, key), tensors) for key, value in part.items()}
-        for where, part in _divided(checkpoint)
+        _keys(path): _outline(part, _keys(path), tensors)
+        for path, part in pytree.tree_flatten_with_path(checkpoint)[0]
+        if isinstance(part, Divided)
     }
     everywhere = mesh.on_first(divided, of_world=True)
     if is_first:
@@ -71,27 +71,16 @@ def write_shards(checkpoint: dict[str, Any], path: Path, mesh: Mesh) -> None:
                 for key in where:
                     into = into[key]
                 into.update({key: value for key, value in entries.items() if key not in into})
-    # The same on all ranks, unlike any that another run makes.
-    folder = Path(mesh.of_rank(0, str(beside(path))))
+    folder = Path(mesh.of_rank(0, str(beside(path))))  # the same on all ranks
     error = ""
     try:
-        if is_first:
-            folder.mkdir(parents=True)
-            with (folder / _REST).open("wb") as file:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=mesh.world)
+        if is_first:  # after what all do: DCP tells all of an error
+            with replacing(folder / _REST) as file:
                 torch.save(rest, file)
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as raised:
-        error = str(raised.strerror)
-    error = mesh.of_rank(0, error)
-    if not error:
-        try:
-            writer = dcp.FileSystemWriter(folder)
-            dcp.save(tensors, storage_writer=writer, process_group=mesh.world)
-            if is_first:
-                _put(folder, path)
-        except (dcp.CheckpointException, OSError) as raised:
-            error = " ".join(str(raised).split())[-300:]
+            _put(folder, path)
+    except (dcp.CheckpointException, OSError) as raised:
+        error = " ".join(str(raised).split())[-300:]
     error = mesh.of_rank(0, error)
     if error:
         if is_first:
@@ -119,22 +108,31 @@ def read_shards(
         CheckpointError: Something of it is missing or cut short.
     """
     rest = torch.load(Path(path, _REST), map_location="cpu", weights_only=weights_only)
-    names = {name: _stored_name(name) for name in _referenced(rest) if wanted(name)}
-    found = _tensors(path, set(names.values()))
-    restored: dict[str, Any] = _restored(rest, {name: found[own] for name, own in names.items()})
+    restored: dict[str, Any] = read_tensors(path, rest, wanted)
     return restored
 
 
-def read_states(path: str | Path, states: Any) -> Any:
-    """Returns the part of an optimizer's states with the tensors that it names, as `read_shards` may leave them."""
-    names = {name: _stored_name(name) for name in _referenced(states)}
-    found = _tensors(path, set(names.values()))
-    return _restored(states, {name: found[own] for name, own in names.items()})
+def read_tensors(
+    path: str | Path, value: Any, wanted: Callable[[str], bool] = lambda name: True
+) -> Any:
+    """Returns a part of what `read_shards` gave with those tensors, too, whose names it has left in it."""
+    names = {name: _stored_name(name) for name in _referenced(value) if wanted(name)}
+    reader = dcp.FileSystemReader(path)
+    known = reader.read_metadata().state_dict_metadata
+    if missing := set(names.values()) - known.keys():
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of its tensors, e.g. {min(missing)}; take another checkpoint"
+        )
+    tensors = {
+        n: torch.empty(known[n].size, dtype=known[n].properties.dtype) for n in names.values()
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return _restored(value, {name: tensors[stored] for name, stored in names.items()})
 
 
 def is_optimizer_state(name: str) -> bool:
     """Returns whether a tensor is one of an optimizer, which a rank needs a part of."""
-    return name.startswith(f"{_STATES}.")
+    return name.startswith("optimizer_states.")
 
 
 def consolidated(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -153,19 +151,6 @@ def _stored_name(name: str) -> str:
     return f"{_MODEL}.{key}" if kind == "state_dict" else f"{_TENSORS}.{name}"
 
 
-def _tensors(path: str | Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Reads tensors of a folder."""
-    reader = dcp.FileSystemReader(path)
-    known = reader.read_metadata().state_dict_metadata
-    if missing := names - known.keys():
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} of its tensors, e.g. {min(missing)}; take another checkpoint"
-        )
-    tensors = {n: torch.empty(known[n].size, dtype=known[n].properties.dtype) for n in names}
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 def _put(folder: Path, path: Path) -> None:
     """Moves a folder to its place."""
     before = beside(path)
@@ -178,66 +163,40 @@ def _put(folder: Path, path: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _divided(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Divided]]:
-    if isinstance(value, Divided):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for key, member in value.items():
-            yield from _divided(member, (*where, key))
-    elif isinstance(value, list | tuple):
-        for key, member in enumerate(value):
-            yield from _divided(member, (*where, key))
-
-
 def _outline(value: Any, where: tuple[Any, ...], tensors: dict[str, dict[str, Tensor]]) -> Any:
     """Returns a value with names in the places of its tensors, which are added to those given.
 
     Tensors of a class of its own stay, on the host.
     """
-    if type(value) in (Tensor, nn.Parameter):
-        name = ".".join(map(str, where))
+
+    def named(path: pytree.KeyPath, leaf: Any) -> Any:
+        place = where + _keys(path)
+        if isinstance(leaf, Divided):
+            return {key: _outline(member, (*place, key), tensors) for key, member in leaf.items()}
+        if type(leaf) not in (Tensor, nn.Parameter):
+            return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+        name = ".".join(map(str, place))
         kind, _, key = _stored_name(name).partition(".")
-        tensors[kind][key] = value.detach()
+        tensors[kind][key] = leaf.detach()
         return _REFERENCE + name
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_outline(v, (*where, i), tensors) for i, v in enumerate(value))
-    if not isinstance(value, dict):
-        return value
-    members = {key: _outline(member, (*where, key), tensors) for key, member in value.items()}
-    return members if type(value) in (dict, Divided) else _like(value, members)
+
+    return pytree.tree_map_with_path(named, value)
 
 
-def _like(value: dict[Any, Any], members: dict[Any, Any]) -> Any:
-    """Returns a dict of a class of its own, such as an OrderedDict, with other values."""
-    other = value.copy()
-    other.update(members)
-    return other
+def _keys(path: pytree.KeyPath) -> tuple[Any, ...]:
+    return tuple(getattr(entry, "key", getattr(entry, "idx", None)) for entry in path)
 
 
-def _referenced(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and value.startswith(_REFERENCE):
-        yield value.removeprefix(_REFERENCE)
-    elif isinstance(value, Mapping):
-        for member in value.values():
-            yield from _referenced(member)
-    elif type(value) is list or type(value) is tuple:
-        for member in value:
-            yield from _referenced(member)
+def _referenced(value: Any) -> list[str]:
+    """Returns the names of tensors in a value."""
+    names = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, str))
+    return [n.removeprefix(_REFERENCE) for n in names if n.startswith(_REFERENCE)]
 
 
 def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns a value with the tensors that its names stand for, as far as they are given."""
-    if isinstance(value, str):
-        name = value.removeprefix(_REFERENCE) if value.startswith(_REFERENCE) else ""
-        return tensors.get(name, value)
-    if type(value) is list or type(value) is tuple:
-        return type(value)(_restored(member, tensors) for member in value)
-    if not isinstance(value, dict):
-        return value
-    members = {key: _restored(member, tensors) for key, member in value.items()}
-    return members if type(value) is dict else _like(value, members)
+    known = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
+    return pytree.tree_map_only(str, lambda text: known.get(text, text), value)
 
 
 if __name__ == "__main__":

@@ -105,13 +105,8 @@ class CostModel:
     @classmethod
     def of(cls, profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> CostModel:
         """Returns the costs of a profile with what the options say of states that live as long as the weights."""
-        return cls(
-            profile,
-            cluster,
-            options.optimizer_bytes_factor,
-            averages_bytes_factor=options.averages_bytes_factor,
-            shards_optimizer=options.shard_optimizer is True,
-        )
+        factors = options.optimizer_bytes_factor, False, options.averages_bytes_factor
+        return cls(profile, cluster, *factors, options.shard_optimizer is True)
 
     @property
     def backbone(self) -> BackboneProfile:
@@ -310,15 +305,9 @@ class CostModel:
 
     def resident_bytes(self, run: LayerRun, num_holders: int = 1) -> float:
         """Returns bytes of weights, gradients, averages and optimizer state of a stage on one of its holders."""
-        factor = 1 + self.averages_bytes_factor + self.optimizer_bytes_factor
-        if self.shards_optimizer:
-            factor = self.trained_factor(num_holders)
-        return self.parameter_bytes(run) + self.gradient_bytes(run) * factor
-
-    def trained_factor(self, num_holders: int) -> float:
-        """Returns bytes beside weights for each byte of gradient, on one of so many ranks that hold a stage."""
         states = self.optimizer_bytes_factor / (num_holders if self.shards_optimizer else 1)
-        return 1 + self.averages_bytes_factor + states
+        factor = 1 + self.averages_bytes_factor + states
+        return self.parameter_bytes(run) + self.gradient_bytes(run) * factor
 
     def _sum_bytes(self, run: LayerRun, name: str) -> int:
         sums = self.byte_sums(name)

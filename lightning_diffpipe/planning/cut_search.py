@@ -256,15 +256,8 @@ class Search:
     def resident_bytes(self, shape: Shape) -> list[float]:
         """Returns bytes of every layer's weights, gradients, optimizer state and activations."""
         replicas = shape.num_ranks * shape.stages_per_rank // shape.num_stages
-        factor = self.model.trained_factor(replicas * shape.num_pipelines)
-        size = shape.sizes[0]
-        return [
-            layer.parameter_bytes
-            + factor * layer.gradient_bytes
-            + size * layer.activation_bytes_per_sample
-            + layer.activation_bytes_per_microbatch
-            for layer in self.model.backbone.layers
-        ]
+        sums = self.model.need_bytes(shape.sizes[0], 1, replicas * shape.num_pipelines)
+        return [b - a for a, b in pairwise(sums)]
 
     def _is_better(self, step_s: float) -> bool:
         return step_s < self.best_s * (1 - 1e-9)

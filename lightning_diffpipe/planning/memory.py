@@ -171,19 +171,11 @@ def rank_bytes(
 
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
     wait for their backward, with the encodings there are, messages, and the activations of the layer that is
-    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
-
-    Args:
-        model: Of all layers.
-        peak: By stage of this rank, what waits.
-        runs: Layers of all stages.
-        load: Its share in the frozen work.
-        holders: Ranks of all pipelines that hold each stage; one if not given.
+    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once. Each stage
+    lies on so many `holders`, in all pipelines; on one if not given.
     """
-    if holders:
-        resident = sum([model.resident_bytes(runs[stage], holders[stage]) for stage in peak])
-    else:
-        resident = sum([model.resident_bytes(runs[stage]) for stage in peak])
+    counts = holders or (1,) * len(runs)
+    resident = sum([model.resident_bytes(runs[stage], counts[stage]) for stage in peak])
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
     kept += message_bytes(model, peak, runs)
     if model.recomputes:

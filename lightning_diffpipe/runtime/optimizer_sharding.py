@@ -75,6 +75,7 @@ class OptimizerSharding:
 
     Attributes:
         ranks: As given.
+        stepped_here: Names of the parameters that this rank steps.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class OptimizerSharding:
         ranks: Mapping[str, int],
     ) -> None:
         self.ranks = ranks
+        self.stepped_here = frozenset(name for name in parameters if ranks[name] == mesh.rank)
         self._mesh, self._parameters, self._holders = mesh, parameters, holders
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
@@ -95,28 +97,23 @@ class OptimizerSharding:
         """
         members = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in self._parameters.items() if id(p) in members}
-        foreign = [p for name, p in named.items() if self.ranks[name] != self._mesh.rank]
-        stepped = {id(p) for name, p in named.items() if self.ranks[name] == self._mesh.rank}
+        foreign = [p for name, p in named.items() if name not in self.stepped_here]
+        stepped = {id(named[name]) for name in self.stepped_here & named.keys()}
         for key in members.keys() - stepped:  # some have states from the start, such as Adagrad
             optimizer.state.pop(members[key], None)
         set_aside: list[Tensor | None] = []
 
-        def set_gradients_aside() -> None:
-            set_aside[:] = [parameter.grad for parameter in foreign]
-            for parameter in foreign:
-                parameter.grad = None
-
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
             closure = kwargs.get("closure") or next(iter(args[1:]), None)
-            if closure is None:
-                return set_gradients_aside()
 
             def computed() -> Any:
-                loss = closure()
-                set_gradients_aside()
+                loss = closure() if closure else None
+                set_aside[:] = [parameter.grad for parameter in foreign]
+                for parameter in foreign:
+                    parameter.grad = None
                 return loss
 
-            return args[:1], {**kwargs, "closure": computed}
+            return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
 
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):

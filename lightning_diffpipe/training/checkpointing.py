@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from lightning_diffpipe.checkpoint_shards import (
     is_optimizer_state,
     is_sharded,
     read_shards,
-    read_states,
+    read_tensors,
     write_shards,
 )
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
@@ -248,9 +248,8 @@ class CheckpointHooks(ParallelStrategy):
         mesh = self.pipeline.mesh
         owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
         self._saves_shards = self._wants_shards(state)
-        return (
-            self._own(state, owners, mesh) if self._saves_shards else collect(state, owners, mesh)
-        )
+        brought = self._own if self._saves_shards else collect
+        return brought(state, owners, mesh)
 
     def _own(self, state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> Divided:
         """Returns the entries that this rank writes in a checkpoint of shards."""
@@ -263,15 +262,13 @@ class CheckpointHooks(ParallelStrategy):
             return False
         if self._state_dict_type == "sharded":
             return True
-        tensors = (value for value in state.values() if isinstance(value, Tensor))
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        parameters = dict(pipeline.module.named_parameters())
-        trained = [parameters[name] for name in pipeline.graph.trained]
-        options = pipeline.plan.options
+        if not isinstance(self.checkpoint_io, WholeFiles):  # the user's own
+            return False
+        options, trained = pipeline.plan.options, pipeline.graph.trained
         factor = options.optimizer_bytes_factor + options.averages_bytes_factor
-        states = factor * sum(p.numel() * p.element_size() for p in trained)
-        fits = weights + states <= available_bytes() if self.is_global_zero else True
-        return not pipeline.mesh.of_rank(0, fits)
+        parameters = {n: p for n, p in pipeline.module.named_parameters() if n in trained}
+        needed = _bytes_of(state.values()) + factor * _bytes_of(parameters.values())
+        return bool(pipeline.mesh.of_rank(0, needed > available_bytes()))
 
     def refuse_diverged(self, what: str) -> None:
         """Looks at all trained weights, on all ranks together.
@@ -429,19 +426,19 @@ class CheckpointHooks(ParallelStrategy):
         for optimizer, state in zip(optimizers, states, strict=True):
             if self.pipeline is not None:
                 names = enumerate(_names(optimizer, self.pipeline.module))
-                sharding, resident = self.pipeline.sharding, self.pipeline.resident
-                here = self.global_rank
-                mine = {
-                    index
-                    for index, name in names
-                    if name in resident and (sharding is None or sharding.ranks.get(name) == here)
-                }
+                sharding = self.pipeline.sharding
+                held = sharding.stepped_here if sharding else self.pipeline.resident
+                mine = {index for index, name in names if name in held}
                 kept = {index: value for index, value in state["state"].items() if index in mine}
                 state = {**state, "state": kept}
             if _FOLDER in checkpoint:
-                state = read_states(checkpoint[_FOLDER], state)
+                state = read_tensors(checkpoint[_FOLDER], state)
             optimizer.load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
 
 
 def _counted(optimizers: Sequence[Sequence[int]]) -> str:

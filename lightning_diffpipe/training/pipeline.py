@@ -273,12 +273,10 @@ class Pipeline:
             return values.new_tensor([mesh.summed_over_pipelines(x) for x in values.tolist()])
 
         if hasattr(optimizer, "sum_over_ranks"):
-            if sharding is None:
-                here = lambda name: self.owners.get(name, 0) == mesh.local_rank
-            else:
-                here = lambda name: sharding.ranks[name] == mesh.rank
-            trained = self.trained_by(optimizer).items()
-            optimizer.sum_over_ranks([p for name, p in trained if here(name)], summed)
+            trained, own = self.trained_by(optimizer), mesh.local_rank
+            first = {name for name in trained if self.owners.get(name, 0) == own}
+            names = sharding.stepped_here & trained.keys() if sharding else first
+            optimizer.sum_over_ranks([trained[name] for name in names], summed)
 
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.
