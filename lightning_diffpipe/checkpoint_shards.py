@@ -31,7 +31,7 @@ from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.files import beside, replacing, sync_folder
 
 _REST, _INDEX = "meta.pt", ".metadata"
-_TENSORS, _MODEL = "tensors", "model"
+_TENSORS, _MODEL = "diffpipe_tensors", "model"
 _REFERENCE = "diffpipe-tensor:"
 
 
