@@ -261,6 +261,46 @@ def test_optimizers_that_need_all_gradients_are_refused_by_name(make):
         run_ranks(fit_on, 2, make, REPLICAS[1], 2)
 
 
+class ReadyMade(Optimized):
+    """Says before it is cut which optimizer it will have."""
+
+    def __init__(self):
+        super().__init__(Optimization()._made)
+        self.optimization = Optimization()
+
+
+def peaks_of(rank, module_class, shards, memory_bytes):
+    limit = {"cluster": {"memory_bytes": memory_bytes}} if memory_bytes else {}
+    strategy = quick_strategy(
+        **REPLICAS[1], num_microbatches=2, shard_optimizer=shards, checkpointing="none", **limit
+    )
+    trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=1)
+    module = module_class() if module_class is ReadyMade else module_class(ADAMW)
+    plans = []
+    trainer.callbacks.append(Planned(plans))
+    trainer.fit(module.double(), datamodule=Data())
+    return plans[0].options.shard_optimizer, max(plans[0].planned.peak_memory_bytes)
+
+
+class Planned(L.Callback):
+    """Notes the plan."""
+
+    def __init__(self, plans):
+        self.plans = plans
+
+    def on_train_start(self, trainer, module):
+        self.plans.append(trainer.strategy.plan)
+
+
+def test_states_are_shared_by_themselves_where_memory_is_short_and_the_optimizer_is_known():
+    (_, apart), _ = run_ranks(peaks_of, 2, ReadyMade, False, None)
+    (_, shared), _ = run_ranks(peaks_of, 2, ReadyMade, True, None)
+    limit = (apart + shared) // 2
+    assert run_ranks(peaks_of, 2, ReadyMade, "auto", limit)[1] == (True, shared)
+    with pytest.raises(RankError, match="shard_optimizer=True would fit"):
+        run_ranks(peaks_of, 2, Optimized, "auto", limit)
+
+
 def test_ready_made_modules_know_whether_their_optimizer_may_be_shared():
     assert Optimization().may_be_shared()
     assert Optimization(lr=1.0, optimizer=Prodigy).may_be_shared()
