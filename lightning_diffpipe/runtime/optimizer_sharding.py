@@ -118,44 +118,43 @@ class OptimizerSharding:
         def after(*_: Any) -> None:
             for parameter, gradient in zip(foreign, set_aside, strict=True):
                 parameter.grad = gradient
-            # Without a flush Lightning's own steps have no gradients, and forwards under way need the weights.
-            if any(parameter.grad is not None for parameter in named.values()):
-                self._send_on(named)
+            self._send_on(named)
 
-        handles = (
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        )
+        first = optimizer.register_step_pre_hook(before)
+        last = optimizer.register_step_post_hook(after)
 
         def detach() -> None:
-            for handle in handles:
-                handle.remove()
+            first.remove()
+            last.remove()
 
         return detach
 
     @torch.no_grad()
     def _send_on(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Gives stepped parameters to all ranks that hold them."""
-        routes = {n: (self.ranks[n], *h) for n, h in self._holders.items() if len(h) > 1}
-        shared = {name: p for name, p in named.items() if name in routes}
-        under_way: deque[tuple[Work, Tensor, list[nn.Parameter], bool]] = deque()
+        """Gives stepped parameters to all ranks that hold them.
+
+        Those of holders none of whose parameters has a gradient, which they agree on, stay: without a flush
+        Lightning's own steps have none, and forwards under way need the weights.
+        """
+        stepped = {self._holders[name] for name, p in named.items() if p.grad is not None}
+        shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in stepped}
+        routes = {name: (self.ranks[name], *ranks) for name, ranks in shared.items()}
+        under_way: deque[tuple[Work, Tensor, list[nn.Parameter]]] = deque()
 
         def receive() -> None:
-            work, flat, bucket, is_source = under_way.popleft()
+            work, flat, bucket = under_way.popleft()
             work.wait()
             parts = flat.split([parameter.numel() for parameter in bucket])
-            for parameter, part in zip(() if is_source else bucket, parts, strict=False):
+            for parameter, part in zip(bucket, parts, strict=True):
                 parameter.copy_(part.view_as(parameter))
 
-        for (source, *holders), bucket in buckets_of(shared, routes):
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket])
-            with self._mesh.naming(holders, patient=False):
-                group = self._mesh.reduction_group(tuple(holders))
-                is_source = source == self._mesh.rank
-                under_way.append((start_broadcast(flat, source, group), flat, bucket, is_source))
+        with self._mesh.naming({r for ranks in shared.values() for r in ranks}, patient=False):
+            for (source, *ranks), bucket in buckets_of({n: named[n] for n in routes}, routes):
+                flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket])
+                group = self._mesh.reduction_group(tuple(ranks))
+                under_way.append((start_broadcast(flat, source, group), flat, bucket))
                 if len(under_way) == MOST_UNDER_WAY:
                     receive()
-        with self._mesh.naming({r for _, *h in routes.values() for r in h}, patient=False):
             while under_way:
                 receive()
 
