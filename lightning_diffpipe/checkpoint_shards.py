@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,7 @@ def read_shards(
         CheckpointError: Something of it is missing or cut short.
     """
     rest = torch.load(Path(path, _REST), map_location="cpu", weights_only=weights_only)
-    restored: dict[str, Any] = read_tensors(path, rest, wanted)
-    return restored
+    return dict(read_tensors(path, rest, wanted))
 
 
 def read_tensors(
@@ -126,7 +126,8 @@ def read_tensors(
     tensors = {
         n: torch.empty(known[n].size, dtype=known[n].properties.dtype) for n in names.values()
     }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # that one process reads
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return _restored(value, {name: tensors[stored] for name, stored in names.items()})
 
 
