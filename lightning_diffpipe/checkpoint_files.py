@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.serialization import safe_globals
 
+from lightning_diffpipe.checkpoint_shards import is_sharded, read_shards
 from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
 from lightning_diffpipe.files import check_writable, remove_abandoned, replacing
 
@@ -53,7 +54,7 @@ class WholeFiles(TorchCheckpointIO):
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = _local(path)
+        path = local(path)
         try:
             with replacing(path) as file:
                 torch.save(checkpoint, file)
@@ -81,7 +82,7 @@ def newest(
         CheckpointError: There are files, and none of them can be read; says why of the newest.
     """
     found, unreadable = None, None
-    there = {path.resolve() for path in files if path.is_file()}
+    there = {path.resolve() for path in files if path.is_file() or is_sharded(path)}
     for path in sorted(there, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True):
         try:
             step = look_at(path, to_train, weights_only).get("global_step", 0)
@@ -117,7 +118,10 @@ def look_at(
     require_file(path)
     try:
         with safe_globals(types_of_hydra_configs()):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            if is_sharded(path):
+                found = read_shards(path, weights_only, wanted=lambda _: False)
+            else:
+                found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except Exception as error:  # torch raises errors of many types
         raise unreadable(path, error) from error
     if not isinstance(found, dict) or "state_dict" not in found:
@@ -150,20 +154,20 @@ def require_file(path: str | Path) -> None:
         if not there:
             raise MissingCheckpointError(f"there is no checkpoint {path}")
         return
-    file = _local(path)
+    file = local(path)
     if not file.exists():
         raise MissingCheckpointError(f"there is no checkpoint {path}")
-    if file.is_dir():
+    if file.is_dir() and not is_sharded(file):
         raise CheckpointError(
-            f"{path} is a folder, and a checkpoint is one file. One in parts, as of FSDP or DeepSpeed, becomes a "
-            f"file by `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
+            f"{path} is a folder, and no checkpoint of this strategy. One of FSDP or DeepSpeed becomes a file by "
+            f" `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
         )
 
 
 def unreadable(path: str | Path, error: Exception) -> CheckpointError:
     """Returns what to say of a file that torch does not read."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    if _local(path).is_file() and not zipfile.is_zipfile(_local(path)):  # torch speaks of mmap
+    if local(path).is_file() and not zipfile.is_zipfile(local(path)):  # torch speaks of mmap
         reason = "it is no whole archive of tensors as torch.save writes it"
     return CheckpointError(
         f"cannot read the checkpoint {path}: {reason}. If it was cut short while being written, take an earlier "
@@ -210,7 +214,8 @@ class FinalCheckpoint(L.Callback):
             self.is_written = True
 
 
-def _local(path: str | Path) -> Path:
+def local(path: str | Path) -> Path:
+    """Returns the path of a file on this machine, also of its address."""
     return Path(str(path).removeprefix("file://"))
 
 
@@ -220,7 +225,7 @@ def _folders(trainer: Any) -> Iterator[Path]:
         if isinstance(callback, ModelCheckpoint):
             folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
             if _is_local_file_protocol(folder):
-                yield _local(folder)
+                yield local(folder)
         elif isinstance(callback, FinalCheckpoint) and isinstance(callback.path, Path):
             yield callback.path.parent
 

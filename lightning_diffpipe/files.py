@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -48,20 +49,20 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = _beside(path)
+        unfinished = beside(path)
         try:
-            with beside.open("wb") as file:
+            with unfinished.open("wb") as file:
                 yield file
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            beside.replace(path)
+            unfinished.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                unfinished.unlink()
             raise
         if durable:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
@@ -75,14 +76,16 @@ def remove_abandoned(folder: Path) -> None:
     for path in folder.glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _ABANDONED_S:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _beside(path: Path) -> Path:
+def beside(path: Path) -> Path:
+    """Returns a name in the folder of a path for what will be moved there; killed processes may leave it behind."""
     return path.with_name(f".{uuid.uuid4().hex}{_UNFINISHED}")  # no process: hosts share folders
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has the names in a folder."""
     with contextlib.suppress(OSError):  # not every file system syncs folders
         handle = os.open(folder, os.O_RDONLY)
         try:

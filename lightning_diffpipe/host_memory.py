@@ -14,12 +14,16 @@ Source:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import sys
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _MOST_KEPT_BYTES = (1 << 31) - 1
+_CGROUP = Path("/sys/fs/cgroup")
 _LARGEST_IN_HEAP_BYTES = 1 << 25  # glibc takes no more
 
 
@@ -31,6 +35,20 @@ def peak_resident_bytes() -> float | None:
         return None
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(used if sys.platform == "darwin" else 1024 * used)
+
+
+def available_bytes() -> float:
+    """Returns what may still be taken of the host's memory; infinity where the system does not tell."""
+    free = math.inf
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024.0 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no limit
+        limit, used = (
+            float((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current")
+        )
+        free = min(free, limit - used)
+    return free
 
 
 def keep_freed_memory() -> bool:

@@ -4,6 +4,7 @@ History: encoders of the demo took half longer in groups of eight samples than i
 step cleared thousands of pages that the step before had given back.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -62,3 +63,13 @@ def test_pages_are_not_given_back_after_every_step():
         pytest.skip("another C library")
     _, given_back = faults(MALLOC_TOP_PAD_="0")  # any such variable means: the user decides
     assert kept < 1000 < given_back
+
+
+def test_what_is_free_is_what_the_host_and_the_container_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    free = host_memory.available_bytes()
+    assert 0 < free < math.inf or sys.platform != "linux"
+    (tmp_path / "memory.current").write_text("400\n")
+    for limit, left in (("1000\n", 600), ("max\n", None)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert (host_memory.available_bytes() == 600) == (left == 600)

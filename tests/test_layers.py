@@ -30,7 +30,7 @@ ALLOWED = {
     "pipelines": {"errors"},
 }
 TOP = {"training", "callbacks", "predictor", "modules", "data", "checkpoint_files",
-       "model_sources", "__init__"}  # fmt: skip
+       "checkpoint_shards", "model_sources", "__init__"}  # fmt: skip
 # room -> third-party packages it may import; None: any
 THIRD_PARTY = {
     "errors": set(),
@@ -57,6 +57,7 @@ REASONS = {
 DISTRIBUTED = {
     "training/processes.py": "makes the default process group by way of Lightning",
     "sampling/world.py": "makes the default process group where Lightning does not",
+    "checkpoint_shards.py": "writes and reads torch's format of divided checkpoints, in a group of the Mesh",
     "graph/calltree.py": "asks whether there are other ranks, to refuse that a step talks to them",
 }
 

@@ -270,13 +270,16 @@ class Mesh:
                 work.wait()
         return value if is_first else apart.put_together(tensors, self.device)
 
-    def on_first(self, value: Any) -> list[Any]:
-        """Returns plain data of every rank of the pipeline, by position, on its first rank; empty elsewhere."""
-        if self.layout.ranks_per_pipeline == 1:
+    def on_first(self, value: Any, of_world: bool = False) -> list[Any]:
+        """Returns plain data of every rank of the pipeline, or the world, on its first rank; empty elsewhere."""
+        layout = self.layout
+        size = layout.world_size if of_world else layout.ranks_per_pipeline
+        if size == 1:
             return [value]
-        first = self.local_rank == 0
-        found: list[Any] = [None] * self.layout.ranks_per_pipeline if first else []
-        dist.gather_object(value, found or None, dst=self.world_rank(0), group=self.transfers)
+        first = 0 if of_world else self.world_rank(0)
+        found: list[Any] = [None] * size if self.rank == first else []
+        group = self.world if of_world else self.transfers
+        dist.gather_object(value, found or None, dst=first, group=group)
         return found
 
     def clock_offsets_s(self) -> list[float]:
@@ -314,15 +317,17 @@ class Mesh:
             offsets_s.append(min(rounds)[1])
         return offsets_s
 
-    def send_to_first(self, tensor: Tensor) -> None:
-        """Sends a tensor of the host to the first rank of the pipeline."""
+    def send_to_first(self, tensor: Tensor, of_world: bool = False) -> None:
+        """Sends a tensor of the host to the first rank of the pipeline, or of the world."""
         watcher.note_batch()  # one of many that follow each other, as in the two methods below
-        dist.send(tensor, dst=self.world_rank(0), group=self.transfers)
+        group = self.world if of_world else self.transfers
+        dist.send(tensor, dst=0 if of_world else self.world_rank(0), group=group)
 
-    def receive_from(self, tensor: Tensor, owner: int) -> None:
-        """Fills a tensor of the host with what the rank at a position of the pipeline sends to the first one."""
+    def receive_from(self, tensor: Tensor, owner: int, of_world: bool = False) -> None:
+        """Fills a tensor of the host with what a rank of the pipeline, or of the world, sends to the first one."""
         watcher.note_batch()
-        dist.recv(tensor, src=self.world_rank(owner), group=self.transfers)
+        group = self.world if of_world else self.transfers
+        dist.recv(tensor, src=owner if of_world else self.world_rank(owner), group=group)
 
     def broadcast(self, tensor: Tensor, owner: int, on_device: bool = False) -> None:
         """Fills a tensor with that of the rank at a position, on all ranks of the pipeline."""
@@ -386,7 +391,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def reconnected(self) -> Iterator[None]:
-        """Lets the ranks of a pipeline communicate on the host inside, after `disconnect`.
+        """Lets the ranks of a pipeline, and all ranks, communicate on the host inside, after `disconnect`.
 
         Every rank of the world must enter it at the same time.
         """
@@ -394,7 +399,9 @@ class Mesh:
             ranks = self.layout.pipeline_ranks(pipeline)
             group = self._patient_group(ranks)
             if self.rank in ranks:
-                self.control = self.transfers = group
+                self.control = self.transfers = self.world = group
+        if self.layout.num_pipelines > 1:
+            self.world = self._patient_group(range(self.layout.world_size))
         try:
             yield
         finally:
@@ -493,6 +500,13 @@ def connected_group(
 def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:
     """Begins to sum a tensor over a group, in place: it is the sum once the work has been waited for."""
     work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def start_broadcast(tensor: Tensor, source: int, group: ProcessGroup | None) -> Work:
+    """Begins to fill a tensor with that of a world rank, on all ranks of a group."""
+    work = dist.broadcast(tensor, source, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.graph.versions import plain_tensors
+from lightning_diffpipe.runtime.optimizer_sharding import steps_apart, switches_weights
 
 Decay = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
@@ -99,7 +100,7 @@ class Optimization:
         optimizer = self._made([{"params": [weight]}])
         try:
             with torch.compiler.set_stance("force_eager"):
-                if averages(optimizer):
+                if switches_weights(optimizer):
                     optimizer.train()
                 optimizer.step()
         except (RuntimeError, NotImplementedError, AssertionError):  # made for GPUs alone
@@ -107,6 +108,12 @@ class Optimization:
         tensors = [each for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
         kept = sum(plain.nbytes for each in tensors for plain in plain_tensors(each))
         return round(kept / weight.nbytes, 2)
+
+    def may_be_shared(self) -> bool:
+        """Returns whether ranks may share the optimizer's states, by steps of small parameters on the host."""
+        shapes = ((8, 8), (8,), (8, 8), (8,))
+        optimizer = self._made([{"params": [nn.Parameter(torch.ones(shape)) for shape in shapes]}])
+        return hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer)
 
     def factor(self, step: int, num_steps: float) -> float:
         """Returns the learning rate at a step, as a share of `lr`.
@@ -166,9 +173,8 @@ class Optimization:
         num_steps = module.trainer.estimated_stepping_batches
         if num_steps < 0:  # Lightning's max_steps for "no limit", with loaders without a length
             num_steps = math.inf
-        if averages(
-            optimizer
-        ):  # outside of steps weights are the averages: for validation, samples, checkpoints
+        # Outside of steps weights are the averages: for validation, samples, checkpoints.
+        if switches_weights(optimizer):
             optimizer.register_step_post_hook(lambda stepped, *_: stepped.eval())
         factor: Callable[[int], float] = lambda step: self.factor(step, num_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -176,10 +182,3 @@ class Optimization:
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
-
-
-def averages(optimizer: Any) -> bool:
-    """Returns whether an optimizer trains other weights than it ends with, as schedule-free ones do."""
-    return callable(getattr(optimizer, "train", None)) and callable(
-        getattr(optimizer, "eval", None)
-    )

@@ -40,6 +40,12 @@ from torch import Tensor, nn
 
 import lightning_diffpipe
 from lightning_diffpipe.checkpoint_files import require_file, unreadable
+from lightning_diffpipe.checkpoint_shards import (
+    consolidated,
+    is_optimizer_state,
+    is_sharded,
+    read_shards,
+)
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
@@ -54,7 +60,8 @@ from lightning_diffpipe.modules.adapters import (
     write_lora,
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
-from lightning_diffpipe.modules.optimization import Optimization, averages
+from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
 from lightning_diffpipe.sampling.skeleton import dtype_named
@@ -383,7 +390,7 @@ class PartsModule(L.LightningModule):
     def on_train_batch_start(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Gives optimizers that average weights those that they train, until they have stepped."""
         optimizers = self.trainer.optimizers if self._trainer is not None else ()
-        for optimizer in filter(averages, optimizers):
+        for optimizer in filter(switches_weights, optimizers):
             optimizer.train()
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
@@ -687,10 +694,10 @@ class PartsModule(L.LightningModule):
 
 
 def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, Any]:
-    """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used.
+    """Maps a training checkpoint of a `PartsModule` into memory; tensors are read when used, those of shards now.
 
     Args:
-        path: A full checkpoint file.
+        path: A full checkpoint, a file or a folder of shards.
         wanted: Class that will be built from it, for messages.
 
     Raises:
@@ -698,9 +705,12 @@ def read_checkpoint(path: str | Path, wanted: str = "PartsModule") -> dict[str, 
     """
     require_file(path)
     try:
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=True
-        )
+        checkpoint: dict[str, Any]
+        if is_sharded(path):
+            checkpoint = read_shards(path, True, wanted=lambda name: not is_optimizer_state(name))
+        else:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            checkpoint = consolidated(checkpoint)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise unreadable(path, error) from error
     if _FILES_KEY not in checkpoint:

@@ -169,7 +169,9 @@ class Bounds:
         stop, limit = self.model.num_layers, self.model.cluster.memory_bytes
         if limit is not None:
             alive = self.alive_sizes(replicas, later_ranks)
-            needs = self.model.need_bytes(sum(alive), len(alive))
+            shared = self.model.shards_optimizer  # else one sum serves all
+            num_holders = replicas * self.shape.num_pipelines if shared else 1
+            needs = self.model.need_bytes(sum(alive), len(alive), num_holders)
             encodes = later_ranks < (self.num_encoding or self.shape.num_ranks)
             left = limit - encodes * self.model.frozen_bytes + needs[first]
             stop = bisect_right(needs, left * (1 + _SLACK)) - 1
@@ -223,6 +225,7 @@ class StageNeeds:
         replicas: Ranks of every stage.
         held: By stage: what its ranks hold, each kind once.
         limits: By stage: memory of its smallest rank.
+        holders: By stage: ranks of all pipelines that hold it.
         boundary_bytes: Bytes of a sample that cross a cut before every layer, and after the last.
     """
 
@@ -230,6 +233,7 @@ class StageNeeds:
     replicas: tuple[int, ...]
     held: tuple[frozenset[tuple[Waiting, StageLoad]], ...]
     limits: tuple[float, ...]
+    holders: tuple[int, ...]
     boundary_bytes: tuple[float, ...]
 
     @classmethod
@@ -246,7 +250,8 @@ class StageNeeds:
         boundaries = 0.0, *(model.boundary_bytes(LayerRun(0, stop), 1) for stop in stops)
         count, memory_of = frame.pipeline.placement.num_ranks, model.cluster.memory_of
         limits = (min(memory_of(r, count) or math.inf for r in own) for own in ranks)
-        return cls(model, tuple(map(len, ranks)), tuple(held), tuple(limits), boundaries)
+        holders = frame.pipeline.holders if model.shards_optimizer else (1,) * len(ranks)
+        return cls(model, tuple(map(len, ranks)), tuple(held), tuple(limits), holders, boundaries)
 
     def need_bytes(self, stage: int, first: int, stops: range) -> list[float]:
         """Returns what a stage from `first` to each of `stops` needs on its fullest rank.
@@ -254,9 +259,11 @@ class StageNeeds:
         Of an exchange counts what is read here, not what is packed for others, which depends on all cuts.
         """
         model, boundary, rows = self.model, self.boundary_bytes, []
-        resident = model.need_bytes(0, 0)
+        num_holders = self.holders[stage]
+        resident = model.need_bytes(0, 0, num_holders)
         for waiting, load in self.held[stage]:
-            kept, (before, after) = model.need_bytes(*waiting), boundary_samples(waiting)
+            kept = model.need_bytes(*waiting, num_holders)
+            before, after = boundary_samples(waiting)
             fixed = load.resident + load.beside + before * boundary[first] - kept[first]
             needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
             if model.recomputes:
@@ -300,7 +307,7 @@ class StageNeeds:
         """Finds the cut whose fullest rank needs least; None if all need `below_bytes` or more."""
 
         def needed(stage: int, first: int, stops: range) -> Iterator[tuple[int, float]]:
-            kept = self.model.need_bytes(*max(self.held[stage])[0])
+            kept = self.model.need_bytes(*max(self.held[stage])[0], self.holders[stage])
             most = below_bytes - min(load.resident for _, load in self.held[stage]) + kept[first]
             stops = range(stops.start, min(stops.stop, bisect_right(kept, most)))
             return zip(stops, self.need_bytes(stage, first, stops), strict=True)

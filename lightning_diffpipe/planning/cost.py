@@ -35,6 +35,7 @@ from lightning_diffpipe.planning.instruction import (
     ForwardNoGrad,
     UpdateWeights,
 )
+from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.profile import BackboneProfile, ModelProfile
 from lightning_diffpipe.planning.schedule import Message, Placement, route
 
@@ -83,6 +84,8 @@ class CostModel:
         cluster: Links and memory.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
         is_folded: Layers stand for all calls of theirs in several passes.
+        averages_bytes_factor: Bytes of averaged weights for each byte of gradient.
+        shards_optimizer: The ranks that hold a stage share its optimizer state.
         recomputes: Some layer is recomputed.
     """
 
@@ -90,12 +93,20 @@ class CostModel:
     cluster: Cluster
     optimizer_bytes_factor: float = 2.0
     is_folded: bool = False
+    averages_bytes_factor: float = 0.0
+    shards_optimizer: bool = False
     recomputes: bool = field(init=False, compare=False)
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         recomputes = any(layer.uncheckpointed for layer in self.backbone.layers)
         object.__setattr__(self, "recomputes", recomputes)
+
+    @classmethod
+    def of(cls, profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> CostModel:
+        """Returns the costs of a profile with what the options say of states that live as long as the weights."""
+        factors = options.optimizer_bytes_factor, False, options.averages_bytes_factor
+        return cls(profile, cluster, *factors, options.shard_optimizer is True)
 
     @property
     def backbone(self) -> BackboneProfile:
@@ -134,11 +145,14 @@ class CostModel:
         return tuple(total)
 
     @_remembered
-    def need_bytes(self, samples: float, microbatches: int) -> tuple[float, ...]:
-        """Returns running sums of what all layers keep, with activations of that many samples."""
+    def need_bytes(
+        self, samples: float, microbatches: int, num_holders: int = 1
+    ) -> tuple[float, ...]:
+        """Returns running sums of what all layers keep, with activations of so many samples."""
         runs = [LayerRun(0, stop) for stop in range(self.num_layers + 1)]
         return tuple(
-            self.resident_bytes(run) + self.activation_bytes(run, samples, microbatches)
+            self.resident_bytes(run, num_holders)
+            + self.activation_bytes(run, samples, microbatches)
             for run in runs
         )
 
@@ -299,10 +313,11 @@ class CostModel:
         layers = self.profile.frozen_layers
         return sum(grouped_s(layer.forward_s.at, samples, group_size) for layer in layers)
 
-    def resident_bytes(self, run: LayerRun) -> float:
-        """Returns bytes of weights, gradients and optimizer state of a stage."""
-        trained = self.gradient_bytes(run)
-        return self.parameter_bytes(run) + trained * (1 + self.optimizer_bytes_factor)
+    def resident_bytes(self, run: LayerRun, num_holders: int = 1) -> float:
+        """Returns bytes of weights, gradients, averages and optimizer state of a stage on one of its holders."""
+        states = self.optimizer_bytes_factor / (num_holders if self.shards_optimizer else 1)
+        factor = 1 + self.averages_bytes_factor + states
+        return self.parameter_bytes(run) + self.gradient_bytes(run) * factor
 
     def _sum_bytes(self, run: LayerRun, name: str) -> int:
         sums = self.byte_sums(name)
@@ -351,7 +366,8 @@ class PipelineCosts:
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
         encode_s: By frozen part.
-        all_reduce_s: Summing the gradients of its stages, by rank.
+        all_reduce_s: Summing the gradients of its stages, and giving stepped weights to all holders where these
+            share the optimizer state, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
         split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
@@ -510,8 +526,10 @@ def pipeline_costs(
     gradient = tuple(row(partial(boundary_s, stage)) for stage in stages)
     before = [placement.previous_stage(stage) for stage in stages]
     nothing = (0.0,) * len(sizes)
+    # With states shared, stepped weights go to all holders: half an all-reduce more.
+    times = 1.5 if model.shards_optimizer else 1.0
     sums_s = [
-        link.all_reduce_s(model.gradient_bytes(run), num_ranks)
+        times * link.all_reduce_s(model.gradient_bytes(run), num_ranks)
         for run, (link, num_ranks) in zip(runs, links.reductions, strict=True)
     ]
     return PipelineCosts(

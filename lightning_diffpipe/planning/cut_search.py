@@ -170,10 +170,12 @@ class Search:
     def least_bytes(self, shape: Shape) -> float:
         """Returns what the fullest rank needs at least: an even share of the model with one microbatch."""
         model, whole = self.model, LayerRun(0, self.model.num_layers)
-        holders = shape.num_stages // shape.stages_per_rank
-        need = model.resident_bytes(whole) + model.activation_bytes(whole, shape.sizes[-1])
-        encoding_share = min(self.evaluator.num_encoding(shape) / holders, 1)
-        return encoding_share * model.frozen_bytes + need / holders
+        slots = shape.num_stages // shape.stages_per_rank
+        most_holders = (shape.num_ranks - slots + 1) * shape.num_pipelines
+        need = model.resident_bytes(whole, most_holders)
+        need += model.activation_bytes(whole, shape.sizes[-1])
+        encoding_share = min(self.evaluator.num_encoding(shape) / slots, 1)
+        return encoding_share * model.frozen_bytes + need / slots
 
     def _try_best_bounds(self, shape: Shape, bounds: Bounds) -> None:
         """Moves layers, from the cuts with the best bounds on, to where they are best."""
@@ -253,14 +255,9 @@ class Search:
 
     def resident_bytes(self, shape: Shape) -> list[float]:
         """Returns bytes of every layer's weights, gradients, optimizer state and activations."""
-        factor, size = 1 + self.options.optimizer_bytes_factor, shape.sizes[0]
-        return [
-            layer.parameter_bytes
-            + factor * layer.gradient_bytes
-            + size * layer.activation_bytes_per_sample
-            + layer.activation_bytes_per_microbatch
-            for layer in self.model.backbone.layers
-        ]
+        replicas = shape.num_ranks * shape.stages_per_rank // shape.num_stages
+        sums = self.model.need_bytes(shape.sizes[0], 1, replicas * shape.num_pipelines)
+        return [b - a for a, b in pairwise(sums)]
 
     def _is_better(self, step_s: float) -> bool:
         return step_s < self.best_s * (1 - 1e-9)

@@ -7,6 +7,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, cycle, pairwise
 
 from lightning_diffpipe.planning.cost import (
@@ -146,6 +147,11 @@ class PlacedSchedule:
         """Whether batches follow each other without a flush."""
         return not self.spec.flushes and self.base.num_ranks > 1
 
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """Ranks of all pipelines that hold each stage."""
+        return tuple([self.links.num_pipelines * len(own) for own in self.placement.stage_ranks])
+
     def weight_versions(self, rank: int) -> int:
         """Returns versions of its weights that a rank stores."""
         if not self.runs_free:
@@ -191,8 +197,8 @@ class Evaluator:
         self.calls = self.model
         backbone = self.model.backbone
         if backbone.passes or len(backbone.seen.forms) > 1:
-            factor = self.model.optimizer_bytes_factor
-            self.model = CostModel(folded(self.model.profile), self.model.cluster, factor, True)
+            profile = folded(self.model.profile)
+            self.model = replace(self.model, profile=profile, is_folded=True, _memo={})
 
     def runs(self, proposal: Proposal) -> tuple[LayerRun, ...]:
         """Returns the calls of every stage, of all passes; a rank alone runs them as they come."""
@@ -344,7 +350,8 @@ class Evaluator:
     def peak_bytes(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns the memory of every rank."""
         frame, runs = self.frame(proposal), self.runs(proposal)
-        peaks = peak_memory_bytes(self.calls, frame.pipeline.peaks, runs, frame.loads)
+        pipeline = frame.pipeline
+        peaks = peak_memory_bytes(self.calls, pipeline.peaks, runs, frame.loads, pipeline.holders)
         return tuple(b + self._version_bytes(proposal, rank) for rank, b in enumerate(peaks))
 
     def _version_bytes(self, proposal: Proposal, rank: int) -> int:
@@ -369,7 +376,7 @@ class Evaluator:
             need = frame.need_bytes.get(key)
             if need is None:
                 load = frame.loads[rank] if frame.loads else None
-                need = rank_bytes(self.calls, peak, runs, load)
+                need = rank_bytes(self.calls, peak, runs, load, frame.pipeline.holders)
                 need += self._version_bytes(proposal, rank)
                 frame.need_bytes[key] = need
             limit: int | None = cluster.memory_bytes
@@ -427,6 +434,7 @@ class Evaluator:
             filling="none",
             frozen_group_size=self.group_size(shape) or max(shape.sizes),
             encoding_ranks=self.num_encoding(shape),
+            shard_optimizer=self.options.shard_optimizer is True,
         )
         return PipelinePlan(
             decided,
@@ -481,7 +489,8 @@ class Evaluator:
             if piece.start < starts[m] + size and starts[m] < piece.stop
         }
         loads = frozen_loads(pipeline.placement, sizes, tuple(parts), group, True, num_encoding)
-        peaks = peak_memory_bytes(self.calls, pipeline.peaks, self.runs(proposal), loads)
+        runs = self.runs(proposal)
+        peaks = peak_memory_bytes(self.calls, pipeline.peaks, runs, loads, pipeline.holders)
         planned = replace(
             unfilled.planned,
             iteration_s=timeline.iteration_s,

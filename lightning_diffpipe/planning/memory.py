@@ -160,11 +160,13 @@ def peak_memory_bytes(
     peaks: Sequence[Mapping[int, Waiting]],
     runs: Sequence[LayerRun],
     loads: Sequence[FrozenLoad] = (),
+    holders: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Returns bytes of every rank at its fullest moment; see `rank_bytes`."""
     given = loads or (None,) * len(peaks)
     return tuple(
-        rank_bytes(model, of_stage, runs, load) for of_stage, load in zip(peaks, given, strict=True)
+        rank_bytes(model, of_stage, runs, load, holders)
+        for of_stage, load in zip(peaks, given, strict=True)
     )
 
 
@@ -173,16 +175,19 @@ def rank_bytes(
     peak: Mapping[int, Waiting],
     runs: Sequence[LayerRun],
     load: FrozenLoad | None,
+    holders: Sequence[int] = (),
 ) -> int:
     """Returns bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
     wait for their backward, with the encodings there are, messages, and the activations of the layer that is
-    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once.
+    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once. Each stage
+    lies on so many `holders`, in all pipelines; on one if not given.
 
     Encoders that leave memory before training count alone: stages come to the device after them.
     """
-    resident = sum(model.resident_bytes(runs[stage]) for stage in peak)
+    counts = holders or (1,) * len(runs)
+    resident = sum([model.resident_bytes(runs[stage], counts[stage]) for stage in peak])
     kept = sum(model.activation_bytes(runs[stage], *waiting) for stage, waiting in peak.items())
     kept += message_bytes(model, peak, runs)
     if model.recomputes:

@@ -45,8 +45,11 @@ class PlanOptions:
             runs them on whole microbatches.
         encoding_ranks: Ranks of each pipeline that hold the frozen encoders, and run them: so many of the last
             ones. `auto`: all, or as few as have to for the plan to fit.
-        optimizer_bytes_factor: Bytes of optimizer state, and of averaged weights, for each byte of
-            gradient; a number >= 0.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; a number >= 0.
+        averages_bytes_factor: Bytes of averaged weights for each byte of gradient, which every rank holds of all of
+            its stages; a number >= 0.
+        shard_optimizer: Whether the ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1);
+            `auto`: where a plan would not fit, or be slower, without.
         checkpointing: Which layers are recomputed in the backward instead of storing their activations: `none`;
             `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
             its stages.
@@ -68,6 +71,8 @@ class PlanOptions:
     frozen_group_size: int | Auto = "auto"
     encoding_ranks: int | Auto = "auto"
     optimizer_bytes_factor: float = 2.0
+    averages_bytes_factor: float = 0.0
+    shard_optimizer: bool | Auto = "auto"
     checkpointing: str = "auto"
     encode_first: bool = False
 
@@ -97,11 +102,16 @@ class PlanOptions:
                 f"num_replicas={replicas} names {len(replicas)} stages, "
                 f"but num_stages={self.num_stages}"
             )
-        factor: object = self.optimizer_bytes_factor
-        good = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not good or not 0 <= factor <= LARGEST:  # type: ignore[operator]
+        for name in ("optimizer_bytes_factor", "averages_bytes_factor"):
+            factor: object = getattr(self, name)
+            good = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+            if not good or not 0 <= factor <= LARGEST:  # type: ignore[operator]
+                raise ConfigurationError(
+                    f"{name} must be a number >= 0, such as 2 for Adam; got {factor!r}"
+                )
+        if self.shard_optimizer != "auto" and not isinstance(self.shard_optimizer, bool):
             raise ConfigurationError(
-                f"optimizer_bytes_factor must be a number >= 0, such as 2 for Adam; got {factor!r}"
+                f"shard_optimizer must be true, false or 'auto'; got {self.shard_optimizer!r}"
             )
         for name, known in (
             ("schedule", ("auto", *SCHEDULES)),

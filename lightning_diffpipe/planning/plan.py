@@ -544,6 +544,8 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
         decided["schedule"] = options.schedule
     recomputes = plan.recomputed or options.checkpointing == "all"
     decided["checkpointing"] = options.checkpointing if recomputes else "none"
+    if any(num_pipelines * len(ranks) > 1 for ranks in plan.placement.stage_ranks):
+        decided["shard_optimizer"] = options.shard_optimizer is True
     encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
     if encodes and plan.ranks_per_pipeline > 1:
         decided["filling"] = options.filling

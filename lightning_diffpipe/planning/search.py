@@ -1,7 +1,8 @@
 """The search: which stages, replicas, microbatches, pipelines and schedule make the fastest step?
 
-What costs memory or time is left out as long as the plan is the better for it: all ranks hold the encoders and no
-layer is recomputed, unless that does not fit. Cuts are searched by `cut_search.py`.
+What costs memory or time is left out as long as the plan is the better for it: all ranks hold the encoders and all
+optimizer states of their stages, and no layer is recomputed, unless that does not fit. Cuts are searched by
+`cut_search.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from lightning_diffpipe.planning.recomputation import (
     recomputed_where_needed,
 )
 from lightning_diffpipe.planning.schedules import SCHEDULES
-from lightning_diffpipe.planning.shortage import encoding_choices, nothing_fits, nothing_proposed
+from lightning_diffpipe.planning.shortage import (
+    encoding_choices,
+    nothing_fits,
+    nothing_proposed,
+    some_share_stages,
+)
 
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
@@ -83,15 +89,11 @@ def find_plan(
     if not plans and time.perf_counter() > until_s:
         raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
-        model = Evaluator(_cost_model(profile, cluster, options), options).model
+        model = Evaluator(CostModel.of(profile, cluster, options), options).model
         raise nothing_proposed(model, options) or nothing_fits(
             profile, cluster, options, _within_memory
         )
     return min(plans, key=_with_effort)
-
-
-def _cost_model(profile: ModelProfile, cluster: Cluster, options: PlanOptions) -> CostModel:
-    return CostModel(profile, cluster, options.optimizer_bytes_factor)
 
 
 def _plans(
@@ -100,7 +102,7 @@ def _plans(
     """Returns the best plans found that fit into memory, with and without filling if that is left open."""
     # Filled plans are compared by a little more than their step; so they may be above the limit by that.
     loose_s = below_s * (1 + 2 * UNFILLED_SHARE) if options.filling != "none" else below_s
-    evaluator = Evaluator(_cost_model(profile, cluster, options), options)
+    evaluator = Evaluator(CostModel.of(profile, cluster, options), options)
     plans = fastest(Search(evaluator, best_s=loose_s, until_s=until_s))
     if options.filling == "auto" and profile.encoders:
         found_s = min(map(_with_effort, plans), default=math.inf) / (1 + UNFILLED_SHARE)
@@ -114,15 +116,19 @@ def _within_memory(
 ) -> list[PipelinePlan]:
     """Returns plans that fit into memory, the best of which are those with less work if they fit.
 
-    Where they do not, fewer ranks hold the encoders, or layers are recomputed, or both.
+    Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed.
     """
-    choices = encoding_choices(_cost_model(profile, cluster, options), options)
-    if cluster.memory_bytes is None or not (choices[1:] or _may_recompute(profile, options)):
+    if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)
-    boundless = replace(cluster, memory_bytes=None, rank_memory_bytes=())
-    plans = _plans(profile, boundless, options, below_s, until_s)
-    if plans and fits(best := min(plans, key=_with_effort), cluster):
-        return [best]
+    model = CostModel.of(profile, cluster, options)
+    choices = encoding_choices(model, options)
+    if choices[1:] or _may_recompute(profile, options):
+        boundless = replace(cluster, memory_bytes=None, rank_memory_bytes=())
+        plans = _plans(profile, boundless, options, below_s, until_s)
+        if plans and fits(best := min(plans, key=_with_effort), cluster):
+            return [best]
+    if options.shard_optimizer == "auto" and some_share_stages(model, options):
+        choices += [replace(wishes, shard_optimizer=True) for wishes in choices]
     plans = []
     for wishes in choices:
         for find in (_plans, _recomputing_where_needed):
@@ -148,7 +154,7 @@ def _recomputing_where_needed(
         return plans
     with_all = checkpointed(profile, positions)
     most = max(map(_slowdown, with_all.backbones[0].layers))
-    model = _cost_model(with_all, cluster, options)
+    model = CostModel.of(with_all, cluster, options)
     for count in sorted({shape.num_stages for shape in shapes(model, options)}):
         best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
         wishes = replace(options, num_stages=count)
@@ -161,7 +167,8 @@ def _slowdown(layer: LayerProfile) -> float:
     if (whole := layer.uncheckpointed) is None:
         return 0.0
     times = [
-        (seconds, seconds + whole.backward_s.at(count)) for count, seconds in whole.forward_s.points
+        (forward_s, forward_s + whole.backward_s.at(count))
+        for count, forward_s in whole.forward_s.points
     ]
     return max((forward_s / both_s for forward_s, both_s in times if both_s), default=0.0)
 
@@ -184,10 +191,10 @@ def _recomputing_less(
             break
         best = min(found, key=_with_effort)
         proposal = Proposal.of(best, with_some)
-        evaluator = Evaluator(_cost_model(with_some, cluster, options), options)
+        evaluator = Evaluator(CostModel.of(with_some, cluster, options), options)
         needed = recomputed_where_needed(evaluator, proposal, best.planned.peak_memory_bytes)
         with_fewer = checkpointed(profile, needed)
-        faster = Evaluator(_cost_model(with_fewer, cluster, options), options).plan(proposal)
+        faster = Evaluator(CostModel.of(with_fewer, cluster, options), options).plan(proposal)
         plans += [plan for plan in (best, faster) if fits(plan, cluster)]
         if needed == positions or not needed:
             break

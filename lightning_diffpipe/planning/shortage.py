@@ -47,6 +47,14 @@ Plans = Callable[[ModelProfile, Cluster, PlanOptions, float, float], list[Pipeli
 """Finds plans that fit into memory with a step below some seconds, until some time by `time.perf_counter()`."""
 
 
+def some_share_stages(model: CostModel, options: PlanOptions) -> bool:
+    """Returns whether several ranks may hold the same stage."""
+    return any(
+        shape.num_pipelines * shape.num_ranks > shape.num_stages // shape.stages_per_rank
+        for shape in shapes(model, options)
+    )
+
+
 def encoding_choices(model: CostModel, options: PlanOptions) -> list[PlanOptions]:
     """Returns the options with all ranks that may hold the encoders, and with fewer, where that frees memory."""
     limit, most = model.cluster.memory_bytes, model.cluster.num_ranks
@@ -96,7 +104,8 @@ def nothing_fits(
     least = profile
     if options.checkpointing == "auto":
         least = checkpointed(profile, recomputable(profile))
-    calls = CostModel(least, cluster, options.optimizer_bytes_factor)
+    shards = options.shard_optimizer is not False
+    calls = CostModel.of(least, cluster, replace(options, shard_optimizer=shards))
     model, wishes = Evaluator(calls, options).model, encoding_choices(calls, options)
     need, of = min(_least_memory(model, wish) for wish in (wishes[0], *wishes[1:2]))
     reason = f"{of[0]} needs {need:,} ({of[1]}), {need - limit:,} too many"
@@ -121,6 +130,7 @@ def _other_options(
     freed = {
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto", "data_parallel": "auto",
         "schedule": "auto", "filling": "none", "checkpointing": "auto", "encoding_ranks": "auto",
+        "shard_optimizer": True,
     }  # fmt: skip
     fixed = [n for n, value in freed.items() if getattr(options, n) not in ("auto", value)]
 

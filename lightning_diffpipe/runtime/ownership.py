@@ -7,9 +7,9 @@ change (running statistics) stays on the stage that runs them, and is used nowhe
 A full checkpoint looks as if one process had written it: every tensor under its fully qualified name. `collect`
 brings the tensors that rank 0 does not hold to it, those of optimizers, too, one at a time, through host memory, so
 that nothing but rank 0's state has to fit anywhere; of several pipelines the first takes part, as the others hold
-copies. `spread` does the reverse for every rank of a pipeline, when training has ended and the module shall be
-whole again. `take_over` reads a rank's part of such a state dict. Entries that are no tensors (`get_extra_state`)
-are those of rank 0.
+copies, or all where they share optimizer states. `spread` does the reverse for every rank of a pipeline, when
+training has ended and the module shall be whole again. `take_over` reads a rank's part of such a state dict.
+Entries that are no tensors (`get_extra_state`) are those of rank 0.
 """
 
 from __future__ import annotations
@@ -179,32 +179,34 @@ def collect(state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> 
     Args:
         state: This rank's entries, tensors or values with tensors inside of lists and dicts. Those of other owners
             may be there, too, as placeholders.
-        owners: For entries not held everywhere: the position in the pipeline that holds them.
+        owners: For entries not held everywhere: the world rank that holds them, in the first pipeline if any does.
         mesh: This rank's groups.
 
     Returns:
         On world rank 0 all entries, tensors on the host, in the order of its own state and then of the owners;
         elsewhere an empty dict.
     """
-    if mesh.pipeline != 0:
+    of_world = max(owners.values(), default=0) >= mesh.layout.ranks_per_pipeline
+    if mesh.pipeline != 0 and not of_world:
         return {}
-    own = {key: value for key, value in state.items() if owners.get(key, 0) == mesh.local_rank}
+    own = {key: value for key, value in state.items() if owners.get(key, 0) == mesh.rank}
     # Shapes and types. A tensor of a class of its own comes with its content, on the host: whoever unpickles one of
     # a GPU puts it there, on a card that may be full.
     outlines = mesh.on_first(
         pytree.tree_map_only(
             Tensor,
             lambda x: torch.empty_like(x, device="meta") if _is_plain(x) else x.detach().cpu(),
-            own if mesh.local_rank else {},
-        )
+            own if mesh.rank else {},
+        ),
+        of_world,
     )
-    if mesh.local_rank != 0:
+    if mesh.rank != 0:
         for value in filter(_is_plain, pytree.tree_leaves(own)):
-            mesh.send_to_first(as_bytes(_on_host(value)))
+            mesh.send_to_first(as_bytes(_on_host(value)), of_world)
         return {}
     whole: dict[Any, Any] = pytree.tree_map(_on_host, own)
     for owner, outline in enumerate(outlines[1:], start=1):
-        received = partial(_received, owner=owner, mesh=mesh)
+        received = partial(_received, owner=owner, mesh=mesh, of_world=of_world)
         whole |= pytree.tree_map_only(_is_plain, received, outline)
     return {key: whole[key] for key in {**state, **whole} if key in whole}
 
@@ -309,9 +311,9 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter)
 
 
-def _received(like: Tensor, owner: int, mesh: Mesh) -> Tensor:
+def _received(like: Tensor, owner: int, mesh: Mesh, of_world: bool) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype)
-    mesh.receive_from(as_bytes(value), owner)
+    mesh.receive_from(as_bytes(value), owner, of_world)
     return value
 
 

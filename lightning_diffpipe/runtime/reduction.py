@@ -28,7 +28,7 @@ from lightning_diffpipe.graph.trial import HooksOf
 Awaited = Callable[[Sequence[Work], str, Callable[[], None]], PendingWork]
 
 _BUCKET_BYTES = 32 * 1024 * 1024
-_MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
+MOST_UNDER_WAY = 16  # buckets; each needs memory of its own
 
 
 def holders_of(pieces: Cut, mesh: Mesh, trained: frozenset[str]) -> Mapping[str, tuple[int, ...]]:
@@ -71,7 +71,7 @@ class GradientReducer:
         self._mesh = mesh
         self._parameters = tuple(parameters.values())
         self._buckets = [
-            (ranks, bucket) for ranks, bucket in _buckets(parameters, holders) if len(ranks) > 1
+            (ranks, bucket) for ranks, bucket in buckets_of(parameters, holders) if len(ranks) > 1
         ]
         self._sums_anywhere = any(len(ranks) > 1 for ranks in holders.values())
         pipeline = set(mesh.layout.pipeline_ranks(mesh.pipeline))
@@ -192,8 +192,8 @@ class Reduction:
         awaited: Awaited,
     ) -> None:
         self._mesh, self._awaited = mesh, awaited
-        self._later = deque(buckets[_MOST_UNDER_WAY:])
-        self._under_way = deque(self._begin(*bucket) for bucket in buckets[:_MOST_UNDER_WAY])
+        self._later = deque(buckets[MOST_UNDER_WAY:])
+        self._under_way = deque(self._begin(*bucket) for bucket in buckets[:MOST_UNDER_WAY])
 
     def is_ready(self) -> bool:
         """Returns whether all sums are there; takes those that are, and begins others."""
@@ -237,7 +237,7 @@ def _put(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
         parameter.grad.copy_(summed)
 
 
-def _buckets(
+def buckets_of(
     parameters: Mapping[str, nn.Parameter], holders: Mapping[str, tuple[int, ...]]
 ) -> Iterable[tuple[tuple[int, ...], list[nn.Parameter]]]:
     """Returns parameters of the same holders and dtype, together up to a size; equal on all holders.

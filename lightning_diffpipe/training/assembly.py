@@ -39,6 +39,7 @@ from lightning_diffpipe.profiling.state import placed, tree_to
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import Engine
 from lightning_diffpipe.runtime.free_running import FreeRunningEngine
+from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding, stepping_ranks
 from lightning_diffpipe.runtime.ownership import (
     held_for_all_batches,
     in_no_layer,
@@ -138,8 +139,23 @@ def assemble(
         return Pipeline(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
+            _sharding(plan, mesh, named, trained, holders),
             later={name: named[name] for name in later},
         )  # fmt: skip
+
+
+def _sharding(
+    plan: PipelinePlan,
+    mesh: Mesh,
+    named: Mapping[str, nn.Parameter],
+    trained: Mapping[str, nn.Parameter],
+    holders: Mapping[str, tuple[int, ...]],
+) -> OptimizerSharding | None:
+    """Returns what divides optimizer states, if the plan says so and several ranks hold the same parameters."""
+    if plan.options.shard_optimizer is not True or all(len(own) == 1 for own in holders.values()):
+        return None
+    sizes = {name: named[name].numel() * named[name].element_size() for name in holders}
+    return OptimizerSharding(mesh, trained, holders, stepping_ranks(sizes, holders))
 
 
 def _engine(

@@ -1,22 +1,23 @@
-"""The checkpoint hooks of the strategy: one ordinary Lightning file, however many ranks there are.
+"""The checkpoint hooks of the strategy: one ordinary Lightning file, or a folder of shards, however many ranks.
 
 Parameters are known by their fully qualified names, optimizer states by their numbers on one device. Rank
 0 collects what the others hold and writes. Reading, every rank loads the whole module before it is cut, and
 later the optimizer states of its own parameters. So a checkpoint moves between strategies and numbers of ranks
-in both directions.
+in both directions. With shards (`checkpoint_shards.py`) each rank writes what it holds, and nothing is collected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -32,10 +33,20 @@ from torch.serialization import safe_globals
 from lightning_diffpipe.checkpoint_files import (
     WholeFiles,
     chosen,
+    local,
     require_file,
     require_writable,
     types_of_hydra_configs,
     unreadable,
+)
+from lightning_diffpipe.checkpoint_shards import (
+    Divided,
+    consolidated,
+    is_optimizer_state,
+    is_sharded,
+    read_shards,
+    read_tensors,
+    write_shards,
 )
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.comm.watcher import watcher
@@ -46,6 +57,7 @@ from lightning_diffpipe.errors import (
     raised_by_all,
 )
 from lightning_diffpipe.graph.placement import is_placeholder, loaded
+from lightning_diffpipe.host_memory import available_bytes
 from lightning_diffpipe.runtime.ownership import (
     collect,
     owners_of_state,
@@ -54,6 +66,8 @@ from lightning_diffpipe.runtime.ownership import (
 )
 from lightning_diffpipe.training.metric_sync import MetricSync
 from lightning_diffpipe.training.pipeline import Pipeline
+
+_FOLDER = "diffpipe_folder"  # from which optimizer states are read
 
 
 @dataclass(frozen=True)
@@ -64,11 +78,17 @@ class Division:
         module: The module that was cut.
         owners: Position in the pipeline of the first holder, for what is not held by all its ranks.
         mesh: This rank's place.
+        stepped_by: World rank that has the optimizer states of a parameter, where holders share them.
     """
 
     module: nn.Module
     owners: Mapping[str, int]
     mesh: Mesh
+    stepped_by: Mapping[str, int]
+
+    def owner_of_state(self, name: str) -> int:
+        """Returns the world rank that has the optimizer states of a parameter, the first one of several."""
+        return self.stepped_by.get(name, self.owners.get(name, 0))
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -86,6 +106,8 @@ class CheckpointHooks(ParallelStrategy):
     last_saved: str | None
     _failed: bool
     _metric_sync: MetricSync | None
+    _state_dict_type: str
+    _saves_shards = False  # what is being saved
     _found_last: tuple[Any, ...] = ()
 
     def drain(self) -> None:
@@ -164,24 +186,35 @@ class CheckpointHooks(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint, on rank 0."""
+        """Writes a checkpoint: on rank 0, or on every rank its shard."""
+        shards, self._saves_shards = self._saves_shards, False
         # It says where the weights are that were left out, whatever hooks a subclass of the module has.
         leave_to_base = getattr(self.lightning_module, "leave_to_base", None)
         if leave_to_base is not None:
             leave_to_base(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if shards:
+            assert self.pipeline is not None
+            if not _is_local_file_protocol(filepath):
+                raise CheckpointError(
+                    f"cannot write shards to {filepath}: every rank writes a part, to a folder that all of them "
+                    "see. Name one, or take state_dict_type=full"
+                )
+            checkpoint["state_dict"] = Divided(checkpoint["state_dict"])
+            write_shards(checkpoint, local(filepath), self.pipeline.mesh)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
         self.last_saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
 
     @watcher.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state of all stages; complete on rank 0, empty elsewhere.
+        """Returns the state of all stages; complete on rank 0, empty elsewhere. For shards, a rank's own.
 
         Raises:
             CheckpointError: Training has failed, and weights of other ranks with it.
             DivergenceError: Weights are not finite.
             GraphError: The last step was not the one that was probed, and weights may be NaN.
         """
-        module = self.lightning_module
+        module, self._saves_shards = self.lightning_module, False
         assert module is not None
         # Callbacks may save in their `on_exception`, when other ranks stand in the middle of a step. Lightning asks
         # them before it tells the strategy, and an error of theirs would be all that it tells, so the first one is
@@ -214,9 +247,31 @@ class CheckpointHooks(ParallelStrategy):
             return state
         if hasattr(module, "without_base"):  # it can open what is left out elsewhere
             state = module.without_base(state)
+        mesh = self.pipeline.mesh
         with self._loaded():
             owners = owners_of_state(state, self.pipeline.module, self.pipeline.owners)
-        return collect(state, owners, self.pipeline.mesh)
+        self._saves_shards = self._wants_shards(state)
+        brought = self._own if self._saves_shards else collect
+        return brought(state, owners, mesh)
+
+    def _own(self, state: Mapping[Any, Any], owners: Mapping[Any, int], mesh: Mesh) -> Divided:
+        """Returns the entries that this rank writes in a checkpoint of shards."""
+        return Divided({key: v for key, v in state.items() if owners.get(key, 0) == mesh.rank})
+
+    def _wants_shards(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether to save shards, by what a file needs on rank 0's host; the same on all ranks."""
+        pipeline = self.pipeline
+        if pipeline is None or self.world_size == 1 or self._state_dict_type == "full":
+            return False
+        if self._state_dict_type == "sharded":
+            return True
+        if not isinstance(self.checkpoint_io, WholeFiles):  # the user's own
+            return False
+        options, trained = pipeline.plan.options, pipeline.graph.trained
+        factor = options.optimizer_bytes_factor + options.averages_bytes_factor
+        parameters = {n: p for n, p in pipeline.module.named_parameters() if n in trained}
+        needed = _bytes_of(state.values()) + factor * _bytes_of(parameters.values())
+        return bool(pipeline.mesh.of_rank(0, needed > available_bytes()))
 
     def _loaded(self) -> contextlib.AbstractContextManager[None]:
         """Gives offloaded parameters their values inside, mapped from their files."""
@@ -264,6 +319,8 @@ class CheckpointHooks(ParallelStrategy):
         """
         if self.division is None:
             return dict(tensors)
+        if self._saves_shards:
+            return self._own(tensors, self.division.owners, self.division.mesh)
         with self._connected(self.division.mesh):
             return collect(tensors, self.division.owners, self.division.mesh)
 
@@ -280,9 +337,11 @@ class CheckpointHooks(ParallelStrategy):
         if self.division is None or isinstance(optimizer, _MockOptimizer):
             return state
         owners = {
-            index: self.division.owners.get(name, 0)
+            index: self.division.owner_of_state(name)
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
+        if self._saves_shards:
+            return {**state, "state": self._own(state["state"], owners, self.division.mesh)}
         with self._connected(self.division.mesh):
             whole = collect(state["state"], owners, self.division.mesh)
         return {**state, "state": dict(sorted(whole.items()))} if self.is_global_zero else {}
@@ -307,7 +366,7 @@ class CheckpointHooks(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a checkpoint written by any strategy.
+        """Reads a checkpoint written by any strategy; of shards all but optimizer states, which come later.
 
         Raises:
             CheckpointError: The file is missing (then a FileNotFoundError, too), cut short or no checkpoint.
@@ -316,7 +375,10 @@ class CheckpointHooks(ParallelStrategy):
         require_file(path)
         try:
             with safe_globals(types_of_hydra_configs()):
-                return super().load_checkpoint(path, weights_only=weights_only)
+                if not is_sharded(path):
+                    return consolidated(super().load_checkpoint(path, weights_only=weights_only))
+                wanted = lambda name: not is_optimizer_state(name)
+                return read_shards(path, weights_only, wanted) | {_FOLDER: path}
         except Exception as error:
             raise unreadable(path, error) from error
 
@@ -372,11 +434,19 @@ class CheckpointHooks(ParallelStrategy):
         for optimizer, state in zip(optimizers, states, strict=True):
             if self.pipeline is not None:
                 names = enumerate(_names(optimizer, self.pipeline.module))
-                mine = {index for index, name in names if name in self.pipeline.resident}
+                sharding = self.pipeline.sharding
+                held = sharding.stepped_here if sharding else self.pipeline.resident
+                mine = {index for index, name in names if name in held}
                 kept = {index: value for index, value in state["state"].items() if index in mine}
                 state = {**state, "state": kept}
+            if _FOLDER in checkpoint:
+                state = read_tensors(checkpoint[_FOLDER], state)
             optimizer.load_state_dict(state)
             _optimizer_to_device(optimizer, self.root_device)
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
 
 
 def _counted(optimizers: Sequence[Sequence[int]]) -> str:

@@ -37,6 +37,7 @@ from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.runtime.engine import Engine
+from lightning_diffpipe.runtime.optimizer_sharding import OptimizerSharding
 from lightning_diffpipe.runtime.ownership import spread
 from lightning_diffpipe.runtime.partitioned import Step
 from lightning_diffpipe.runtime.relay import RelayRun, RelayView
@@ -133,6 +134,7 @@ class Pipeline:
         untrained: Parameters of the module with `requires_grad=False`, by name.
         watch: Notices a step that is no longer the one that was probed.
         seed: Seed of the run.
+        sharding: Divides optimizer states over the holders of a stage, if the plan says so.
         basis: What the plan was made from; None if the plan was given.
         runs_ahead: Frozen layers may still run before their batch is due.
         offloaded: Parameters of this rank whose values are in files only, by name.
@@ -152,6 +154,7 @@ class Pipeline:
     seed: int
     _interception: Interception
     _relay: RelayView
+    sharding: OptimizerSharding | None = None
     basis: Basis | None = None
     runs_ahead: bool = True
     offloaded: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -311,16 +314,20 @@ class Pipeline:
 
     def connect(self, optimizer: Optimizer) -> None:
         """Lets an optimizer that has `sum_over_ranks` add up sums of all stages, each parameter counted once."""
+        mesh, sharding = self.mesh, self.sharding
 
         def summed(values: Tensor) -> Tensor:
-            values = values.to(self.mesh.device, self.mesh.number_dtype)
-            self.mesh.reduce(values)
-            return values
+            values = values.to(mesh.device, mesh.number_dtype)
+            mesh.reduce(values)
+            if sharding is None:
+                return values
+            return values.new_tensor([mesh.summed_over_pipelines(x) for x in values.tolist()])
 
         if hasattr(optimizer, "sum_over_ranks"):
-            trained, own = self.trained_by(optimizer).items(), self.mesh.local_rank
-            counted = [p for name, p in trained if self.owners.get(name, 0) == own]
-            optimizer.sum_over_ranks(counted, summed)
+            trained, own = self.trained_by(optimizer), mesh.local_rank
+            first = {name for name in trained if self.owners.get(name, 0) == own}
+            names = sharding.stepped_here & trained.keys() if sharding else first
+            optimizer.sum_over_ranks([trained[name] for name in names], summed)
 
     def dismantle(self, connected: bool = True) -> None:
         """Makes the module ordinary again: all tensors up to date and on the host, no wrappers, no groups.

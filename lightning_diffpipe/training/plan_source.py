@@ -78,6 +78,7 @@ class PipelineOptions:
     frozen_group_size: int | Auto = "auto"
     encoding_ranks: int | Auto = "auto"
     checkpointing: str = "auto"
+    shard_optimizer: bool | Auto = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
     cluster: Any = "measure"
@@ -110,7 +111,7 @@ class PipelineOptions:
             ConfigurationError: A value that cannot be.
         """
         factor = self.optimizer_bytes_factor
-        options = PlanOptions(
+        return PlanOptions(
             global_batch_size=global_batch_size,
             data_parallel=data_parallel,
             num_stages=self.num_stages,
@@ -123,10 +124,9 @@ class PipelineOptions:
             checkpointing=self.checkpointing,
             encode_first=self.encode_first,
             optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
+            averages_bytes_factor=self.averages_bytes_factor,
+            shard_optimizer=self.shard_optimizer,
         )
-        # Averages live as long as the optimizer's state, one for each trained weight.
-        all_bytes = options.optimizer_bytes_factor + self.averages_bytes_factor
-        return replace(options, optimizer_bytes_factor=all_bytes)
 
     def refuse_more_stages_than(self, num_ranks: int) -> None:
         """Refuses more stages than ranks before any process starts, where each needs ranks of its own.

@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.calltree import (
     has_backward_hooks,
@@ -48,6 +49,11 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
+from lightning_diffpipe.runtime.optimizer_sharding import (
+    steps_apart,
+    switches_weights,
+    with_wrapped,
+)
 from lightning_diffpipe.training.patching import patched
 
 _log = logging.getLogger(__name__)
@@ -203,7 +209,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     Each rank's would see those of its own stage, take another step size or direction than the others', and
     move the copies of shared weights apart, without any error. Those with `sum_over_ranks` add up what they need.
     """
-    for optimizer in _with_wrapped(optimizers):
+    for optimizer in with_wrapped(optimizers):
         name = type(optimizer).__name__
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
         # L-BFGS, learning-rate-free and sharpness-aware ones, whichever package they come from.
@@ -231,8 +237,8 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
     """Refuses optimizers that need all stages, or a pause between steps, with a schedule that does not flush."""
-    for optimizer in _with_wrapped(optimizers):
-        switches = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    for optimizer in with_wrapped(optimizers):
+        switches = switches_weights(optimizer)
         if switches or hasattr(optimizer, "sum_over_ranks"):
             why = (
                 "trains other weights than it ends with"
@@ -245,11 +251,23 @@ def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
             )
 
 
-def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """Yields optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
-    for optimizer in optimizers:
-        yield optimizer
-        yield from _with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
+def refuse_undivided(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
+    """Refuses optimizers whose states the plan divides over ranks, and that need all of them; collective.
+
+    Those with `sum_over_ranks` add up what they need.
+    """
+    wrong = [
+        type(optimizer).__name__
+        for optimizer in optimizers
+        if not hasattr(optimizer, "sum_over_ranks") and not steps_apart(optimizer)
+    ]
+    if names := {name for each in gathered_objects(wrong, mesh.world) for name in each}:
+        raise ConfigurationError(
+            f"{min(names)} computes steps from the gradients of several parameters, needs a closure, or changes "
+            "weights between steps, so the ranks that hold a stage cannot share its states (shard_optimizer=true, "
+            "or a plan that says so). Take shard_optimizer=false, or an optimizer that treats every parameter by "
+            "itself, such as AdamW, Adafactor or Lion"
+        )
 
 
 @contextlib.contextmanager

@@ -80,6 +80,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_on_several_ranks,
     refuse_optimizers,
     refuse_steps_apart,
+    refuse_undivided,
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
@@ -114,6 +115,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         checkpointing: Layers whose activations the backward computes again instead of storing them: `"none"`;
             `"all"` for which that frees memory; `"auto"`, those of each stage that have to be for the plan to fit.
             What the module checkpoints itself stays as it is.
+        shard_optimizer: The ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1): each
+            steps some of its parameters and sends them to the others, half as much again as to sum gradients.
+            `"auto"`: where the plan would not fit otherwise, of ready-made modules (`Optimization`); optimizers of
+            others are made when the plan is there.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
             what the plan has is refused; of what is only planned with (`profile`, `cluster`,
             `optimizer_bytes_factor`) a warning says that it changes nothing.
@@ -136,6 +141,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             not finite, either. `None` looks at none of it.
         verify: Before training, compare loss and gradients of one batch with a run of the whole module
             on every rank; needs memory for both.
+        state_dict_type: Checkpoints are `"full"`, one file that rank 0 writes, or `"sharded"`, a folder to which
+            each of several ranks writes its part. `"auto"`: sharded where a file would not fit into
+            the free memory of rank 0's host.
         process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
     Example:
@@ -155,6 +163,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         frozen_group_size: int | Auto = "auto",
         encoding_ranks: int | Auto = "auto",
         checkpointing: str = "auto",
+        shard_optimizer: bool | Auto = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
         cluster: Any = "measure",
@@ -166,6 +175,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         optimizer_bytes_factor: float | Auto = "auto",
         max_diverged_steps: int | None = 10,
         busy_timeout_s: float = 1800.0,
+        state_dict_type: str = "auto",
         **unsupported: Any,
     ) -> None:
         if unsupported:
@@ -177,7 +187,12 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             raise ConfigurationError(
                 f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
             )
+        if state_dict_type not in ("auto", "full", "sharded"):
+            raise ConfigurationError(
+                f"state_dict_type must be auto, full or sharded; got {state_dict_type!r}"
+            )
         super().__init__(timeout_s, busy_timeout_s, process_group_backend)
+        self._state_dict_type = state_dict_type
         self.max_diverged_steps = max_diverged_steps
         self.pipeline: Pipeline | None = None
         self.division: Division | None = None
@@ -193,8 +208,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
             num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
             frozen_group_size=frozen_group_size, encoding_ranks=encoding_ranks,
-            checkpointing=checkpointing, plan=plan, profile=profile, cluster=cluster, seed=seed,
-            check_finite=check_finite, verify=verify,
+            checkpointing=checkpointing, shard_optimizer=shard_optimizer, plan=plan,
+            profile=profile, cluster=cluster, seed=seed, check_finite=check_finite, verify=verify,
             optimizer_bytes_factor=optimizer_bytes_factor,
         )  # fmt: skip
         self._arguments: tuple[Any, ...] = ()
@@ -315,8 +330,15 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 refuse_optimizers(self.optimizers)
                 if self.plan.runs_free:
                     refuse_steps_apart(self.optimizers, self.plan.options.schedule)
+        sharding = self.pipeline and self.pipeline.sharding
+        if self.plan is not None and (len(self.plan.stages) > 1 or sharding):
             for optimizer in self.optimizers:
                 self._running.connect(optimizer)
+        if sharding:
+            with raised_by_all():
+                refuse_undivided(self.optimizers, self._running.mesh)
+            for optimizer in self.optimizers:
+                self._until_teardown.callback(sharding.attach(optimizer))
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         if self.pipeline is not None and isinstance(self.pipeline.engine, FreeRunningEngine):
@@ -359,6 +381,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         optimization = getattr(module, "optimization", None)
         if options.optimizer_bytes_factor == "auto" and hasattr(optimization, "state_bytes_factor"):
             options = replace(options, optimizer_bytes_factor=optimization.state_bytes_factor())
+        if options.shard_optimizer == "auto" and options.plan is None:
+            may_share = hasattr(optimization, "may_be_shared") and optimization.may_be_shared()
+            options = replace(options, shard_optimizer="auto" if may_share else False)
         with (
             hooks_come_later(),
             early_answers(self),
@@ -368,7 +393,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 module, self._run_training_step, batch, options, self.process, self._arguments
             )
         self._disconnect_data()
-        self.division = Division(module, self.pipeline.owners, self.pipeline.mesh)
+        sharding = self.pipeline.sharding
+        self.division = Division(
+            module, self.pipeline.owners, self.pipeline.mesh, sharding.ranks if sharding else {}
+        )
         plan = self.pipeline.plan
         with raised_by_all():
             if plan.runs_free:

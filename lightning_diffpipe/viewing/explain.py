@@ -159,9 +159,7 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     remedy = "use the profile that the plan was made from, or one of the same layers"
     check_layers(plan, names, what, remedy)
     own = replace(cluster, num_ranks=plan.num_ranks)
-    model = CostModel(
-        checkpointed(profile, plan.recomputed), own, plan.options.optimizer_bytes_factor
-    )
+    model = CostModel.of(checkpointed(profile, plan.recomputed), own, plan.options)
     again = Evaluator(model, plan.options).plan(Proposal.of(plan, profile))
     old_s, new_s = plan.planned.iteration_s, again.planned.iteration_s
     return plan if math.isclose(new_s, old_s, rel_tol=SAME_STEP) else again

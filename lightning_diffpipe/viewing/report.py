@@ -89,6 +89,8 @@ def numbers(plan: PipelinePlan) -> str:
         lines.append(f"frozen work   {seconds(planned.frozen_s / encoding)} on {where}")
     if plan.options.encode_first:
         lines.append("encoders      in memory before training only (encode_first)")
+    if plan.options.shard_optimizer is True:
+        lines.append("optimizer     the ranks that hold a stage share its state")
     if planned.iteration_s != planned.unfilled_iteration_s:
         lines.append(
             f"unfilled      {seconds(planned.unfilled_iteration_s)}, "

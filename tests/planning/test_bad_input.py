@@ -200,6 +200,14 @@ def test_clusters_from_plain_values():
         ),
         ({"global_batch_size": 8, "optimizer_bytes_factor": "auto"}, "must be a number >= 0"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": -5}, "must be a number >= 0"),
+        (
+            {"global_batch_size": 8, "averages_bytes_factor": -1},
+            "averages_bytes_factor must be a number",
+        ),
+        (
+            {"global_batch_size": 8, "shard_optimizer": "all"},
+            "must be true, false or 'auto'; got 'all'",
+        ),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.nan}, "must be a number >= 0"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.inf}, "must be a number >= 0"),
         (
@@ -275,10 +283,11 @@ def test_memory_that_cannot_fit_says_by_how_much_and_what_would_fit():
     cluster = Cluster(4, memory_bytes=1200)
     with pytest.raises(PlanError) as error:
         find_plan(profile, cluster, PlanOptions(8, num_stages=2))
-    # Four layers with weights, gradients and Adam: 1600 bytes; one sample of activations in flight: 40.
+    # Four layers with weights, gradients and Adam's states on two ranks: 1200 bytes; one sample of activations: 40,
+    # of two microbatches.
     assert str(error.value) == (
-        "no plan fits into 1,200 bytes a rank: the smallest needs 1,680 (num_stages=2, "
-        "num_microbatches=4), 480 too many; num_stages=4 would fit"
+        "no plan fits into 1,200 bytes a rank: the smallest needs 1,280 (num_stages=2, "
+        "num_microbatches=4), 80 too many; num_stages=4 would fit"
     )
     assert find_plan(profile, cluster, PlanOptions(8)).num_stages == 4
     with pytest.raises(PlanError, match="use more ranks or smaller batches"):

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.planning.bounds import Bounds, StageNeeds
-from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.filling import split_evenly
@@ -71,6 +71,28 @@ def test_a_small_case_by_hand():
         1000 + 2 * 40 + 120 + 2 * 60 + 200,
         1000 + 40 + 40 + 2 * 60 + 200,
     )
+
+
+def test_ranks_that_hold_a_stage_divide_optimizer_states_and_no_averages():
+    """Two stages on two ranks each, in each of two pipelines: four ranks share Adam's 400 bytes of two layers."""
+    profile = equal_profile(4, parameter_bytes=100, gradient_bytes=100)
+    cluster = Cluster(8, all_reduce=Link(100))
+    options = PlanOptions(
+        16, 2, 2, 2, 2, averages_bytes_factor=1, partition="uniform", shard_optimizer=True
+    )
+    shared = find_plan(profile, cluster, options)
+    apart = find_plan(profile, cluster, replace(options, shard_optimizer=False))
+    assert set(shared.planned.peak_memory_bytes) == {200 + 200 + 200 + 400 / 4}
+    assert set(apart.planned.peak_memory_bytes) == {200 + 200 + 200 + 400}
+    assert shared.costs.all_reduce_s == tuple(1.5 * each for each in apart.costs.all_reduce_s)
+    assert shared.planned.iteration_s > apart.planned.iteration_s
+    left_open = replace(options, shard_optimizer="auto")
+    for memory, shares in ((None, False), (1000, False), (999, True), (700, True)):
+        plan = find_plan(profile, replace(cluster, memory_bytes=memory), left_open)
+        assert plan.options.shard_optimizer is shares
+    unshared = replace(options, shard_optimizer=False)
+    with pytest.raises(PlanError, match="shard_optimizer=True would fit"):
+        find_plan(profile, replace(cluster, memory_bytes=999), unshared)
 
 
 def test_an_exchange_holds_what_was_made_and_packed_and_what_arrives():

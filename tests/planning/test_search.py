@@ -149,11 +149,12 @@ def simulated(model, pipelines, sizes, runs, name, placement):
     costs = pipeline_costs(model, links, runs, sizes, parts, group)
     outline, waiting = scheduled(name, placement, tuple(sizes), parts)
     loads = frozen_loads(placement, sizes, parts, group, fills=False)
-    return makespan(outline, costs), max(peak_memory_bytes(model, waiting, runs, loads))
+    holders = [pipelines * len(ranks) for ranks in placement.stage_ranks]
+    return makespan(outline, costs), max(peak_memory_bytes(model, waiting, runs, loads, holders))
 
 
 def brute_force(profile, cluster, options):
-    model = CostModel(profile, cluster, options.optimizer_bytes_factor)
+    model = CostModel.of(profile, cluster, options)
     found = [step_and_memory(model, options, way) for way in every_way(profile, cluster, options)]
     fitting = [
         s for s, need in found if cluster.memory_bytes is None or need <= cluster.memory_bytes
@@ -427,9 +428,14 @@ def test_more_stages_than_ranks_are_interleaved():
 
 @pytest.mark.parametrize("seed", seeds(40, 20))
 def test_the_search_is_optimal_within_memory(seed):
+    """Optimizer states are not shared, are, or are where that makes the step faster."""
     profile, cluster, batch = random_case(seed, max_layers=6, memory=True)
-    options = PlanOptions(batch, num_microbatches=min(batch, 4))
-    best_s, least = brute_force(profile, cluster, options)
+    shard = [False, True, "auto"][seed % 3]
+    options = PlanOptions(batch, num_microbatches=min(batch, 4), shard_optimizer=shard)
+    tried = (False, True) if shard == "auto" else (shard,)
+    found = [brute_force(profile, cluster, replace(options, shard_optimizer=s)) for s in tried]
+    best_s = min((step_s for step_s, _ in found if step_s is not None), default=None)
+    least = min(need for _, need in found)
     if best_s is None:
         with pytest.raises(PlanError, match=rf"no plan fits into {cluster.memory_bytes:,} bytes"):
             find_plan(profile, cluster, options)
@@ -442,7 +448,7 @@ def test_the_search_is_optimal_within_memory(seed):
 
 def needs_by_cut(profile, num_ranks, options):
     """What the fullest rank of every way to cut needs, and the evaluator that says so."""
-    model = CostModel(profile, Cluster(num_ranks))
+    model = CostModel.of(profile, Cluster(num_ranks), options)
     evaluator = Evaluator(model, options)
     proposals = [
         Proposal(shape, cuts)
@@ -517,7 +523,9 @@ def test_a_cut_that_fits_is_found_whatever_layers_and_messages_weigh(seed, sched
     num_ranks = rng.randint(2, 4)
     profile = layers_that_keep(rng, rng.randint(5, 9), [1, 5, 30], [1, 3, 360])
     stages, microbatches = rng.randint(2, num_ranks), rng.choice([3, 4, 8])
-    options = PlanOptions(8, stages, microbatches, data_parallel=1, schedule=schedule)
+    options = PlanOptions(
+        8, stages, microbatches, data_parallel=1, schedule=schedule, shard_optimizer=seed % 2 == 0
+    )
     check_limits(profile, num_ranks, options, (1, 1.1, 1.3), slower=1.3)
 
 
@@ -651,7 +659,7 @@ def num_calls(num_layers, num_ranks, batch, memory=0.3, **options):
     link = Link(300, 0.05)
     cluster = Cluster(num_ranks, 8, int(memory * need), link, link)
     with cProfile.Profile() as calls:
-        find_plan(profile, cluster, PlanOptions(batch, **options))
+        find_plan(profile, cluster, PlanOptions(batch, **{"shard_optimizer": False} | options))
     return pstats.Stats(calls).total_calls
 
 
@@ -664,6 +672,7 @@ def test_sixty_layers_on_eight_ranks_are_planned_in_a_second():
     """
     assert num_calls(60, 8, 64, 0.6, num_stages=8, num_microbatches=16) < 0.25e6
     assert num_calls(60, 8, 64) < 2.2e6
+    assert num_calls(60, 8, 64, shard_optimizer="auto") < 5e6  # a second search
     assert num_calls(60, 8, 64, schedule="auto") < 4.5e6
 
 

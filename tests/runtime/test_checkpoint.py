@@ -10,7 +10,13 @@ from lightning_diffpipe.errors import CheckpointError, ForeignLayerError
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.runtime.ownership import collect, owners_of_state, take_over
 
-FIRST = SimpleNamespace(local_rank=0, pipeline=0, on_first=lambda value: [value])
+FIRST = SimpleNamespace(
+    rank=0,
+    local_rank=0,
+    pipeline=0,
+    layout=SimpleNamespace(ranks_per_pipeline=2),
+    on_first=lambda value, _: [value],
+)
 
 
 def module_of_two_ranks():

@@ -1,0 +1,204 @@
+"""Checkpoints in shards: a folder that each rank writes its part of, as large as the model may be.
+
+A file needs the whole model, and all optimizer states, in the memory of rank 0's host. A folder has
+
+    __0_0.distcp, __1_0.distcp, ...   tensors of every rank, as `torch.distributed.checkpoint` (DCP) writes them
+    .metadata                         names and shapes of all, whichever rank has written them
+    meta.pt                           everything else, with the names of tensors in their places
+
+It is written beside its place and moved there when all ranks are done. Nothing in it depends on how the module was
+divided, so any number of ranks reads it. `python -m lightning_diffpipe.checkpoint_shards FOLDER FILE` makes an
+ordinary file of it. Weights are called `model.<name>`, as in Lightning's own sharded checkpoints, so that its tool
+(`python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`) finds them; optimizer states in its file are
+found by what reads folders here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.errors import CheckpointError
+from lightning_diffpipe.files import beside, replacing, sync_folder
+
+_REST, _INDEX = "meta.pt", ".metadata"
+_TENSORS, _MODEL = "diffpipe_tensors", "model"
+_REFERENCE = "diffpipe-tensor:"
+
+
+class Divided(dict[Any, Any]):
+    """What this rank has of a part of a checkpoint that is divided over ranks."""
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Returns whether there is a checkpoint in shards at a path."""
+    return Path(path, _INDEX).is_file() and Path(path, _REST).is_file()
+
+
+def write_shards(checkpoint: dict[str, Any], path: Path, mesh: Mesh) -> None:
+    """Writes a checkpoint in shards; a collective call of several ranks.
+
+    Args:
+        checkpoint: Rank 0's, and of other ranks what is `Divided` in it.
+        path: The folder; what is there is replaced.
+        mesh: This rank's groups.
+
+    Raises:
+        CheckpointError: The disk is full, or the folder cannot be written by a rank; on all ranks.
+    """
+    tensors: dict[str, dict[str, Tensor]] = {_MODEL: {}, _TENSORS: {}}
+    is_first, rest = mesh.rank == 0, dict[Any, Any]()
+    divided = {
+        _keys(path): _outline(part, _keys(path), tensors)
+        for path, part in pytree.tree_flatten_with_path(checkpoint)[0]
+        if isinstance(part, Divided)
+    }
+    everywhere = mesh.on_first(divided, of_world=True)
+    if is_first:
+        rest = _outline(checkpoint, (), tensors)
+        for part in everywhere[1:]:
+            for where, entries in part.items():
+                into = rest
+                for key in where:
+                    into = into[key]
+                into.update({key: value for key, value in entries.items() if key not in into})
+    folder = Path(mesh.of_rank(0, str(beside(path))))  # the same on all ranks
+    error = ""
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=mesh.world)
+        if is_first:  # after what all do: DCP tells all of an error
+            with replacing(folder / _REST) as file:
+                torch.save(rest, file)
+            _put(folder, path)
+    except (dcp.CheckpointException, OSError) as raised:
+        error = " ".join(str(raised).split())[-300:]
+    error = mesh.of_rank(0, error)
+    if error:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {error}. Nothing was left of it, and what was there before is as "
+            "it was. Make room, or name a folder that all ranks can write, and go on from the latest checkpoint"
+        )
+
+
+def read_shards(
+    path: str | Path,
+    weights_only: bool | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Any]:
+    """Returns a checkpoint in shards as one of a file, on one process.
+
+    Args:
+        path: The folder.
+        weights_only: As of `torch.load`, for what is no tensor.
+        wanted: Whether to read a tensor, by its place, such as "optimizer_states.0.state.3.exp_avg". The others'
+            names are in their places.
+
+    Raises:
+        CheckpointError: Something of it is missing or cut short.
+    """
+    rest = torch.load(Path(path, _REST), map_location="cpu", weights_only=weights_only)
+    return dict(read_tensors(path, rest, wanted))
+
+
+def read_tensors(
+    path: str | Path, value: Any, wanted: Callable[[str], bool] = lambda name: True
+) -> Any:
+    """Returns a part of what `read_shards` gave with those tensors, too, whose names it has left in it."""
+    names = {name: _stored_name(name) for name in _referenced(value) if wanted(name)}
+    reader = dcp.FileSystemReader(path)
+    known = reader.read_metadata().state_dict_metadata
+    if missing := set(names.values()) - known.keys():
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of its tensors, e.g. {min(missing)}; take another checkpoint"
+        )
+    tensors = {
+        n: torch.empty(known[n].size, dtype=known[n].properties.dtype) for n in names.values()
+    }
+    with warnings.catch_warnings(action="ignore"):  # that one process reads
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return _restored(value, {name: tensors[stored] for name, stored in names.items()})
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Returns whether a tensor is one of an optimizer, which a rank needs a part of."""
+    return name.startswith("optimizer_states.")
+
+
+def consolidated(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Returns the checkpoint of a file, also of one that Lightning's tool has made of shards."""
+    tensors = checkpoint.pop(_TENSORS, None)
+    if tensors is None:
+        return checkpoint
+    known = {name: tensors.get(name) for name in _referenced(checkpoint)}
+    weights = checkpoint["state_dict"]
+    restored: dict[str, Any] = _restored(checkpoint, known)
+    return restored | {"state_dict": weights}
+
+
+def _stored_name(name: str) -> str:
+    kind, _, key = name.partition(".")
+    return f"{_MODEL}.{key}" if kind == "state_dict" else f"{_TENSORS}.{name}"
+
+
+def _put(folder: Path, path: Path) -> None:
+    """Moves a folder to its place."""
+    before = beside(path)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        path.rename(before)
+    folder.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _outline(value: Any, where: tuple[Any, ...], tensors: dict[str, dict[str, Tensor]]) -> Any:
+    """Returns a value with names in the places of its tensors, which are added to those given.
+
+    Tensors of a class of its own stay, on the host.
+    """
+
+    def named(path: pytree.KeyPath, leaf: Any) -> Any:
+        place = where + _keys(path)
+        if isinstance(leaf, Divided):
+            return {key: _outline(member, (*place, key), tensors) for key, member in leaf.items()}
+        if type(leaf) not in (Tensor, nn.Parameter):
+            return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+        name = ".".join(map(str, place))
+        kind, _, key = _stored_name(name).partition(".")
+        tensors[kind][key] = leaf.detach()
+        return _REFERENCE + name
+
+    return pytree.tree_map_with_path(named, value)
+
+
+def _keys(path: pytree.KeyPath) -> tuple[Any, ...]:
+    return tuple(getattr(entry, "key", getattr(entry, "idx", None)) for entry in path)
+
+
+def _referenced(value: Any) -> list[str]:
+    """Returns the names of tensors in a value."""
+    names = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, str))
+    return [n.removeprefix(_REFERENCE) for n in names if n.startswith(_REFERENCE)]
+
+
+def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns a value with the tensors that its names stand for, as far as they are given."""
+    known = {_REFERENCE + name: tensor for name, tensor in tensors.items()}
+    return pytree.tree_map_only(str, lambda text: known.get(text, text), value)
+
+
+if __name__ == "__main__":
+    torch.save(read_shards(sys.argv[1], weights_only=False), sys.argv[2])

@@ -1,0 +1,242 @@
+"""Optimizer states shared by the ranks that hold the same parameters (ZeRO, stage 1).
+
+Replicas of a stage, and pipelines side by side, have the same weights and the same sums of gradients: each would
+keep the same optimizer states and take the same step. Here each steps some of the parameters, and sends them on:
+
+    gradients summed, clipped -> those of parameters that others step set aside -> step -> parameters to all holders
+
+Optimizers leave parameters without a gradient alone, and make states of those they step: so nothing of an optimizer
+has to be changed for its states to be divided, whichever groups, wrappers and settings it has. Parameters are
+stepped whole, since some optimizers treat them as matrices.
+
+That equals a step of all parameters where each is stepped by its own gradient alone, as a few steps of small
+copies tell (`steps_apart`).
+
+Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_diffpipe.comm.mesh import Mesh, Work, start_broadcast
+from lightning_diffpipe.graph.rng import isolated_random_numbers
+from lightning_diffpipe.runtime.reduction import MOST_UNDER_WAY, buckets_of
+
+_TRIAL_SIZE = 8  # of every dimension
+_TRIAL_SCALES = (
+    1e-3,
+    1e3,
+    1.0,
+    1.0,
+    1.0,
+    1.0,
+)  # of gradients: below and above bounds of their norms
+
+
+def stepping_ranks(
+    sizes: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Returns the world rank that steps each parameter, so that all step about as much.
+
+    Args:
+        sizes: Bytes of each parameter, by name.
+        holders: World ranks that hold it.
+
+    Example:
+        >>> stepping_ranks({"a": 4, "b": 3, "c": 1}, dict.fromkeys("abc", (0, 1)))
+        {'a': 0, 'b': 1, 'c': 1}
+    """
+    loads: defaultdict[int, int] = defaultdict(int)
+    ranks = {}
+    for name in sorted(holders, key=lambda each: (len(holders[each]), -sizes[each], each)):
+        rank = min(holders[name], key=lambda each: (loads[each], each))
+        loads[rank] += sizes[name]
+        ranks[name] = rank
+    return ranks
+
+
+class OptimizerSharding:
+    """Lets a rank's optimizers step its part of the parameters that it shares with others.
+
+    Args:
+        mesh: This rank's groups; groups for all sets of holders have been made.
+        parameters: Trained parameters on this rank, by name.
+        holders: World ranks that hold each trained parameter.
+        ranks: World rank that steps each of them, see `stepping_ranks`.
+
+    Attributes:
+        ranks: As given.
+        stepped_here: Names of the parameters that this rank steps.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        holders: Mapping[str, tuple[int, ...]],
+        ranks: Mapping[str, int],
+    ) -> None:
+        self.ranks = ranks
+        self.stepped_here = frozenset(name for name in parameters if ranks[name] == mesh.rank)
+        self._mesh, self._parameters, self._holders = mesh, parameters, holders
+
+    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Divides an optimizer's steps; from now on each is a collective call of the holders of its parameters.
+
+        Returns:
+            Undoes it.
+        """
+        members = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        named = {name: p for name, p in self._parameters.items() if id(p) in members}
+        foreign = [p for name, p in named.items() if name not in self.stepped_here]
+        stepped = {id(named[name]) for name in self.stepped_here & named.keys()}
+        for key in members.keys() - stepped:  # some have states from the start, such as Adagrad
+            optimizer.state.pop(members[key], None)
+        set_aside: list[Tensor | None] = []
+
+        def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
+            closure = kwargs.get("closure") or next(iter(args[1:]), None)
+
+            def computed() -> Any:
+                loss = closure() if closure else None
+                set_aside[:] = [parameter.grad for parameter in foreign]
+                for parameter in foreign:
+                    parameter.grad = None
+                return loss
+
+            return (args[:1], {**kwargs, "closure": computed}) if closure else computed()
+
+        def after(*_: Any) -> None:
+            for parameter, gradient in zip(foreign, set_aside, strict=True):
+                parameter.grad = gradient
+            self._send_on(named)
+
+        first = optimizer.register_step_pre_hook(before)
+        last = optimizer.register_step_post_hook(after)
+
+        def detach() -> None:
+            first.remove()
+            last.remove()
+
+        return detach
+
+    @torch.no_grad()
+    def _send_on(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Gives stepped parameters to all ranks that hold them.
+
+        Those of holders none of whose parameters has a gradient, which they agree on, stay: without a flush
+        Lightning's own steps have none, and forwards under way need the weights.
+        """
+        stepped = {self._holders[name] for name, p in named.items() if p.grad is not None}
+        shared = {n: h for n in named if len(h := self._holders[n]) > 1 and h in stepped}
+        routes = {name: (self.ranks[name], *ranks) for name, ranks in shared.items()}
+        under_way: deque[tuple[Work, Tensor, list[nn.Parameter]]] = deque()
+
+        def receive() -> None:
+            work, flat, bucket = under_way.popleft()
+            work.wait()
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+        with self._mesh.naming({r for ranks in shared.values() for r in ranks}, patient=False):
+            for (source, *ranks), bucket in buckets_of({n: named[n] for n in routes}, routes):
+                flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket])
+                group = self._mesh.reduction_group(tuple(ranks))
+                under_way.append((start_broadcast(flat, source, group), flat, bucket))
+                if len(under_way) == MOST_UNDER_WAY:
+                    receive()
+            while under_way:
+                receive()
+
+
+# --------------------------------------------------------------------------- which optimizers can be divided
+
+
+def with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
+    """Yields optimizers, and those they hold (`Lookahead(AdamW(...))`)."""
+    for optimizer in optimizers:
+        yield optimizer
+        yield from with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
+
+
+def steps_apart(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer steps each parameter by its own gradient alone, and between steps none.
+
+    Copies of it step small parameters, once with all gradients and once with those of every other parameter: these,
+    their states, and what the optimizer knows of no parameter in particular, must come out the same to the last
+    bit. What cannot step by itself does not count (L-BFGS needs a closure).
+    """
+    if switches_weights(optimizer):
+        return False
+    try:
+        with isolated_random_numbers(0), torch.compiler.set_stance("force_eager"):
+            together, apart = _stepped(optimizer, every=1), _stepped(optimizer, every=2)
+            return len(together) == len(apart) and all(map(_equal, together, apart))
+    except Exception:  # of whichever kind: it is somebody else's
+        return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other) or callable(one)  # functions were copied, if they are bound
+
+
+def switches_weights(optimizer: Any) -> bool:
+    """Returns whether an optimizer trains other weights than it ends with, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def _stepped(optimizer: Optimizer, every: int) -> list[Any]:
+    """Returns what is known after steps in which each `every`-th small parameter had a gradient.
+
+    That is every other parameter, its states, and values of groups and of the optimizer itself.
+    """
+    small: dict[int, Any] = {}
+    parameters = list[nn.Parameter]()
+    for each in with_wrapped([optimizer]):
+        for tensor in pytree.tree_leaves([group["params"] for group in each.param_groups]):
+            if id(tensor) not in small:
+                shape = [min(size, _TRIAL_SIZE) for size in tensor.shape]
+                value = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+                small[id(tensor)] = nn.Parameter(value)
+                parameters.append(small[id(tensor)])
+        for tensor in pytree.tree_leaves(list(each.state.values())):
+            if isinstance(tensor, Tensor):
+                small[id(tensor)] = tensor[tuple(slice(_TRIAL_SIZE) for _ in tensor.shape)].clone()
+    trial = object.__new__(type(optimizer))
+    # A deep copy of the optimizer itself has groups and states only. Its own `step` is a scheduler's, and steps the
+    # original.
+    kept = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    vars(trial).update(copy.deepcopy(kept, small))
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    for scale in _TRIAL_SCALES:
+        for index, parameter in enumerate(parameters):
+            slope = torch.linspace(-1, index + 2, parameter.numel(), device=parameter.device)
+            gradient = (scale * slope).view_as(parameter).to(parameter.dtype)
+            parameter.grad = gradient if index % every == 0 else None
+        trial.step()
+    observed, known = parameters[::2], list[Any]()
+    for each in with_wrapped([trial]):
+        known += [each.state.get(parameter) for parameter in observed]
+        known += [{**group, "params": None} for group in each.param_groups]
+        own = vars(each).items()
+        known += [v for n, v in own if n not in ("state", "param_groups") and not _holds(v)]
+    return [parameter.detach() for parameter in observed] + pytree.tree_leaves(known)
+
+
+def _holds(value: Any) -> bool:
+    """Returns whether a value holds optimizers or parameters, which are looked at elsewhere."""
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, (Optimizer, nn.Parameter)) for leaf in leaves)

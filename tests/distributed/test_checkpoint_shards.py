@@ -1,0 +1,196 @@
+"""Checkpoints in shards: what a file would hold, read by any number of ranks, whole or not there."""
+
+import os
+import runpy
+import sys
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_diffpipe import Predictor
+from lightning_diffpipe.callbacks import EMA
+from lightning_diffpipe.checkpoint_files import newest
+from lightning_diffpipe.checkpoint_shards import (
+    Divided,
+    consolidated,
+    is_sharded,
+    read_shards,
+    write_shards,
+)
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.modules import LatentDiffusion
+from lightning_diffpipe.planning.schedule import Placement
+from lightning_diffpipe.training import checkpointing
+from tests.distributed.scenarios import (
+    Settings,
+    assert_close,
+    build,
+    quick_strategy,
+    quiet_trainer,
+    weights_of,
+)
+from tests.distributed.tiny import Data
+from tests.modules.tiny_parts import save_with_averages
+from tests.ranks import RankError, run_ranks
+from tests.rows import row
+
+pytestmark = pytest.mark.distributed
+
+UNEVEN = {"num_stages": 2, "num_replicas": (2, 1), "shard_optimizer": True}
+PIPELINES = {"num_stages": 2, "num_replicas": 1, "data_parallel": 2, "shard_optimizer": True}
+TWO, ONE = {"num_stages": 2, "num_replicas": 1}, {"num_stages": 1, "num_replicas": 1}
+
+
+def train(rank, world_size, strategy, folder=None, load=None, kind="sharded", epochs=2):
+    """Saves after each epoch; the last one and its copy stay."""
+    module, save = build(Settings()), []
+    if folder:
+        save = [
+            ModelCheckpoint(folder, "{epoch}", save_last=True, monitor="epoch_seen", mode="max")
+        ]
+    strategy = quick_strategy(num_microbatches=2, state_dict_type=kind, **strategy)
+    trainer = quiet_trainer(
+        devices=world_size, strategy=strategy, max_epochs=epochs, enable_checkpointing=bool(folder),
+        callbacks=[EMA(), Counted(), *save], gradient_clip_val=0.5,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Data(), ckpt_path=load)
+    return weights_of(module)
+
+
+class Counted(L.Callback):
+    """Has states that are no tensors, and one that is."""
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("epoch_seen", float(trainer.current_epoch))
+
+    def state_dict(self):
+        return {"nothing": None, "empty": {}, "list": [1, torch.tensor(2.0)]}
+
+
+def assert_same(got, wanted, where="checkpoint"):
+    """To the last bit, down to the keys of empty dicts, but for where callbacks have saved."""
+    assert type(got) is type(wanted), where
+    if isinstance(wanted, dict):
+        keys = [key for key in wanted if "ModelCheckpoint" not in str(key)]
+        assert {k for k in got if "ModelCheckpoint" not in str(k)} == set(keys), where
+        for key in keys:
+            assert_same(got[key], wanted[key], f"{where}.{key}")
+    elif isinstance(wanted, list | tuple):
+        assert len(got) == len(wanted), where
+        for index, member in enumerate(wanted):
+            assert_same(got[index], member, f"{where}.{index}")
+    elif isinstance(wanted, torch.Tensor):
+        assert got.dtype == wanted.dtype, where
+        assert torch.equal(got, wanted), where
+    else:
+        assert got == wanted, where
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(3, UNEVEN), row(4, PIPELINES)])
+def test_shards_hold_what_a_file_holds_and_are_read_by_any_number_of_ranks(
+    world_size, strategy, tmp_path
+):
+    shards, files = tmp_path / "shards", tmp_path / "files"
+    run_ranks(train, world_size, world_size, strategy, shards, None, "sharded", 1)
+    straight, *_ = run_ranks(train, world_size, world_size, strategy)
+    saved = shards / "epoch=0.ckpt"
+    assert sorted(path.name for path in shards.iterdir()) == ["epoch=0.ckpt", "last.ckpt"]
+    assert is_sharded(saved)
+    assert is_sharded(shards / "last.ckpt")
+    parts = [path.stat().st_size for path in saved.glob("*.distcp")]
+    assert len(parts) == world_size
+    assert max(parts) < 0.8 * sum(parts), "one rank has written all"
+    run_ranks(train, world_size, world_size, strategy, files, None, "full", 1)
+    wanted = torch.load(files / "epoch=0.ckpt", weights_only=True)
+    assert_same(read_shards(saved), wanted)
+    whole, tool = tmp_path / "whole.ckpt", tmp_path / "tool.ckpt"
+    for module, *arguments in (
+        ("lightning_diffpipe.checkpoint_shards", saved, whole),
+        ("lightning.pytorch.utilities.consolidate_checkpoint", saved, "--output_file", tool),
+    ):
+        with mock.patch.object(sys, "argv", [module, *map(str, arguments)]):
+            runpy.run_module(module, run_name="__main__")
+    assert_same(torch.load(whole, weights_only=True), wanted)
+    assert_same(consolidated(torch.load(tool, weights_only=True)), wanted)
+    if world_size == 3:  # of one pipeline: numbers do not depend on the ranks
+        for size, other, path in ((2, TWO, saved), (1, ONE, saved), (1, ONE, tool)):
+            for weights in run_ranks(train, size, size, other, None, path):
+                for name, value in straight.items():
+                    assert_close(weights[name], value, 1e-10, name)
+
+
+def fail_later(rank, folder, dies):
+    """Saves an epoch, and while it saves the next one, rank 1 fails or dies."""
+    writes, count = dcp.FileSystemWriter.write_data, []
+
+    def write_data(self, *arguments):
+        count.append(1)
+        if rank == 1 and len(count) > 2:  # the checkpoint, and last.ckpt
+            if dies:
+                os._exit(9)
+            raise OSError(28, "No space left on device")
+        return writes(self, *arguments)
+
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", write_data):
+        train(rank, 2, TWO, folder)
+
+
+@pytest.mark.parametrize("dies", [row(False), True])
+def test_what_was_there_is_left_where_writing_fails(dies, tmp_path):
+    message = "No space left on device" if not dies else "rank 1"
+    with pytest.raises(RankError, match=message):
+        run_ranks(fail_later, 2, tmp_path, dies, timeout_s=60)
+    files = list(tmp_path.glob("*.ckpt"))
+    assert newest(files)[0].name in ("epoch=0.ckpt", "last.ckpt")
+    weights = read_shards(newest(files)[0])["state_dict"]
+    assert all(value.isfinite().all() for value in weights.values())
+    if not dies:
+        assert not list(tmp_path.glob(".*.part"))
+
+
+def save_by_memory(rank, folder, num_bytes):
+    with mock.patch.object(checkpointing, "available_bytes", return_value=num_bytes):
+        train(rank, 2, TWO, folder, kind="auto", epochs=1)
+
+
+@pytest.mark.parametrize(("num_bytes", "shards"), [(1000, True), row(1e9, False)])
+def test_shards_are_chosen_where_a_file_would_not_fit(num_bytes, shards, tmp_path):
+    run_ranks(save_by_memory, 2, tmp_path, num_bytes)
+    assert is_sharded(tmp_path / "epoch=0.ckpt") == shards
+    assert (tmp_path / "epoch=0.ckpt").is_file() != shards
+
+
+def write_apart(rank, path):
+    """Each rank writes every other weight and average of a model, in place of ranks that train it."""
+    checkpoint = torch.load(path, weights_only=True)
+    averages = checkpoint["callbacks"]["EMA"]
+    for part, key in ((checkpoint, "state_dict"), (averages, "averages")):
+        part[key] = Divided({n: v for i, (n, v) in enumerate(part[key].items()) if i % 2 == rank})
+    mesh = Mesh(RankLayout(2, Placement(((0,), (1,)))), rank, torch.device("cpu"), "gloo", 20)
+    mesh.connect()
+    write_shards(checkpoint, path.with_name("shards.ckpt"), mesh)
+    mesh.disconnect()
+
+
+def test_modules_and_the_predictor_open_shards_as_they_open_a_file(tmp_path):
+    path = tmp_path / "file.ckpt"
+    save_with_averages(path)
+    run_ranks(write_apart, 2, path)
+    for ema in (True, False):
+        wanted = LatentDiffusion.from_checkpoint(path, ema=ema).state_dict()
+        found = LatentDiffusion.from_checkpoint(tmp_path / "shards.ckpt", ema=ema).state_dict()
+        assert_same(dict(found), dict(wanted))
+    images = [
+        Predictor.from_pretrained(str(tmp_path / name))(["a cat"], num_inference_steps=2)
+        for name in ("file.ckpt", "shards.ckpt")
+    ]
+    assert_same(*images)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(RankError, match="is a folder, and no checkpoint of this strategy"):
+        run_ranks(train, 1, 1, ONE, None, tmp_path)
