@@ -27,7 +27,6 @@ from lightning_diffpipe.errors import DiffPipeError
 from lightning_diffpipe.model_sources import open_source
 from lightning_diffpipe.pipelines.one_step import condition_of, image_of
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.sampling.loop import denoisers_among
 from lightning_diffpipe.sampling.methods import MethodOptions, fitted
 from lightning_diffpipe.sampling.world import World
 from tests.predictor.write_models import reason_of
@@ -40,6 +39,8 @@ CPU = torch.device("cpu")
 PROMPTS = {"prompt": ["a cat 1", "a dog, red"], "class_labels": [3, 5], None: [None, None]}
 ENLARGED = 5e-3
 """Rounding of convolutions of one sample instead of two: 2e-3 with Kandinsky 3, which is 1e-12 in double."""
+ROUNDED = 3e-4
+"""Rounding that tiny denoisers enlarge: 1.3e-4 with Kandinsky 5 on some processors, 0 on others."""
 DIVIDED = MethodOptions("single", data=2)
 METHODS = {
     "single": MethodOptions("single"),
@@ -101,9 +102,6 @@ def measure(name: str, folder: Path) -> dict[str, str]:
         plain = prepared(DiffusionPipeline.from_pretrained(path))
     except AttributeError as error:
         return NOTHING | {"single": f"no: diffusers alone fails: {error}"}
-    # Kernels sum in another order where weights lie in a file, unaligned; the Predictor reads these into memory.
-    for parameter in plain.components[denoisers_among(plain.components)[0]].parameters():
-        parameter.data = parameter.data.clone()
     condition, settings = condition_of(type(plain)), settings_of(name)
     takes = inspect.signature(type(plain).__call__).parameters
     is_one = condition == "prompt" and "list" not in str(takes["prompt"]).lower()
@@ -163,13 +161,13 @@ def outcome(path: Path, method: str, settings: Mapping[str, Any], expected: list
             if not close(as_tensor(divided[0]), expected[0], ENLARGED):
                 return "no: other images by two ranks"
     else:
-        same = close(found[0], expected[0], ENLARGED if method == "guidance" else 1e-4)
+        same = close(found[0], expected[0], ENLARGED if method == "guidance" else ROUNDED)
     assert all(each.isfinite().all() for each in found)
     assert not torch.equal(expected[0], expected[1])
     return "yes" if same else "no: other images"
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
+def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether they differ by rounding, which a tiny denoiser may enlarge."""
     scale = max(1.0, expected.abs().max().item())
     return torch.allclose(found, expected, rtol=0, atol=tolerance * scale)
