@@ -8,6 +8,7 @@ Layers sleep, so that two ranks do not compete for cores; on rank 1 they sleep l
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -76,6 +77,7 @@ class Clock(L.Callback):
 def train(rank: int, slowdown: float, measured: bool) -> dict[str, Any]:
     """Fits, and returns a row."""
     warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     cluster: Any = "measure" if measured else Cluster(2)
     strategy = DiffPipeStrategy(
         num_stages=2, num_microbatches=MICROBATCHES, cluster=cluster, profile="measure"

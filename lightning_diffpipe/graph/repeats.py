@@ -36,6 +36,7 @@ from lightning_diffpipe.graph.versions import autocasts
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith(("_hooks", "_pre_hooks")))
+_CONTAINERS = (list, tuple, dict)
 _PLAIN = (*CONSTANT_TYPES, enum.Enum, type, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -109,6 +110,7 @@ class Repeats:
         self._structures: dict[Hashable, int] = {}
         # Of objects that many modules hold, such as configurations.
         self._settings, self._is_new = dict[int, Hashable](), True
+        self._names = {id(module): name for name, module in root.named_modules()}
         self._ids = dict[int, int | None]()
         for module in reversed(list(root.modules())):  # children before those that hold them
             self._number(module)
@@ -179,16 +181,17 @@ class Repeats:
             if self._owners[id(tensor)] > 1 or tensor._backward_hooks:
                 raise _UnlikeError
             tensors.append((name, _meta(tensor), tensor.requires_grad))
+        own = self._names[id(module)]
         settings = tuple(
-            (name, self._setting(value))
+            (name, self._setting(value, own))
             for name, value in held.items()
             if name not in _OF_EVERY_MODULE and name != but
         )
         return type(module), tuple(tensors), settings
 
-    def _setting(self, value: Any) -> Hashable:
-        if not self._is_new or isinstance(value, _PLAIN):
-            return _described(value)
+    def _setting(self, value: Any, own: str) -> Hashable:
+        if not self._is_new or isinstance(value, _PLAIN) or type(value) in _CONTAINERS:
+            return _described(value, own)
         if id(value) not in self._settings:
             self._settings[id(value)] = _described(value)
         return self._settings[id(value)]
@@ -377,12 +380,20 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def _described(value: Any, around: tuple[int, ...] = ()) -> Hashable:
+def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
     """Returns a description of a setting that equal ones share.
+
+    Args:
+        value: The setting.
+        own: The name of the module that holds it: as a setting, as adapters have it, it tells modules apart by
+            nothing else.
+        around: The objects that it lies in.
 
     Raises:
         _UnlikeError: It may hold what cannot be described.
     """
+    if isinstance(value, str) and "." in value and f".{own}".endswith(f".{value}"):
+        return "own name", value.count(".")
     if isinstance(value, float):
         return float, repr(value)  # also what is no number
     if isinstance(value, _PLAIN):
@@ -394,8 +405,9 @@ def _described(value: Any, around: tuple[int, ...] = ()) -> Hashable:
     if id(value) in around:
         return "around", around.index(id(value))
     around = *around, id(value)
-    if type(value) in (list, tuple):
-        return type(value), tuple(_described(item, around) for item in value)
+    if type(value) in _CONTAINERS:
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_described(item, own, around) for item in items)
     if isinstance(value, Tensor | nn.Module):
         raise _UnlikeError
     try:
@@ -405,4 +417,4 @@ def _described(value: Any, around: tuple[int, ...] = ()) -> Hashable:
     if isinstance(parts, str):
         raise _UnlikeError
     parts = [list(part) if isinstance(part, Iterator) else part for part in parts]
-    return type(value), tuple(_described(part, around) for part in parts)
+    return type(value), tuple(_described(part, own, around) for part in parts)

@@ -54,7 +54,15 @@ class Attending(Block):
         return super().forward(x * self.processor.settings["scale"], time)
 
 
-PLAIN = [Block, Drawing, Attending]
+class Named(Block):
+    """Has linear layers that know their names, as those with adapters do."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.inner.notes = {"target": f"blocks.{index}.inner", "rank": 4}
+
+
+PLAIN = [Block, Drawing, Attending, Named]
 
 
 class Numbered(Block):
