@@ -11,6 +11,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from itertools import pairwise
@@ -27,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.harness import main, on_ranks
 from benchmarks.sleeping import Sleeper
 from lightning_diffpipe import DiffPipeStrategy
-from lightning_diffpipe.planning.cluster import Cluster
 
 NUM_LAYERS, NUM_STEPS, BATCH_SIZE, MICROBATCHES = 16, 14, 16, 8
 FORWARD_S, BACKWARD_S = 0.002, 0.004
@@ -64,24 +64,31 @@ class Model(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Seconds of each step."""
+    """Seconds of each step, and the plan."""
 
     def __init__(self) -> None:
         self.ended_s: list[float] = []
+        self.plan: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, *arguments: Any) -> None:
+        """Keeps the plan, which ends with the run."""
+        self.plan = trainer.strategy.plan  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Stamps the end of a step."""
         self.ended_s.append(time.perf_counter())
 
 
-def train(rank: int, slowdown: float, measured: bool) -> dict[str, Any]:
-    """Fits, and returns a row."""
+def train(rank: int, slowdown: float, plan: str | None) -> dict[str, Any]:
+    """Fits, by a plan if it is given, and returns a row with the plan."""
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    cluster: Any = "measure" if measured else Cluster(2)
-    strategy = DiffPipeStrategy(
-        num_stages=2, num_microbatches=MICROBATCHES, cluster=cluster, profile="measure"
-    )
+    wishes: dict[str, Any] = {
+        "num_stages": 2,
+        "num_microbatches": MICROBATCHES,
+        "profile": "measure",
+    }
+    strategy = DiffPipeStrategy(**({"plan": plan} if plan else wishes))
     clock = Clock()
     trainer = L.Trainer(
         accelerator="cpu", devices=2, max_steps=NUM_STEPS, logger=False, enable_progress_bar=False,
@@ -89,28 +96,30 @@ def train(rank: int, slowdown: float, measured: bool) -> dict[str, Any]:
     )  # fmt: skip
     trainer.fit(Model(slowdown), DataLoader(torch.zeros(BATCH_SIZE * NUM_STEPS, 4), BATCH_SIZE))
     steps_s = [after - before for before, after in pairwise(clock.ended_s)]
-    assert strategy.plan is not None
     return {
         "rank 1 is slower by": slowdown,
-        "partition": "measured" if measured else "as if ranks were equal",
-        "layers": [stage.stop - stage.first_layer for stage in strategy.plan.stages],
-        "planned step, s": strategy.plan.planned.iteration_s if measured else None,
+        "partition": "that of equal ranks" if plan else "measured",
+        "layers": [stage.stop - stage.first_layer for stage in clock.plan.stages],
+        "planned step, s": None if plan else clock.plan.planned.iteration_s,
         "step, s": statistics.median(steps_s[2:]),
+        "plan": clock.plan.to_json(),
     }
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two rows for each slowdown."""
-    return [
-        on_ranks(2, train, slowdown, measured)
-        for slowdown in arguments.slowdowns
-        for measured in (False, True)
-    ]
+    """A row for equal ranks, and two for each slowdown."""
+    rows = [on_ranks(2, train, 1.0, None)]
+    with tempfile.TemporaryDirectory() as folder:
+        equal = Path(folder, "plan.json")
+        equal.write_text(rows[0]["plan"])
+        for slowdown in arguments.slowdowns:
+            rows += [on_ranks(2, train, slowdown, plan) for plan in (str(equal), None)]
+    return [{name: value for name, value in row.items() if name != "plan"} for row in rows]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds what is measured."""
-    parser.add_argument("--slowdowns", nargs="+", type=float, default=[1.0, 2.0, 3.0])
+    parser.add_argument("--slowdowns", nargs="+", type=float, default=[2.0, 3.0])
 
 
 if __name__ == "__main__":

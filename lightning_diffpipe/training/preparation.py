@@ -58,7 +58,7 @@ from lightning_diffpipe.training.refusals import (
 
 _log = logging.getLogger(__name__)
 _NUM_PROBED_SAMPLES = 2
-_TIMING_S, _TOLD_S = 2.0, 0.05
+_TIMING_S, _TOLD_S = 1.0, 0.05
 
 
 def prepare(
