@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_diffpipe.profiling.measure import measure_profile
+from lightning_diffpipe.training import preparation
 from lightning_diffpipe.training.before_training import why_empty
 from tests.distributed.scenarios import quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
@@ -37,8 +38,9 @@ def test_fewer_samples_than_a_batch_make_none_where_the_rest_is_dropped(shuffle)
     )
 
 
-def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(caplog):
+def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lightning_diffpipe")
+    monkeypatch.setattr(preparation, "_TOLD_S", 0.0)
     module, counts = TinyDiffusion().double(), []
     timed = mock.Mock(side_effect=measure_profile)
     with mock.patch("lightning_diffpipe.training.plan_source.measure_profile", timed):

@@ -1,5 +1,6 @@
 """A plan is followed only by the model it was made for; how a pipeline begins and ends."""
 
+import contextlib
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import replace
@@ -131,13 +132,18 @@ def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
     for backend in ("nccl", "gloo"):
         layout = RankLayout(1, Placement(((0,),)))
         ended = SimpleNamespace(
-            engine=SimpleNamespace(close=lambda: done.append("close")),
+            engine=SimpleNamespace(
+                close=lambda: done.append("close"), drop_prepared=lambda: done.append("drop")
+            ),
+            offloaded={},
+            later={},
+            _moving=contextlib.nullcontext,
             _interception=Interception(root).install(),
             mesh=Mesh(layout, 0, torch.device("cpu"), backend, 1.0),
             module=root,
         )
         Pipeline.dismantle(ended, connected=False)
-    assert done == ["close", "abort", "leave_on_host", "close", "leave_on_host"]
+    assert done == ["drop", "close", "abort", "leave_on_host", "drop", "close", "leave_on_host"]
 
 
 def test_placeholders_take_no_memory_when_a_module_is_left():
@@ -313,9 +319,9 @@ def test_the_strategy_counts_the_averages_of_its_callbacks():
     strategy = DiffPipeStrategy()
     strategy._lightning_module = nn.Linear(2, 2).bfloat16()
     trainer = SimpleNamespace(callbacks=[EMA(), object()])
-    assert strategy._averages_bytes_factor(trainer) == 2.0
+    assert strategy._told_by_callbacks(trainer)["averages_bytes_factor"] == 2.0
     strategy._lightning_module.float()
-    assert strategy._averages_bytes_factor(trainer) == 1.0
+    assert strategy._told_by_callbacks(trainer)["averages_bytes_factor"] == 1.0
 
 
 @pytest.mark.parametrize(("profile", "num_ranks"), [("flops", 4), ("measure", 1)])

@@ -167,7 +167,7 @@ def outcome(path: Path, method: str, settings: Mapping[str, Any], expected: list
     return "yes" if same else "no: other images"
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
     """Whether they differ by rounding, which a tiny denoiser may enlarge."""
     scale = max(1.0, expected.abs().max().item())
     return torch.allclose(found, expected, rtol=0, atol=tolerance * scale)
