@@ -144,7 +144,7 @@ class Repeats:
         except _UnlikeError:
             return None
         where = torch.is_grad_enabled(), *autocasts(), torch.get_default_dtype()
-        key = self._ids[id(module)], spec, known, where, more
+        key = self._ids[id(module)], str(spec), known, where, more
         _, ran = self._ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None
