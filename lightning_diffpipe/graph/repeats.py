@@ -37,7 +37,7 @@ from lightning_diffpipe.graph.versions import autocasts
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith(("_hooks", "_pre_hooks")))
 _CONTAINERS = (list, tuple, dict)
-_PLAIN = (*CONSTANT_TYPES, enum.Enum, type, types.BuiltinFunctionType, types.ModuleType)
+_PLAIN = (*CONSTANT_TYPES, bytes, enum.Enum, type, types.BuiltinFunctionType, types.ModuleType)
 
 
 class _UnlikeError(Exception):

@@ -76,6 +76,17 @@ class Numbered(Block):
         return super().forward(x * (self.index % 2), time)
 
 
+class Configured(Block):
+    """Is configured in bytes, differently each."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.config = {"scale": [bytes([index])]}
+
+    def forward(self, x, time, unused=None):
+        return super().forward(x * self.config["scale"][0][0], time)
+
+
 class Counting(Block):
     """Counts its calls, in an attribute."""
 
@@ -141,7 +152,7 @@ class Own(Block):
         return super().forward(self.function(x), time)
 
 
-TRACES = [Numbered, Counting, Updating, Hooked, Writing, Tossing, Own]
+TRACES = [Numbered, Configured, Counting, Updating, Hooked, Writing, Tossing, Own]
 
 
 class Model(nn.Module):
