@@ -105,8 +105,8 @@ def sample(method: str) -> None:
             come_to_harm(f"{phase} ({method})")
         return begin(world, phase, *arguments)
 
-    def enter_and_come_to_harm(world: World, phase: str) -> None:
-        enter(world, phase)
+    def enter_and_come_to_harm(world: World, phase: str, works: bool = False) -> None:
+        enter(world, phase, works)
         come_to_harm(f"{phase} ({method})")
 
     def on_step(done: int, steps: int) -> None:
