@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_diffpipe.callbacks import EncodingCache, SampleImages
+from lightning_diffpipe.checkpoint_shards import is_sharded, read_shards
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.graph.placement import (
     is_offloaded,
@@ -190,20 +191,25 @@ def test_new_samples_load_encoders_for_their_time(tmp_path):
     assert not any(outcome.holds_frozen for outcome, _ in results), "between two steps"
 
 
+SHARED = {"num_replicas": (2, 1), "shard_optimizer": True, "state_dict_type": "sharded"}
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_going_on_reads_what_is_stored(tmp_path):
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), row(3, SHARED)], ids=str)
+def test_going_on_reads_what_is_stored(tmp_path, world_size, options):
     """The checkpoint has the encoders' weights, which are in no memory when it is written."""
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", filename="one")
+    strategy = {**PLAIN.strategy, **options}
     first = replace(PLAIN, trainer={"max_epochs": 1, "enable_checkpointing": True})
-    first = cached(first, tmp_path / "cache")
+    first = cached(replace(first, strategy=strategy), tmp_path / "cache")
     first.trainer["callbacks"].append(save)
-    run_ranks(fit_cached, 2, first, 2)
-    weights = torch.load(tmp_path / "saved" / "one.ckpt", weights_only=True)["state_dict"]
-    assert all(value.isfinite().all() for value in weights.values())
-    results = run_ranks(
-        go_on, 2, cached(PLAIN, tmp_path / "cache"), tmp_path / "saved" / "one.ckpt"
-    )
+    run_ranks(fit_cached, world_size, first, world_size)
+    written, again = tmp_path / "saved" / "one.ckpt", replace(PLAIN, strategy=strategy)
+    assert is_sharded(written) == bool(options)
+    whole = read_shards(written) if options else torch.load(written, weights_only=True)
+    assert all(value.isfinite().all() for value in whole["state_dict"].values())
+    results = run_ranks(go_on, world_size, cached(again, tmp_path / "cache"), written)
     whole = reference(PLAIN, num_microbatches=2)
     for found, written in results:
         assert not written
@@ -213,7 +219,8 @@ def test_going_on_reads_what_is_stored(tmp_path):
 
 def go_on(rank, settings, path):
     strategy = quick_strategy(**settings.strategy)
-    trainer = quiet_trainer(devices=2, strategy=strategy, **settings.trainer)
+    devices = torch.distributed.get_world_size()
+    trainer = quiet_trainer(devices=devices, strategy=strategy, **settings.trainer)
     trainer.fit(module := build(settings), datamodule=Data(**BATCHES), ckpt_path=path)
     return weights_of(module), settings.trainer["callbacks"][0]._store.bytes_written
 
