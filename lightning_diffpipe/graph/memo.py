@@ -85,12 +85,6 @@ class Statistics:
     found: Counter[str] = field(default_factory=Counter)
     made: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def found_share(self) -> float:
-        """Share of samples that were found."""
-        total = self.found.total() + self.made.total()
-        return self.found.total() / total if total else 0.0
-
 
 class LayerMemo:
     """Calls frozen layers through a store.
