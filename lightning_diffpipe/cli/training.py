@@ -409,9 +409,9 @@ def bench(config: DictConfig) -> Any:
     trainer = _train(config)
     (found,) = (each for each in trainer.callbacks if isinstance(each, PipelineMonitor))
     if trainer.is_global_zero:
-        print(
-            f"{number_table(found.numbers)}\n\n{monitor['folder']} has the plan, its timeline and a trace"
-        )
+        print(number_table(found.numbers))
+        if Path(monitor["folder"]).exists():  # of a pipeline
+            print(f"\n{monitor['folder']} has the plan, its timeline and a trace")
     return found.numbers
 
 
