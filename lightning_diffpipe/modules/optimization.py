@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
 from lightning_diffpipe.graph.versions import plain_tensors
-from lightning_diffpipe.runtime.optimizer_sharding import steps_apart, switches_weights
+from lightning_diffpipe.runtime.optimizer_sharding import may_be_divided, switches_weights
 
 Decay = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
@@ -113,7 +113,7 @@ class Optimization:
         """Returns whether ranks may share the optimizer's states, by steps of small parameters on the host."""
         shapes = ((8, 8), (8,), (8, 8), (8,))
         optimizer = self._made([{"params": [nn.Parameter(torch.ones(shape)) for shape in shapes]}])
-        return hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer)
+        return may_be_divided(optimizer)
 
     def factor(self, step: int, num_steps: float) -> float:
         """Returns the learning rate at a step, as a share of `lr`.

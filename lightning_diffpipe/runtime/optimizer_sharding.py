@@ -10,7 +10,7 @@ has to be changed for its states to be divided, whichever groups, wrappers and s
 stepped whole, since some optimizers treat them as matrices.
 
 That equals a step of all parameters where each is stepped by its own gradient alone, as a few steps of small
-copies tell (`steps_apart`).
+copies tell (`steps_apart`); so does a step of each stage by itself.
 
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +33,12 @@ from lightning_diffpipe.graph.rng import isolated_random_numbers
 from lightning_diffpipe.runtime.reduction import MOST_UNDER_WAY, buckets_of
 
 _TRIAL_SIZE = 8  # of every dimension
-_TRIAL_SCALES = (
-    1e-3,
-    1e3,
-    1.0,
-    1.0,
-    1.0,
-    1.0,
-)  # of gradients: below and above bounds of their norms
+_TRIAL_SCALES = (1e-3, 1e3, *[1.0] * 4)  # of gradients: below and above bounds of their norms
+_TRIALS = (
+    (0, True),
+    (1, True),
+    (0, False),
+)  # seeds, and whether the parameters beside have gradients
 
 
 def stepping_ranks(
@@ -169,27 +168,14 @@ def with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
         yield from with_wrapped(v for v in vars(optimizer).values() if isinstance(v, Optimizer))
 
 
-def steps_apart(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer steps each parameter by its own gradient alone, and between steps none.
+def may_be_divided(optimizer: Optimizer) -> bool:
+    """Returns whether ranks may each step some of an optimizer's parameters.
 
-    Copies of it step small parameters, once with all gradients and once with those of every other parameter: these,
-    their states, and what the optimizer knows of no parameter in particular, must come out the same to the last
-    bit. What cannot step by itself does not count (L-BFGS needs a closure).
+    One with `sum_over_ranks` adds up over ranks what it needs of all.
     """
     if switches_weights(optimizer):
         return False
-    try:
-        with isolated_random_numbers(0), torch.compiler.set_stance("force_eager"):
-            together, apart = _stepped(optimizer, every=1), _stepped(optimizer, every=2)
-            return len(together) == len(apart) and all(map(_equal, together, apart))
-    except Exception:  # of whichever kind: it is somebody else's
-        return False
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other) or callable(one)  # functions were copied, if they are bound
+    return hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer) is True
 
 
 def switches_weights(optimizer: Any) -> bool:
@@ -197,23 +183,45 @@ def switches_weights(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-def _stepped(optimizer: Optimizer, every: int) -> list[Any]:
-    """Returns what is known after steps in which each `every`-th small parameter had a gradient.
+def steps_apart(optimizer: Optimizer) -> bool | None:
+    """Returns whether an optimizer steps each parameter by its own gradient alone, and by a copy of it.
 
-    That is every other parameter, its states, and values of groups and of the optimizer itself.
+    A copy of the optimizer steps small parameters, each of which has another beside it in its group, once with the
+    gradients of all and once without those of the others. Parameters, states, and what the optimizer knows of no
+    parameter in particular, must come out the same to the last bit.
+
+    Returns:
+        None if that does not tell: copies cannot be stepped, or draw random numbers.
     """
+    try:
+        together, again, apart = (_stepped(optimizer, *each) for each in _TRIALS)
+    except Exception:  # of whichever kind: it is somebody else's
+        return None
+    return None if not _equal(together, again) else _equal(together, apart)
+
+
+def _equal(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(_same, some, others))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other) or callable(one)  # functions were copied, if they are bound
+
+
+def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
+    """Returns what is known of small parameters after steps, with gradients of those beside them or without."""
     small: dict[int, Any] = {}
-    parameters = list[nn.Parameter]()
     for each in with_wrapped([optimizer]):
         for tensor in pytree.tree_leaves([group["params"] for group in each.param_groups]):
-            if id(tensor) not in small:
-                shape = [min(size, _TRIAL_SIZE) for size in tensor.shape]
-                value = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
-                small[id(tensor)] = nn.Parameter(value)
-                parameters.append(small[id(tensor)])
+            shape = [min(size, _TRIAL_SIZE) for size in tensor.shape]
+            value = torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+            small.setdefault(id(tensor), nn.Parameter(value))
         for tensor in pytree.tree_leaves(list(each.state.values())):
             if isinstance(tensor, Tensor):
                 small[id(tensor)] = tensor[tuple(slice(_TRIAL_SIZE) for _ in tensor.shape)].clone()
+    observed = [value for value in small.values() if isinstance(value, nn.Parameter)]
     trial = object.__new__(type(optimizer))
     # A deep copy of the optimizer itself has groups and states only. Its own `step` is a scheduler's, and steps the
     # original.
@@ -221,19 +229,45 @@ def _stepped(optimizer: Optimizer, every: int) -> list[Any]:
     vars(trial).update(copy.deepcopy(kept, small))
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
-    for scale in _TRIAL_SCALES:
-        for index, parameter in enumerate(parameters):
-            slope = torch.linspace(-1, index + 2, parameter.numel(), device=parameter.device)
-            gradient = (scale * slope).view_as(parameter).to(parameter.dtype)
-            parameter.grad = gradient if index % every == 0 else None
-        trial.step()
-    observed, known = parameters[::2], list[Any]()
-    for each in with_wrapped([trial]):
+    others = {id(parameter): nn.Parameter(parameter.detach().clone()) for parameter in observed}
+    optimizers = list(with_wrapped([trial]))
+    # Wrappers share lists and states with what they wrap.
+    groups = [group for each in optimizers for group in each.param_groups]
+    for members in {id(group["params"]): group["params"] for group in groups}.values():
+        members += [others[id(parameter)] for parameter in members]
+    for states in {id(each.state): each.state for each in optimizers}.values():
+        beside = {others[id(p)]: state for p, state in states.items() if id(p) in others}
+        states.update({other: copy.deepcopy(state) for other, state in beside.items()})
+    with isolated_random_numbers(seed), torch.compiler.set_stance("force_eager"):
+        if switches_weights(trial):
+            trial.train()  # type: ignore[attr-defined]
+        for scale in _TRIAL_SCALES:
+            closure = partial(_give_gradients, scale, observed, others.values(), with_others)
+            closure()
+            trial.step(closure)
+    known = list[Any]()
+    for each in optimizers:
         known += [each.state.get(parameter) for parameter in observed]
         known += [{**group, "params": None} for group in each.param_groups]
         own = vars(each).items()
         known += [v for n, v in own if n not in ("state", "param_groups") and not _holds(v)]
     return [parameter.detach() for parameter in observed] + pytree.tree_leaves(known)
+
+
+@torch.no_grad()
+def _give_gradients(
+    scale: float,
+    observed: Iterable[nn.Parameter],
+    others: Iterable[nn.Parameter],
+    with_others: bool,
+) -> float:
+    """Gives parameters gradients that depend on where they are, as whoever looks ahead shall see."""
+    for index, (one, other) in enumerate(zip(observed, others, strict=True)):
+        slope = torch.linspace(-1, index + 2, one.numel(), device=one.device)
+        slope = slope.view_as(one).to(one.dtype)
+        one.grad = scale * (one + slope)
+        other.grad = scale * (other - slope) if with_others else None
+    return 1.0
 
 
 def _holds(value: Any) -> bool:

@@ -50,6 +50,7 @@ from lightning_diffpipe.planning.instruction import ForwardNoGrad
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.runtime.optimizer_sharding import (
+    may_be_divided,
     steps_apart,
     switches_weights,
     with_wrapped,
@@ -204,35 +205,29 @@ def hooks_come_later() -> Iterator[None]:
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuses optimizers that look at all gradients at once, where there are several stages.
+    """Refuses optimizers that step a parameter by the gradients of others, where there are several stages.
 
     Each rank's would see those of its own stage, take another step size or direction than the others', and
     move the copies of shared weights apart, without any error. Those with `sum_over_ranks` add up what they need.
     """
-    for optimizer in with_wrapped(optimizers):
+    for optimizer in optimizers:
+        if hasattr(optimizer, "sum_over_ranks") or steps_apart(optimizer) is not False:
+            continue
         name = type(optimizer).__name__
-        kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-        # L-BFGS, learning-rate-free and sharpness-aware ones, whichever package they come from.
-        if not hasattr(optimizer, "sum_over_ranks") and any(
-            kind.endswith(("SAM", "DoG", "DoWG"))
-            or any(part in kind for part in ("LBFGS", "Prodigy", "DAdapt"))
-            for kind in kinds
-        ):
-            raise ConfigurationError(
-                f"{name} computes one step size or direction from the gradients of all parameters, but in a "
-                "pipeline a rank has those of its own stage only. Use an optimizer that treats every parameter "
-                "by itself, such as AdamW, Adafactor, Lion, Muon or lightning_diffpipe.modules.Prodigy; or train "
-                "with num_stages=1, which takes num_replicas=N for N ranks"
-            )
-        clipped = [
-            bound for group in optimizer.param_groups if (bound := group.get("max_grad_norm"))
-        ]
+        groups = (group for each in with_wrapped([optimizer]) for group in each.param_groups)
+        clipped = [bound for group in groups if (bound := group.get("max_grad_norm"))]
         if clipped:
             raise ConfigurationError(
                 f"{name}(max_grad_norm={clipped[0]}) scales gradients by a norm over all parameters, but in a "
                 "pipeline a rank has the gradients of its own stage only. Turn it off (max_grad_norm=None, or 0) "
                 f"and give Trainer(gradient_clip_val={clipped[0]}), which clips by the norm over all stages"
             )
+        raise ConfigurationError(
+            f"{name} computes one step size or direction from the gradients of several parameters, but in a "
+            "pipeline a rank has those of its own stage only. Use an optimizer that treats every parameter "
+            "by itself, such as AdamW, Adafactor, Lion, Muon or lightning_diffpipe.modules.Prodigy; or train "
+            "with num_stages=1, which takes num_replicas=N for N ranks"
+        )
 
 
 def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
@@ -252,21 +247,14 @@ def refuse_steps_apart(optimizers: Iterable[Optimizer], schedule: str) -> None:
 
 
 def refuse_undivided(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
-    """Refuses optimizers whose states the plan divides over ranks, and that need all of them; collective.
-
-    Those with `sum_over_ranks` add up what they need.
-    """
-    wrong = [
-        type(optimizer).__name__
-        for optimizer in optimizers
-        if not hasattr(optimizer, "sum_over_ranks") and not steps_apart(optimizer)
-    ]
+    """Refuses optimizers whose states the plan divides over ranks, and that need all of them; collective."""
+    wrong = [type(each).__name__ for each in optimizers if not may_be_divided(each)]
     if names := {name for each in gathered_objects(wrong, mesh.world) for name in each}:
         raise ConfigurationError(
-            f"{min(names)} computes steps from the gradients of several parameters, needs a closure, or changes "
-            "weights between steps, so the ranks that hold a stage cannot share its states (shard_optimizer=true, "
-            "or a plan that says so). Take shard_optimizer=false, or an optimizer that treats every parameter by "
-            "itself, such as AdamW, Adafactor or Lion"
+            f"{min(names)} computes steps from the gradients of several parameters, changes weights between steps, "
+            "or cannot be tried on small copies, so the ranks that hold a stage cannot share its states "
+            "(shard_optimizer=true, or a plan that says so). Take shard_optimizer=false, or an optimizer that "
+            "treats every parameter by itself, such as AdamW, Adafactor or Lion"
         )
 
 

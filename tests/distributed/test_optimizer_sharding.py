@@ -224,7 +224,7 @@ def test_what_is_stepped_by_whom_depends_on_sizes_alone():
         (Muon, True),
         (partial(torch.optim.NAdam, foreach=False), True),
         (partial(CoupledSGD, lr=1e-2), False),
-        (partial(Switching, lr=1e-2), False),
+        (partial(Switching, lr=1e-2), True),  # but it may not be divided
         (Prodigy, False),
         (lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]]), False),
     ],
@@ -305,3 +305,4 @@ def test_ready_made_modules_know_whether_their_optimizer_may_be_shared():
     assert Optimization().may_be_shared()
     assert Optimization(lr=1.0, optimizer=Prodigy).may_be_shared()
     assert not Optimization(optimizer=CoupledSGD).may_be_shared()
+    assert not Optimization(optimizer=Switching).may_be_shared()

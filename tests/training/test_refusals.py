@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.versions import Versions
+from lightning_diffpipe.runtime.optimizer_sharding import steps_apart
 from lightning_diffpipe.training.refusals import (
     refuse_cuda_graphs,
     refuse_optimizers,
@@ -30,32 +31,54 @@ def test_arguments_that_the_strategy_lacks_are_answered_with_those_it_has(argume
         DiffPipeStrategy(**{argument: 2})
 
 
-class Prodigy(torch.optim.AdamW):
-    """Stands for prodigyopt's, which finds one learning rate from all gradients."""
+def members(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-class Ours(Prodigy):
-    """Somebody's variant of it."""
+class StepSize(torch.optim.SGD):
+    """Finds a step size from all gradients, as D-Adaptation, DoG and prodigyopt do."""
+
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            group["lr"] = 1e-3 / (1 + sum(p.grad.square().sum().item() for p in members(self)))
+        super().step()
+        return loss
 
 
-class DAdaptAdam(torch.optim.Adam):
-    """Stands for dadaptation's."""
-
-
-class SAM(torch.optim.SGD):
-    """Sharpness-aware: holds the optimizer it leads."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters)
-        self.base_optimizer = torch.optim.AdamW(self.param_groups)
-
-
-class Lookahead(torch.optim.SGD):
-    """Holds another optimizer, too, and is as harmless as that one."""
+class LooksAhead(torch.optim.SGD):
+    """Takes gradients where those of all parameters lead to, as sharpness-aware optimizers do."""
 
     def __init__(self, parameters, base=torch.optim.AdamW):
         super().__init__(parameters)
         self.base_optimizer = base(self.param_groups)
+
+    def step(self, closure=None):
+        loss = closure()
+        norm = sum(p.grad.square().sum() for p in members(self)).sqrt()
+        before = [p.detach().clone() for p in members(self)]
+        for p in members(self):
+            p.data.add_(0.05 * p.grad / norm)
+        closure()
+        for p, value in zip(members(self), before, strict=True):
+            p.data.copy_(value)
+        self.base_optimizer.step()
+        return loss
+
+
+class Lookahead(torch.optim.SGD):
+    """Holds another optimizer, and is as harmless as that one."""
+
+    def __init__(self, parameters, base=torch.optim.AdamW):
+        super().__init__(parameters)
+        self.base_optimizer = base(self.param_groups)
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+class SAM(torch.optim.SGD):
+    """Has a name that others have given to another thing."""
 
 
 class Lamb(torch.optim.AdamW):
@@ -64,31 +87,49 @@ class Lamb(torch.optim.AdamW):
     def __init__(self, parameters, max_grad_norm=1.0):
         super().__init__([{"params": parameters, "max_grad_norm": max_grad_norm}])
 
+    def step(self, closure=None):
+        loss = closure()
+        if bound := self.param_groups[0]["max_grad_norm"]:
+            nn.utils.clip_grad_norm_(members(self), bound)
+        super().step()
+        return loss
+
+
+class Rounding(torch.optim.SGD):
+    """Draws random numbers, as optimizers do that round bfloat16 up or down."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in members(self):
+            p.data.add_(1e-3 * torch.rand_like(p))
+        return loss
+
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (torch.optim.LBFGS, "^LBFGS computes one step size"),
-        (Prodigy, "^Prodigy computes one step size.*AdamW.*num_stages=1"),
-        (Ours, "^Ours computes one step size"),
-        (DAdaptAdam, "^DAdaptAdam computes one step size"),
-        (SAM, "^SAM computes one step size"),
-        (partial(Lookahead, base=Prodigy), "^Prodigy computes one step size"),
+        (torch.optim.LBFGS, "^LBFGS computes one step size.*AdamW.*num_stages=1"),
+        (StepSize, "^StepSize computes one step size"),
+        (LooksAhead, "^LooksAhead computes one step size"),
+        (partial(Lookahead, base=StepSize), "^Lookahead computes one step size"),
         (Lamb, r"^Lamb\(max_grad_norm=1\.0\) .*Trainer\(gradient_clip_val=1\.0\)"),
     ],
 )
-def test_optimizers_that_need_all_gradients_are_refused_on_several_stages(make, reason):
+@pytest.mark.parametrize("number", [1, 3])
+def test_optimizers_that_need_all_gradients_are_refused_on_several_stages(make, reason, number):
     """History: every stage took a step size of its own, and copies of shared weights drifted apart."""
     with pytest.raises(ConfigurationError, match=reason):
-        refuse_optimizers([make([nn.Parameter(torch.zeros(2, 2))])])
+        refuse_optimizers([make([nn.Parameter(torch.zeros(2, 2)) for _ in range(number)])])
 
 
 def test_optimizers_that_treat_every_parameter_by_itself_are_not():
+    """History: they were told by parts of their names."""
     parameters = [nn.Parameter(torch.zeros(2, 2))]
-    ours = [Lookahead, partial(Lamb, max_grad_norm=None)]
+    ours = [Lookahead, partial(Lamb, max_grad_norm=None), SAM, Rounding]
     torchs = ("Adafactor", "AdamW", "SGD", "RMSprop", "Muon")  # Muon since 2.9
     plain = [getattr(torch.optim, name) for name in torchs if hasattr(torch.optim, name)]
     refuse_optimizers([make(parameters) for make in [*ours, *plain]])
+    assert steps_apart(Rounding(parameters)) is None
 
 
 def with_gradients(*shapes):
