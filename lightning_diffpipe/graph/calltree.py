@@ -36,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_diffpipe.errors import ConfigurationError, GraphError
 from lightning_diffpipe.graph.fakes import DEVICE_OF
+from lightning_diffpipe.graph.layer import storage_key
 from lightning_diffpipe.graph.repeats import Call, Repeats
 from lightning_diffpipe.graph.side_effects import (
     is_of,
@@ -77,11 +78,6 @@ def operator_cost(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if flops is not None:
         return int(flops(*args, **kwargs, out_val=out))
     return sum(t.numel() for t in tensors_in(out))
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Returns what all tensors of one storage have in common, for as long as it is there."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def is_selection(func: Any, args: Any, kwargs: Any) -> bool:

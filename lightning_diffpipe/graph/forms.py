@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
-from lightning_diffpipe.graph.calltree import storage_key, tensors_in
+from lightning_diffpipe.graph.calltree import tensors_in
 from lightning_diffpipe.graph.cut import tail
 from lightning_diffpipe.graph.interception import Interception, Site
-from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph
+from lightning_diffpipe.graph.layer import Attribute, Layer, LayerGraph, storage_key
 from lightning_diffpipe.graph.placement import has_own_tensors
 from lightning_diffpipe.graph.side_effects import (
     Attributes,

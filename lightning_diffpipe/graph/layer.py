@@ -392,6 +392,11 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Returns what all tensors of one storage have in common, for as long as it is there."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def first_difference(expected: Sequence[str], got: Sequence[str]) -> str:
     """Names the first position at which two sequences of calls differ, for error messages.
 

@@ -28,7 +28,6 @@ from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph.calltree import (
     operator_cost,
     reads_values,
-    storage_key,
     tensors_in,
     written_tensors,
 )
@@ -37,6 +36,7 @@ from lightning_diffpipe.graph.layer import (
     ContainerCall,
     FoldedOutput,
     Value,
+    storage_key,
 )
 from lightning_diffpipe.graph.rng import draws
 from lightning_diffpipe.graph.side_effects import (
@@ -127,11 +127,20 @@ class LayerRecord:
 
 
 @dataclass
-class _Storages:
-    """Those that a call inside a layer has read, and those that came into being in it."""
+class Observed:
+    """What a call inside a layer has done.
+
+    Attributes:
+        read: Storages that it has read.
+        made: Storages that came into being in it.
+        cost: See `operator_cost`.
+        drew: It drew random numbers.
+    """
 
     read: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
+    cost: int = 0
+    drew: bool = False
 
 
 class Provenance(TorchDispatchMode):
@@ -164,9 +173,7 @@ class Provenance(TorchDispatchMode):
         self.batch_writes: set[str] = set()
         self._batch: dict[int, str] = {}
         self._read_buffers: set[int] = set()
-        self._observed: list[
-            _Storages
-        ] = []  # of the calls inside a layer that run, outermost first
+        self._observed: list[Observed] = []  # calls inside a layer that run, outermost first
         self.paused = False
         self._tags: dict[int, tuple[StorageWeakRef, frozenset[Any]]] = {}
         self._owner: dict[int, tuple[int, int]] = {}
@@ -261,8 +268,8 @@ class Provenance(TorchDispatchMode):
     def value_read(self, tree: Any) -> None:
         """Notes that a value becomes a Python object: all that follows may depend on it."""
         (self.control if self.current is None else self.current.reads).update(self.of(tree))
-        for storages in self._observed:
-            storages.read.update(map(storage_key, tensors_in(tree)))
+        for observed in self._observed:
+            observed.read.update(map(storage_key, tensors_in(tree)))
 
     def hook(self, tensor: Tensor, changes: bool) -> None:
         """Notes a gradient hook that is put on a tensor, and may change its gradient.
@@ -317,9 +324,9 @@ class Provenance(TorchDispatchMode):
         for tensor in tensors_in(out):
             if storage_key(tensor) not in before:
                 self.set_tags(tensor, new)
-        for storages in self._observed:
-            storages.read |= set() if of_shape else before
-            storages.made.update(set(map(storage_key, tensors_in(out))) - before)
+        for observed in self._observed:
+            observed.read |= set() if of_shape else before
+            observed.made.update(set(map(storage_key, tensors_in(out))) - before)
         if func._schema.is_mutable or name in _BATCH_NORMS:
             written = written_tensors(func, args, kwargs)
             if name not in _RENORMS:
@@ -328,14 +335,18 @@ class Provenance(TorchDispatchMode):
         return out
 
     @contextlib.contextmanager
-    def observed(self) -> Iterator[_Storages]:
-        """Notes which storages a call inside a layer reads and makes."""
-        storages = _Storages()
-        self._observed.append(storages)
+    def observed(self) -> Iterator[Observed]:
+        """Notes what a call inside a layer does."""
+        assert self.current is not None
+        observed, record = Observed(), self.current
+        cost, drew, record.drew = record.cost, record.drew, False
+        self._observed.append(observed)
         try:
-            yield storages
+            yield observed
         finally:
-            self._observed.remove(storages)
+            self._observed.pop()
+            observed.cost, observed.drew = record.cost - cost, record.drew
+            record.drew |= drew
 
     def repeat(self, read: list[Tensor], made: list[Tensor], cost: int, drew: bool) -> None:
         """Notes what a call in a layer does that is not run: what it reads and makes, as operators would."""
@@ -350,9 +361,9 @@ class Provenance(TorchDispatchMode):
         of_state = all(isinstance(tag, str | Buffer) for tag in raw)
         for tensor in made:
             self.set_tags(tensor, outside if of_state else {Leak(self.current.index)})
-        for storages in self._observed:
-            storages.read |= keys
-            storages.made.update(map(storage_key, made))
+        for observed in self._observed:
+            observed.read |= keys
+            observed.made.update(map(storage_key, made))
 
     def note_parameter_writes(self, tensors: list[Tensor]) -> None:
         """Notes the parameters among tensors that glue or a layer changes."""

@@ -30,12 +30,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.fakes import TrackedFakeMode
-from lightning_diffpipe.graph.layer import CONSTANT_TYPES
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, storage_key
 from lightning_diffpipe.graph.side_effects import num_transforms_around
-from lightning_diffpipe.graph.versions import autocasts
+from lightning_diffpipe.graph.versions import OF_EVERY_MODULE, autocasts
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith(("_hooks", "_pre_hooks")))
+_HOOKS = tuple(name for name in OF_EVERY_MODULE if name.endswith(("_hooks", "_pre_hooks")))
 _CONTAINERS = (list, tuple, dict)
 _PLAIN = (*CONSTANT_TYPES, bytes, enum.Enum, type, types.BuiltinFunctionType, types.ModuleType)
 
@@ -96,7 +95,7 @@ class Repeats:
     """
 
     def __init__(self, root: nn.Module, mode: TrackedFakeMode, names: Collection[str]) -> None:
-        self._mode, self._root = mode, root
+        self._mode = mode
         self._ran: dict[Hashable, tuple[str, Known | None]] = {}  # of the first, by whom
         self._known: dict[Hashable, Known] = {}
         self._parents = Counter(id(child) for m in root.modules() for child in m.children())
@@ -108,13 +107,10 @@ class Repeats:
             if tensor is not None
         )
         self._structures: dict[Hashable, int] = {}
-        # Of objects that many modules hold, such as configurations.
-        self._settings, self._is_new = dict[int, Hashable](), True
         self._names = {id(module): name for name, module in root.named_modules()}
         self._ids = dict[int, int | None]()
         for module in reversed(list(root.modules())):  # children before those that hold them
             self._number(module)
-        self._is_new = False
         repeated = {number for number, count in Counter(self._ids.values()).items() if count > 1}
         self.candidates: dict[str, nn.Module] = {}
         self._find(root, "", repeated - {None}, set(names))
@@ -132,11 +128,10 @@ class Repeats:
         if module is None:
             return None
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         first: dict[int, int] = {}
         try:
             known = tuple(
-                (_meta(leaf), leaf.requires_grad, first.setdefault(_storage(leaf), i))
+                (_meta(leaf), leaf.requires_grad, first.setdefault(storage_key(leaf), i))
                 if isinstance(leaf, Tensor)
                 else _described(leaf)
                 for i, leaf in enumerate(leaves)
@@ -148,7 +143,7 @@ class Repeats:
         _, ran = self._ran.get(key, (name, ...))
         if num_transforms_around() or ran is None:
             return None
-        return Call(self, key, name, module, leaves, tensors)
+        return Call(self, key, name, module, leaves)
 
     def _number(self, module: nn.Module) -> int | None:
         """Returns a number that equal modules share; None for those that are like no other."""
@@ -183,18 +178,11 @@ class Repeats:
             tensors.append((name, _meta(tensor), tensor.requires_grad))
         own = self._names[id(module)]
         settings = tuple(
-            (name, self._setting(value, own))
+            (name, _described(value, own))
             for name, value in held.items()
-            if name not in _OF_EVERY_MODULE and name != but
+            if name not in OF_EVERY_MODULE and name != but
         )
         return type(module), tuple(tensors), settings
-
-    def _setting(self, value: Any, own: str) -> Hashable:
-        if not self._is_new or isinstance(value, _PLAIN) or type(value) in _CONTAINERS:
-            return _described(value, own)
-        if id(value) not in self._settings:
-            self._settings[id(value)] = _described(value)
-        return self._settings[id(value)]
 
     def _find(
         self, module: nn.Module, name: str, repeated: Collection[int | None], names: set[str]
@@ -240,9 +228,9 @@ class Call:
         name: str,
         module: nn.Module,
         leaves: list[Any],
-        tensors: list[Tensor],
     ) -> None:
-        self._repeats, self._key, self._tensors = repeats, key, tensors
+        self._repeats, self._key = repeats, key
+        self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.name, self.module, self.leaves = name, module, leaves
         self.known = repeats.known(key)
         self.state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -300,7 +288,7 @@ class Call:
 
     def _kept(self, leaves: list[Any]) -> Iterable[Any]:
         places = {id(leaf): i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
-        known = {_storage(tensor) for tensor in (*self._tensors, *self.state.values())}
+        known = {storage_key(tensor) for tensor in (*self._tensors, *self.state.values())}
         before: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -311,7 +299,7 @@ class Call:
                 yield _Argument(places[id(leaf)])
             elif id(leaf) in before:
                 yield _SameAs(before[id(leaf)])
-            elif _storage(leaf) in known:
+            elif storage_key(leaf) in known:
                 raise _UnlikeError
             else:
                 before[id(leaf)] = index
@@ -363,10 +351,6 @@ class _Connected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return None, *(torch.empty_like(source) for source in ctx.saved_tensors)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:

@@ -27,7 +27,6 @@ from lightning_diffpipe.graph.calltree import (
     attributes_replaced,
     forward_replaced,
     inside_function,
-    storage_key,
     tensors_in,
 )
 from lightning_diffpipe.graph.interception import checkpointing_off
@@ -38,8 +37,9 @@ from lightning_diffpipe.graph.layer import (
     Opaque,
     SameAs,
     TensorSpec,
+    storage_key,
 )
-from lightning_diffpipe.graph.provenance import LayerRecord, Provenance
+from lightning_diffpipe.graph.provenance import LayerRecord, Observed, Provenance
 from lightning_diffpipe.graph.repeats import Call, Repeats
 from lightning_diffpipe.graph.side_effects import (
     FLAGGING,
@@ -241,35 +241,14 @@ class Tracer:
             return forward(*args, **kwargs)
         if call.known is not None:
             return self._repeated(call)
-        record = self.provenance.current
-        assert record is not None
-        num_names, num_fine, num_set = (
-            len(self.names),
-            len(self.fine_names),
-            self.attributes.num_set,
-        )
-        cost, drew, record.drew = record.cost, record.drew, False
-        try:
-            with self.provenance.observed() as storages:
-                out = forward(*args, **kwargs)
-        finally:
-            new_drew, record.drew = record.drew, record.drew or drew
-        notes = None
+        num_names, num_fine = len(self.names), len(self.fine_names)
+        num_set = self.attributes.num_set
+        with self.provenance.observed() as observed:
+            out = forward(*args, **kwargs)
         names, fine = call.inside(self.names[num_names:]), call.inside(self.fine_names[num_fine:])
-        leaves = {i: storage_key(x) for i, x in enumerate(call.leaves) if isinstance(x, Tensor)}
-        state = {key: storage_key(x) for key, x in call.state.items()}
-        read = storages.read | set(map(storage_key, tensors_in(out)))  # also what is passed through
-        elsewhere = read - storages.made - {*leaves.values(), *state.values()}
-        if names is not None and fine is not None and not elsewhere:
-            notes = _CallNotes(
-                tuple(i for i, key in leaves.items() if key in read),
-                tuple(name for name, key in state.items() if key in read),
-                record.cost - cost,
-                new_drew,
-                names,
-                fine,
-            )
-        call.keep(out, notes if num_set == self.attributes.num_set else None)
+        sets_nothing = num_set == self.attributes.num_set
+        is_inside = sets_nothing and names is not None and fine is not None
+        call.keep(out, _notes_of(call, out, observed, names, fine) if is_inside else None)
         return out
 
     def _repeated(self, call: Call) -> Any:
@@ -378,6 +357,25 @@ class Tracer:
                 self.provenance.own(copies[-1], (record.index, leaf))
         self.provenance.paused = False
         return pytree.tree_unflatten(copies, record.spec)
+
+
+def _notes_of(
+    call: Call, out: Any, observed: Observed, names: tuple[str, ...], fine_names: tuple[str, ...]
+) -> _CallNotes | None:
+    """Returns what is noted of a call; None if it read something that lies elsewhere."""
+    leaves = {i: storage_key(x) for i, x in enumerate(call.leaves) if isinstance(x, Tensor)}
+    state = {name: storage_key(x) for name, x in call.state.items()}
+    read = observed.read | set(map(storage_key, tensors_in(out)))  # also what is passed through
+    if read - observed.made - {*leaves.values(), *state.values()}:
+        return None
+    return _CallNotes(
+        tuple(i for i, key in leaves.items() if key in read),
+        tuple(name for name, key in state.items() if key in read),
+        observed.cost,
+        observed.drew,
+        names,
+        fine_names,
+    )
 
 
 def leading_dims(tree: Any) -> list[Any]:

@@ -105,7 +105,7 @@ def weights_state(module: nn.Module) -> list[tuple[int, int, int]]:
     return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_A_PLACE = ("name_or_path", "_name_or_path")  # the same weights in another folder are the same
 
 
@@ -115,7 +115,7 @@ def _settings(module: nn.Module) -> str:
         [
             (name, _plain(value))
             for name, value in sorted(vars(module).items())
-            if name not in _OF_EVERY_MODULE
+            if name not in OF_EVERY_MODULE
             and name not in _OF_A_PLACE
             and not isinstance(value, torch.device)
             and not callable(getattr(type(module), name, None))  # a wrapper around a method
