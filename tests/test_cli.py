@@ -91,6 +91,16 @@ def test_an_unknown_verb_ends_with_the_code_of_wrong_calls(capsys, monkeypatch):
     assert call(capsys, monkeypatch, "shw")[0] == 2
 
 
+@pytest.mark.parametrize(("rank", "folders"), [(0, 1), (1, 0)])
+def test_ranks_but_the_first_leave_no_folder(rank, folders, tmp_path, capsys, monkeypatch):
+    """History: one that composed its config a second later than rank 0 left a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", str(rank))
+    code, _, _ = call(capsys, monkeypatch, "train", "seed=-1")
+    assert code == 2
+    assert len(list(tmp_path.glob("outputs/train/*"))) == folders
+
+
 def test_every_verb_has_its_config():
     assert {path.stem for path in (ROOT / "conf").glob("*.yaml")} == set(cli.VERBS)
 
@@ -1263,6 +1273,9 @@ def test_some_steps_are_measured_beside_their_plan(tmp_path):
         )
     written = {path.name for path in (tmp_path / "out" / "pipeline").iterdir()}
     assert {"plan.json", "profile.json", "timeline.png", "trace.json", "report.txt"} <= written
+    # What callbacks need is planned as in training.
+    plan = json.loads((tmp_path / "out" / "pipeline" / "plan.json").read_text())
+    assert plan["options"]["averages_bytes_factor"] > 0
     assert not list(tmp_path.rglob("*.ckpt"))
     assert not (tmp_path / "trained").exists()
 
@@ -1271,7 +1284,6 @@ def test_some_steps_are_measured_beside_their_plan(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.parametrize("run", [run_on_forks, row(run)])
 def test_the_demo_tells_its_story(run, tmp_path):
-    """History: a rank that composed its config a second later than rank 0 left a folder of its own."""
     settings = ["trainer.max_steps=2", "data.batch_size=4"]
     settings += ["callbacks.story.num_inference_steps=2"]
     demo = ("train", "-cd", ROOT / "examples" / "conf", "experiment=demo")

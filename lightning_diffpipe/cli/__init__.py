@@ -3,7 +3,8 @@
     launch     processes: what holds for one (offline, threads, seed, log), and several for a verb
     settings   types of the verbs' own settings, for Hydra
     values     verbs by name; values that cannot be are refused by the name the user gave them
-    training   train, bench
+    training   train
+    bench      bench
     sampling   sample
     plans      profile, plan, show, diff
     data       data
@@ -18,7 +19,7 @@ import gc
 # What is imported stays: to look for what does not is a tenth of the time to the first line.
 gc.disable()
 
-from lightning_diffpipe.cli import data, plans, sampling, settings, training  # noqa: E402, F401  register
+from lightning_diffpipe.cli import bench, data, plans, sampling, settings, training  # noqa: E402, F401  register
 from lightning_diffpipe.cli.main import main  # noqa: E402
 from lightning_diffpipe.cli.values import VERBS  # noqa: E402
 

@@ -379,43 +379,10 @@ def _speed_up(config: DictConfig, module: Any) -> None:
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")
 def train(config: DictConfig) -> Any:
     """Trains `model` on `data` with `trainer`, and writes the parts where `save_to` says."""
-    return _train(config).callback_metrics
+    return run_training(config).callback_metrics
 
 
-_BENCH_STEPS = 30
-
-
-@verb("measure some steps of a training beside their plan: diffpipe bench experiment=glyphs")
-def bench(config: DictConfig) -> Any:
-    """Trains as `train` would, with nothing but a monitor, and prints its numbers beside the planned ones."""
-    from lightning_diffpipe.callbacks import PipelineMonitor
-    from lightning_diffpipe.viewing.measured import number_table
-
-    given = {override.partition("=")[0] for override in HydraConfig.get().overrides.task}
-    OmegaConf.set_struct(config, False)
-    if "trainer.max_steps" not in given:
-        config.trainer.max_steps = _BENCH_STEPS
-    require_number("trainer.max_steps", config.trainer.max_steps, 5, whole=True)
-    config.trainer.update(
-        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0
-    )
-    config.update(logger={}, save_to=None, save_lora=None, save_lora_every_n_steps=None)
-    monitor = {
-        "_target_": "lightning_diffpipe.PipelineMonitor",
-        "every_n_steps": config.trainer.max_steps,  # the first looks come by themselves
-        "folder": str(Path(config.output_dir) / "pipeline"),
-    }
-    config.callbacks = {"monitor": monitor}
-    trainer = _train(config)
-    (found,) = (each for each in trainer.callbacks if isinstance(each, PipelineMonitor))
-    if trainer.is_global_zero:
-        print(number_table(found.numbers))
-        if Path(monitor["folder"]).exists():  # of a pipeline
-            print(f"\n{monitor['folder']} has the plan, its timeline and a trace")
-    return found.numbers
-
-
-def _train(config: DictConfig) -> Any:
+def run_training(config: DictConfig) -> Any:
     """Trains, and returns the Trainer."""
     from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.utilities.exceptions import SIGTERMException
