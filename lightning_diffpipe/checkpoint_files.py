@@ -160,7 +160,7 @@ def require_file(path: str | Path) -> None:
     if file.is_dir() and not is_sharded(file):
         raise CheckpointError(
             f"{path} is a folder, and no checkpoint of this strategy. One of FSDP or DeepSpeed becomes a file by "
-            f" `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
+            f"`python -m lightning.pytorch.utilities.consolidate_checkpoint {path}`"
         )
 
 

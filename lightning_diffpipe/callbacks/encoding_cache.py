@@ -204,8 +204,9 @@ class EncodingCache(L.Callback):
         if changed := sorted(self.memo.statistics.made - before):
             return (
                 f"a batch that was read twice brought {changed[0]} other samples: they differ from pass to pass "
-                "(random crops, flips, shuffled tags?). Switch that off (data.flip=0 data.random_crop=false "
-                "data.shuffle_tags=false), or leave encode_first out: encoders then stay in memory"
+                "(random crops, flips, shuffled tags?). Switch that off (of a folder of images by data.flip=0 "
+                "data.random_crop=false data.shuffle_tags=false), or leave encode_first out: encoders then stay in "
+                "memory"
             )
         return ""
 

@@ -85,7 +85,7 @@ def in_no_layer(module: nn.Module, graph: LayerGraph) -> frozenset[str]:
 
 
 def kept_for_later(module: nn.Module, graph: LayerGraph) -> frozenset[str]:
-    """Returns names of the parameters inside of trained layers, which nobody reads who runs frozen ones only."""
+    """Returns names of the parameters inside of trained layers that frozen layers and the loss do not read."""
     frozen = (graph.layers[index].parameters for index in graph.frozen)
     read = graph.tail_parameters.union(*frozen)
     inside = tuple(f"{name}." for name in graph.path_names)
