@@ -122,7 +122,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "diffpipe: there is no verb 'trian'; verbs: data, profile, plan, "),
+        (["trian"], "diffpipe: there is no verb 'trian'; verbs: train, bench, data, "),
         (
             ["train", "trainer.max_stepz=3"],
             "diffpipe train: Could not override 'trainer.max_stepz'. To append to your config use +tr",
