@@ -515,8 +515,16 @@ def test_weights_that_hooks_change():
         run_ranks(restored, 2, "plainly")
 
 
-class Prodigy(torch.optim.AdamW):
+class Prodigy(torch.optim.SGD):
     """Stands for prodigyopt's, which finds one learning rate from all gradients."""
+
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            norms = [p.grad.norm().item() for p in group["params"] if p.grad is not None]
+            group["lr"] = 1e-3 / (1 + sum(norms))
+        super().step()
+        return loss
 
 
 class UsesProdigy(TinyDiffusion):
