@@ -42,7 +42,7 @@ from lightning_diffpipe.errors import (
     PartitionError,
     require_number,
 )
-from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders
+from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders, rounded
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.loop import PipelineCall
@@ -456,5 +456,6 @@ class StageDrawer:
         whole = dict(self._pipeline.values_of(n for n in self._names.values() if n in missing))
         here = needed[self._mesh.local_rank]
         absent = {p: whole[n] for p, n in self._names.items() if n in here and is_placeholder(p)}
-        with lent_to_placeholders({p: v.to(p.device) for p, v in absent.items()}), torch.no_grad():
+        values = {p: rounded(p, v.to(p.device)) for p, v in absent.items()}
+        with lent_to_placeholders(values), torch.no_grad():
             yield

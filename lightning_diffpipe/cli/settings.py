@@ -52,5 +52,5 @@ for _verb, _types in TYPES.items():
     _node = OmegaConf.structured(make_dataclass(_verb, _types.items()))
     OmegaConf.set_struct(_node, False)  # groups stand beside them
     ConfigStore.instance().store(name=f"settings_{_verb}", node=_node)
-_paper = make_dataclass("paper", (_PAPER | {"call": Any}).items())
+_paper = make_dataclass("paper", (_PAPER | {"call": Any, "quantization": Any}).items())
 ConfigStore.instance().store(group="model", name="settings_on_paper", node=_paper)

@@ -11,6 +11,10 @@ Never call `.to()` on a module with placeholders: moving an expanded tensor allo
 A parameter that is mapped from its file (`keep_stored`) takes no memory there, so that its value is kept under the
 placeholder, and found again when the module shall be whole. A rank can offload its own ones so; what is in no file
 is written to one. They are placeholders until `loaded` gives them values for a while, or `load_back` for good.
+
+Parameters of `quantize_when_placed` are plain until then, and plain again in a module that is made whole: a rank
+quantizes what it runs, and nothing else. Away from its rank's place such a parameter is the plain value rounded to
+what the quantized one stands for (`rounded`).
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ import bisect
 import contextlib
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -30,9 +34,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError
+from lightning_diffpipe.graph.versions import plain_tensors
 
 _STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
-_OFFLOADED = "_diffpipe_offloaded"
+_OFFLOADED, _QUANTIZED = "_diffpipe_offloaded", "_diffpipe_quantized"
 _ALIGNMENT = 64  # bytes, of tensors in a file
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
@@ -190,7 +195,8 @@ def place_parameters(
         resident: Names of the parameters that stay.
         device: Where they shall live, and where placeholders pretend to live.
         whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
-        later: Resident ones that are offloaded, and stay where they are until `load_back`; no quantized ones.
+        later: Resident ones that are offloaded, and stay where they are until `load_back`; of quantized ones those
+            of `quantize_when_placed`.
 
     Returns:
         Names of the placeholders.
@@ -207,7 +213,7 @@ def place_parameters(
         raise GraphError(
             f"{gone[0]} was freed on this rank; load it with restore_parameter() first"
         )
-    foreign = []
+    foreign, others = [], dict[Tensor, nn.Parameter]()
     for name, parameter in parameters.items():
         if stored_value(parameter) is None:
             forget_stored(parameter)
@@ -215,17 +221,19 @@ def place_parameters(
             _offload(name, parameter, parameter.detach(), device)
             continue
         if name in resident:
-            if parameter.device != torch.device(device):
+            if is_quantized_later(parameter):
+                others[parameter] = _quantized(parameter, device)
+            elif parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
-            parameter = replace_parameter(
-                root, parameter, placeholder_of(parameter, torch.device(device))
-            )
+            others[parameter] = placeholder_of(parameter, torch.device(device))
+            parameter = others[parameter]
         _free(parameter, torch.device(device))
         if whereabouts is not None:
             setattr(parameter, _WHERE, f"{name} lives on {whereabouts.get(name, 'another rank')}")
         foreign.append(name)
+    replace_parameters(root, others)
     for module in root.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != torch.device(device):
@@ -238,13 +246,14 @@ def place_parameters(
     return tuple(foreign)
 
 
-def replace_parameter(root: nn.Module, before: Tensor, after: nn.Parameter) -> nn.Parameter:
-    """Puts a parameter in the place of another one, wherever that is."""
+def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -> None:
+    """Puts parameters in the places of others, wherever these are."""
+    if not others:
+        return
     for module in root.modules():
         for key, parameter in module._parameters.items():
-            if parameter is before:
-                module._parameters[key] = after
-    return after
+            if parameter is not None and parameter in others:
+                module._parameters[key] = others[parameter]
 
 
 def has_own_tensors(module: nn.Module) -> bool:
@@ -268,6 +277,84 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
+class Quantizing(Protocol):
+    """How a parameter is quantized; see `modules/quantization.py`."""
+
+    @property
+    def quantize(self) -> Callable[[Tensor], Tensor]:
+        """Quantizes a plain value, on its device; the result has `dequantize`."""
+
+    def num_bytes(self, weight: Tensor) -> int:
+        """Returns the size of a value when it is quantized."""
+
+
+def quantize_when_placed(parameter: nn.Parameter, how: Quantizing) -> None:
+    """Has a frozen parameter quantized by the rank that holds it, when it is placed there."""
+    setattr(parameter, _QUANTIZED, how)
+
+
+def is_quantized_later(parameter: Tensor) -> bool:
+    """Returns whether a parameter is one of `quantize_when_placed`, and still plain."""
+    return hasattr(parameter, _QUANTIZED) and not is_traceable_wrapper_subclass(parameter)
+
+
+def held_bytes(parameter: Tensor) -> int:
+    """Returns the size of a parameter where it is placed."""
+    if is_quantized_later(parameter):
+        return getattr(parameter, _QUANTIZED).num_bytes(parameter)
+    return sum(plain.nbytes for plain in plain_tensors(parameter))
+
+
+def rounded(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns what a parameter stands for where it is placed, as a plain value, of its stored or quantized one."""
+    if is_traceable_wrapper_subclass(value):
+        return value.dequantize()
+    how = getattr(parameter, _QUANTIZED, None)
+    return value if how is None else how.quantize(value).dequantize().to(value.dtype)
+
+
+@contextlib.contextmanager
+def quantized(root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Has the parameters that wait for it quantized inside, on a device."""
+    made = quantize_all(root, device)
+    try:
+        yield
+    finally:
+        replace_parameters(root, {after: before for before, after in made.items()})
+
+
+def quantize_all(root: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
+    """Quantizes all parameters of `quantize_when_placed` on a device; returns them by the plain ones."""
+    made: Any = {p: _quantized(p, device) for p in root.parameters() if is_quantized_later(p)}
+    replace_parameters(root, made)
+    return made
+
+
+def make_plain(root: nn.Module) -> None:
+    """Makes parameters plain again that were quantized when they were placed: those of their files, if from one."""
+    held = [p for p in root.parameters() if hasattr(p, _QUANTIZED)]
+    replace_parameters(
+        root, {p: _plain(p) for p in held if not (is_quantized_later(p) or is_placeholder(p))}
+    )
+
+
+def _quantized(parameter: Tensor, device: torch.device | str) -> nn.Parameter:
+    value = getattr(parameter, _QUANTIZED).quantize(parameter.detach().to(device))
+    return _with_notes(value, parameter)
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    value = stored_value(parameter)
+    return _with_notes(parameter.detach().dequantize() if value is None else value, parameter)
+
+
+def _with_notes(value: Tensor, parameter: Tensor) -> nn.Parameter:
+    made = nn.Parameter(value, requires_grad=False)
+    noted = vars(parameter)
+    vars(made).update({name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted})
+    return made
+
+
 def keep_stored(root: nn.Module) -> None:
     """Notes the parameters that are mapped from files of weights; known on Linux only."""
     maps = Path("/proc/self/maps")
@@ -288,7 +375,7 @@ def stored_value(parameter: Tensor) -> Tensor | None:
     Of a placeholder it is the value that the parameter had when it was placed.
     """
     value, version = getattr(parameter, _STORED, (None, 0))
-    if value is None or is_placeholder(parameter):
+    if value is None or is_placeholder(parameter) or is_traceable_wrapper_subclass(parameter):
         return value
     is_same = parameter._version == version and parameter.dtype == value.dtype
     # On another device it was put by `place_parameters`.
@@ -324,7 +411,7 @@ def restore_parameter(
         )
     if is_traceable_wrapper_subclass(value):
         assert root is not None
-        replace_parameter(root, parameter, nn.Parameter(value, requires_grad=False))
+        replace_parameters(root, {parameter: nn.Parameter(value, requires_grad=False)})
         return
     _hold(parameter, _laid_out(parameter, value).detach())
 
@@ -339,18 +426,34 @@ def _laid_out(parameter: Tensor, value: Tensor) -> Tensor:
     return laid_out.copy_(value)
 
 
-def offload(parameters: Mapping[str, nn.Parameter], folder: Path) -> None:
+def may_be_offloaded(parameter: nn.Parameter) -> bool:
+    """Returns whether `offload` takes a parameter: a plain one, or one of `quantize_when_placed`."""
+    return type(parameter) is nn.Parameter or hasattr(parameter, _QUANTIZED)
+
+
+def offload(
+    root: nn.Module, parameters: Mapping[str, nn.Parameter], folder: Path
+) -> dict[str, nn.Parameter]:
     """Frees parameters of this rank, whose values are then in files: their own ones, or one that is written.
 
     Args:
-        parameters: By name; no quantized ones.
+        root: The module.
+        parameters: By name; of quantized ones those of `quantize_when_placed`.
         folder: On a disk with room for those that are in no file. Their file has no name there: its room is free
             again when the process ends, however that happens.
+
+    Returns:
+        The parameters; plain ones in the place of quantized ones.
     """
+    devices = {name: parameter.device for name, parameter in parameters.items()}
+    others = {p: _plain(p) for p in parameters.values() if is_traceable_wrapper_subclass(p)}
+    replace_parameters(root, others)
+    parameters = {name: others.get(p, p) for name, p in parameters.items()}
     stored = {n: value for n, p in parameters.items() if (value := stored_value(p)) is not None}
     stored |= _in_a_file({n: p for n, p in parameters.items() if n not in stored}, folder)
     for name, parameter in parameters.items():
-        _offload(name, parameter, stored[name], parameter.device)
+        _offload(name, parameter, stored[name], devices[name])
+    return dict(parameters)
 
 
 def _offload(name: str, parameter: nn.Parameter, value: Tensor, device: torch.device | str) -> None:
@@ -379,16 +482,26 @@ def _in_a_file(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
 def loaded(parameters: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
     """Gives those of some parameters that are offloaded their values inside, on a device; None for their own."""
     away: Any = [p for p in parameters if is_offloaded(p) and is_placeholder(p)]
-    values = (_laid_out(p, getattr(p, _OFFLOADED)).to(device or p.device) for p in away)
+    values = (rounded(p, _laid_out(p, getattr(p, _OFFLOADED)).to(device or p.device)) for p in away)
     with lent_to_placeholders(dict(zip(away, values, strict=True))):
         yield
 
 
-def load_back(parameters: Iterable[Tensor], device: torch.device) -> None:
-    """Gives offloaded parameters their values for good, on a device."""
+def load_back(
+    parameters: Iterable[Tensor], device: torch.device, root: nn.Module | None = None
+) -> None:
+    """Gives offloaded parameters their values for good, on a device; quantized in `root`, if that is given."""
+    others: dict[Tensor, nn.Parameter] = {}
     for parameter in parameters:
-        _hold(parameter, _laid_out(parameter, getattr(parameter, _OFFLOADED)).to(device))
+        value = _laid_out(parameter, getattr(parameter, _OFFLOADED))
+        if is_quantized_later(parameter) and root is not None:
+            _hold(parameter, value)
+            others[parameter] = _quantized(parameter, device)
+        else:
+            _hold(parameter, value.to(device))
         delattr(parameter, _OFFLOADED)
+    if root is not None:
+        replace_parameters(root, others)
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:

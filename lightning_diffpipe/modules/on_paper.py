@@ -32,6 +32,7 @@ from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
+from lightning_diffpipe.modules.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.planning.profile import ModelProfile
@@ -209,6 +210,7 @@ class OnPaper:
         call: Further arguments of the pipeline's call.
         device: Where weights are: without memory by default, else with random values.
         lora: Adapters that are trained in place of the denoiser's weights.
+        quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
 
     Attributes:
         module: The model in training.
@@ -227,6 +229,7 @@ class OnPaper:
         call: Mapping[str, Any] | None = None,
         device: torch.device | str = "meta",
         lora: Lora | None = None,
+        quantization: Any = None,
     ) -> None:
         configs = configs or read_configs(path)
         index = configs["model_index"]
@@ -260,6 +263,8 @@ class OnPaper:
                 self.size = self._looked_at(self.module)
         self.size |= configs.get("size", {})
         self.module.to(dtype)  # tables that are made in another type
+        chosen = quantizations_of(quantization, [*self.module.parts], runs=False)
+        quantize_components(chosen, self.module.parts)
 
     def _looked_at(self, module: PipelineDiffusion) -> dict[str, int]:
         """Finds the tail of the pipeline's call, and its size in pixels."""
@@ -320,6 +325,7 @@ class ModelOnPaper:
         num_frames: Of a video; that of the model if not given.
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
         lora_rank: Rank of adapters that are trained in place of the denoiser's weights; None for the weights.
+        quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`; counts in memory only.
 
     Raises:
         ConfigurationError: There is no such model, device or type.
@@ -332,6 +338,7 @@ class ModelOnPaper:
     num_frames: int | None = None
     call: Mapping[str, Any] | None = None
     lora_rank: int | None = None
+    quantization: Any = None
 
     def __post_init__(self) -> None:
         read_configs(str(self.path))
@@ -358,7 +365,8 @@ class ModelOnPaper:
         try:
             path = str(self.path)
             lora = None if self.lora_rank is None else Lora(self.lora_rank)
-            paper = OnPaper(path, getattr(torch, self.dtype), call=self.call, lora=lora)
+            dtype, quantization = getattr(torch, self.dtype), self.quantization
+            paper = OnPaper(path, dtype, call=self.call, lora=lora, quantization=quantization)
             if self.resolution is not None:
                 paper.module.require_size(self.resolution, self.resolution)
                 paper.size |= {"height": self.resolution, "width": self.resolution}
@@ -368,6 +376,7 @@ class ModelOnPaper:
             pixels = f"{height}" if height == width else f"{height}x{width}"
             name = path if path in PUBLISHED else Path(path).resolve().name
             trained = "" if lora is None else f", adapters of rank {lora.rank}"
+            trained += f", quantized ({quantization})" if quantization else ""
             title = f"{name} at {pixels} in {self.dtype}{trained}, modelled on {device.name}"
             run = (paper.module, paper.step, paper.batch)
             return modelled(title, *run, paper.denoiser, device, sample_counts)

@@ -49,6 +49,7 @@ from lightning_diffpipe.checkpoint_shards import (
 from lightning_diffpipe.comm.mesh import is_first_process
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, raised_by_all
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.graph.placement import quantize_all
 from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
@@ -61,6 +62,7 @@ from lightning_diffpipe.modules.adapters import (
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.optimization import Optimization
+from lightning_diffpipe.modules.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
@@ -333,10 +335,14 @@ class PartsModule(L.LightningModule):
 
         Processors compute float16, a type of files, many times slower than float32: on those frozen parts get that.
         """
-        # Not `trainer`, which raises without one.
-        if self._trainer is not None and self.trainer.strategy.root_device.type == "cpu":
-            for name in self.frozen_parts:
-                in_float32(getattr(self, name), torch.float16)
+        if self._trainer is not None:  # not `trainer`, which raises without one
+            strategy = self.trainer.strategy
+            if strategy.root_device.type == "cpu":
+                for name in self.frozen_parts:
+                    in_float32(getattr(self, name), torch.float16)
+            # `DiffPipeStrategy` has each rank quantize what it holds.
+            if stage != "fit" or not hasattr(strategy, "is_resident"):
+                quantize_all(self, strategy.root_device)
         self._left_out = {}
         # Lightning's averages have all weights, and are loaded as a whole.
         if self._base is not None and not any(
@@ -450,7 +456,11 @@ class PartsModule(L.LightningModule):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, frozen_dtype: str | torch.dtype | None = None, **kwargs: Any
+        cls,
+        path: str | Path,
+        frozen_dtype: str | torch.dtype | None = None,
+        quantization: Any = None,
+        **kwargs: Any,
     ) -> Self:
         """Reads every part this module knows from a diffusers folder or hub id.
 
@@ -458,11 +468,14 @@ class PartsModule(L.LightningModule):
             path: Folder with `model_index.json`, or a hub id.
             frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
                 autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
+            quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
+                `"float8"`, or more; for all components but autoencoders, or by their names. See
+                `quantization_named`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
             ConfigurationError: There is no such folder, its index asks for a part of an unsupported library, or
-                there is no such type.
+                there is no such type or quantization.
         """
         index = read_index(str(path))
         folder = fetched(str(path))
@@ -476,9 +489,11 @@ class PartsModule(L.LightningModule):
         outlines = {n: PartOutline(type(p), getattr(p, "config", {})) for n, p in given.items()}
         cls._check_outlines(outlines | {n: outline_of_part(*each) for n, each in stored.items()})
         dtype = dtype_named("frozen_dtype", frozen_dtype)
+        quantizations = quantizations_of(quantization, [*stored, *given])
         parts = {name: load_for_training(*entry, dtype) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.train_in_float32()
+        quantize_components(quantizations, module.parts)
         module.pipeline_index = {  # parts that are not read, such as a safety checker, are absent
             key: [None, None] if isinstance(value, (list, tuple)) else value
             for key, value in index.items()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,12 +33,13 @@ from lightning_diffpipe.modules.parts import (
     read_index,
     warn_of_cut,
 )
+from lightning_diffpipe.modules.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
-from lightning_diffpipe.pipelines.stand_ins import in_own_precision
+from lightning_diffpipe.pipelines.stand_ins import decoding_in_own_precision, in_own_precision
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import dtype_named
-from lightning_diffpipe.sampling.source import call_of, load_networks
+from lightning_diffpipe.sampling.source import call_of, is_component, load_networks
 
 _UNOPENED = (OSError, ValueError, TypeError, ImportError, AttributeError, SafetensorError)
 
@@ -135,7 +137,11 @@ class PipelineDiffusion(PartsModule):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, frozen_dtype: str | torch.dtype | None = None, **kwargs: Any
+        cls,
+        path: str | Path,
+        frozen_dtype: str | torch.dtype | None = None,
+        quantization: Any = None,
+        **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
 
@@ -143,6 +149,9 @@ class PipelineDiffusion(PartsModule):
             path: Folder with `model_index.json`, or a hub id.
             frozen_dtype: Type of what is not trained; None for that in which each part is stored, but for an
                 autoencoder that asks for float32 (`force_upcast`). What is trained has float32.
+            quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
+                `"float8"`, or more; for all components but autoencoders, or by their names. See
+                `quantization_named`.
             kwargs: Further arguments of `__init__`.
 
         Raises:
@@ -153,6 +162,8 @@ class PipelineDiffusion(PartsModule):
         index = read_index(str(path))
         condition_of(_pipeline_class(index, str(path)))
         dtype = dtype_named("frozen_dtype", frozen_dtype)
+        names = [name for name, entry in index.items() if is_component(entry)]
+        quantizations = quantizations_of(quantization, names)
         try:
             folder = fetched(str(path))
             networks = load_networks(folder, index, load=load_for_training, dtype=dtype)
@@ -166,6 +177,7 @@ class PipelineDiffusion(PartsModule):
             ) from error
         module = cls(pipeline, **kwargs)
         module.train_in_float32()
+        quantize_components(quantizations, module.parts)
         module._note_base(path, networks)
         return module
 
@@ -279,6 +291,13 @@ class PipelineDiffusion(PartsModule):
         first = min(caption - min(caption, image) / 2, 1 - image)
         shown = [float(not first <= coin < first + image) for coin in coins]
         return torch.tensor(shown).to(self.device, non_blocking=True)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts all modules into evaluation mode inside, and has the autoencoder decode in its own precision."""
+        vae = self.step.decoder and getattr(self, self.step.decoder)
+        with super().evaluating(), decoding_in_own_precision(vae) if vae else nullcontext():
+            yield
 
     @property
     def draws_from(self) -> str:

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -189,6 +190,17 @@ def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractConte
     ):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def decoding_in_own_precision(vae: Any) -> contextlib.AbstractContextManager[Any]:
+    """Has an autoencoder decode latents of any type inside, which a pipeline gives it in that of its denoiser."""
+    decode = vae.decode
+
+    def decode_in_type(latents: Tensor, *args: Any, **options: Any) -> Any:
+        with in_own_precision(vae, latents.device):
+            return decode(latents.to(vae.dtype), *args, **options)
+
+    return mock.patch.object(vae, "decode", decode_in_type)
 
 
 def of_type(real: Any, dtype: torch.dtype) -> Any:

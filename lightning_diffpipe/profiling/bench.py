@@ -29,6 +29,7 @@ from lightning_diffpipe.clock import Clock, clock_for
 from lightning_diffpipe.errors import GraphError, ProfileError, clear_variables
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
 from lightning_diffpipe.graph.step import Step, StepCall, count_samples
 from lightning_diffpipe.profiling.state import (
     placeable,
@@ -145,12 +146,13 @@ class Subject:
     def fits(self) -> bool:
         """Whether the whole module and its gradients leave enough of the device's memory.
 
-        Decided once: memory is counted when nothing has been timed yet.
+        Decided once: memory is counted when nothing has been timed yet. On a CPU weights are where they are, but
+        for those that are quantized when they are placed.
         """
         if self.place.type != "cuda":
-            return True
+            return not any(map(is_quantized_later, self.module.parameters()))
         need = sum(
-            p.numel() * p.element_size() * ((p.device != self.place) + (name in self.graph.trained))
+            held_bytes(p) * ((p.device != self.place) + (name in self.graph.trained))
             for name, p in self.module.named_parameters()
         )
         return need < _MEMORY_SHARE * free_bytes(self.place)

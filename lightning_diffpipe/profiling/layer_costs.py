@@ -30,9 +30,9 @@ from lightning_diffpipe.graph.frozen import FrozenView, why_not_splittable
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import Layer, LayerGraph, TensorKey
 from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
+from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.probe import fold
 from lightning_diffpipe.graph.step import Step, StepCall
-from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -196,7 +196,7 @@ def assemble(
         One backbone, of the trained path, and one encoder for every top-level module with frozen layers.
     """
     named = module.named_parameters()
-    sizes = {name: sum(plain.nbytes for plain in plain_tensors(p)) for name, p in named}
+    sizes = {name: held_bytes(p) for name, p in named}
     samples = graph.num_samples or 1
     boundaries = boundary_bytes(graph)
     path = [graph.layers[index] for index in graph.path]

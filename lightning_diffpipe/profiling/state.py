@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import own_tensors
+from lightning_diffpipe.graph.placement import own_tensors, quantized
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples
 from lightning_diffpipe.graph.trial import untouched
 
@@ -71,11 +71,17 @@ def current(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Lets a module live on another device for a while; its own tensors wait where they are.
+    """Lets a module live on a device for a while, quantized as there; its own tensors wait where they are.
 
     Nothing is copied back: what runs here must not change parameters, and changes of buffers and of the states of
     metrics are lost.
     """
+    with quantized(module, device), _moved(module, device):
+        yield
+
+
+@contextlib.contextmanager
+def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
     parameters = [(p, p.data) for p in module.parameters() if p.device != device]
     held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
     held += [(m.__dict__, own) for m, own in own_tensors(module.modules())]

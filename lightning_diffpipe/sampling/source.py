@@ -213,7 +213,7 @@ class DiffusersFolder:
             )
         cls = getattr(diffusers, class_name)
         weights: Weights = SafetensorsFolder(folder, variant)
-        present = [name for name, entry in index.items() if _is_component(entry)]
+        present = [name for name, entry in index.items() if is_component(entry)]
         pipeline_class = index["_class"]
         config = _config(cls, folder)
         unet = config if self.name == "unet" else None
@@ -274,9 +274,9 @@ class DiffusersFolder:
             return self._pipeline
         cls = self._index["_class"]
         entries = {n: e for n, e in self._index.items() if n in inspect.signature(cls).parameters}
-        parts = {n: None if _is_component(e) or _is_absent(e) else e for n, e in entries.items()}
+        parts = {n: None if is_component(e) or _is_absent(e) else e for n, e in entries.items()}
         for name, entry in entries.items():
-            if _is_component(entry) and entry[0] == "diffusers":
+            if is_component(entry) and entry[0] == "diffusers":
                 kind = getattr(diffusers, entry[1])
                 parts[name] = (
                     self._outline_of(name, kind)
@@ -417,7 +417,7 @@ def _load_others(
         if index["_is_own"]:  # diffusers would run the folder's code
             others = {n: e for n, e in taken.items() if n not in parts and not _is_absent(e)}
             made = {
-                n: _read_part(str(path), n, e) if _is_component(e) else e for n, e in others.items()
+                n: _read_part(str(path), n, e) if is_component(e) else e for n, e in others.items()
             }
             pipeline = cls(**absent, **parts, **made)
         else:
@@ -431,7 +431,7 @@ def _load_others(
     return pipeline
 
 
-def _is_component(entry: Any) -> bool:
+def is_component(entry: Any) -> bool:
     """Returns whether an entry of `model_index.json` has library and class of a part; others are settings."""
     return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
@@ -523,7 +523,7 @@ def load_networks(
     """Loads the parts of diffusers and transformers in a folder or hub id that have weights, but for some."""
     networks = {}
     for name, entry in index.items():
-        if name not in but and _is_component(entry):
+        if name not in but and is_component(entry):
             cls = getattr(_LIBRARIES.get(entry[0]), entry[1], None)
             if isinstance(cls, type) and issubclass(cls, nn.Module):
                 networks[name] = load(path, name, entry, **options)

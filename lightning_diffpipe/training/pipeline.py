@@ -25,9 +25,12 @@ from lightning_diffpipe.graph.forms import Forms
 from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import (
+    held_bytes,
     is_placeholder,
     leave_on_host,
     load_back,
+    make_plain,
+    may_be_offloaded,
     offload,
     restore_parameter,
     stored_value,
@@ -221,7 +224,7 @@ class Pipeline:
     def offload(self, layers: frozenset[str], folder: Path) -> int:
         """Frees the parameters that only these frozen layers read, as what they give is stored.
 
-        Not quantized ones, nor any if frozen parameters have been written: their files would not have their values.
+        None if frozen parameters have been written: their files would not have their values.
 
         Args:
             layers: Names.
@@ -235,13 +238,12 @@ class Pipeline:
         read = (layer.parameters for layer in self.graph.layers if layer.name in layers)
         names = (frozenset().union(*read) & self.resident) - kept - self.offloaded.keys()
         named = dict(self.module.named_parameters())
-        away = {n: named[n] for n in sorted(names) if type(named[n]) is nn.Parameter}
+        away = {n: named[n] for n in sorted(names) if may_be_offloaded(named[n])}
         if not (away and self.runs_ahead) or self.stop_ahead_if_changed():
             return 0
-        num_bytes = sum(parameter.nbytes for parameter in away.values())
+        num_bytes = sum(map(held_bytes, away.values()))
         with self._moving():
-            offload(away, folder)
-        self.offloaded |= away
+            self.offloaded |= offload(self.module, away, folder)
         self._relay.offloaded = frozenset(name.rpartition(".")[0] for name in self.offloaded)
         vars(self).pop("read_ahead", None)
         self.count_as_unchanged()
@@ -250,7 +252,7 @@ class Pipeline:
     def load_stages(self) -> None:
         """Brings the parameters of the stages to the device, where they were left on the host."""
         with self._moving():
-            load_back(self.later.values(), self.mesh.device)
+            load_back(self.later.values(), self.mesh.device, self.module)
         self.later = {}
 
     @contextlib.contextmanager
@@ -338,6 +340,7 @@ class Pipeline:
         self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
         with self._moving():
             load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
+            make_plain(self.module)
         if connected:
             # Not of `state_dict()`: it lacks some buffers, and modules may leave out or rename the rest.
             parameters = dict(self.module.named_parameters(remove_duplicate=False))

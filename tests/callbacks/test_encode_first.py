@@ -300,7 +300,7 @@ def test_parameters_are_mapped_from_their_own_file_or_a_new_one(tmp_path):
     keep_stored(root)
     named, values = dict(root.named_parameters()), {n: p.clone() for n, p in root.items()}
     address, files = named["mapped"].data_ptr(), list(tmp_path.iterdir())
-    offload(named, tmp_path)
+    offload(root, named, tmp_path)
     assert list(tmp_path.iterdir()) == files
     for name, parameter in named.items():
         assert is_offloaded(parameter)

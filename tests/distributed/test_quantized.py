@@ -3,18 +3,31 @@
 Run by `make test-tables`, which installs both libraries in a folder of their own.
 """
 
+import copy
+import pickle
+from dataclasses import replace
 from importlib.util import find_spec
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import BitsAndBytesConfig, TorchAoConfig
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
+from lightning_diffpipe.modules.quantization import (
+    Weight4Bit,
+    _in_4_bits,
+    quantizations_of,
+    quantize_components,
+)
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
+from tests.distributed.test_stored_types import Opened
+from tests.distributed.tiny import Images
+from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -122,3 +135,82 @@ def test_layers_over_a_quantized_base_learn_what_one_process_learns(quantize, tm
     assert len(set(kept[0])) == 4
     state = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
     assert [bytes_of_values(state[f"base.{i}.weight"]) for i in range(4)] == kept[0]
+
+
+class QuantizedWhenPlaced(Opened):
+    """A pipeline as `from_pretrained(folder, quantization=...)` opens it."""
+
+    def __init__(self, folder, quantization):
+        super().__init__(folder, lora=True)
+        quantize_components(quantizations_of(quantization, [*self.parts]), self.parts)
+
+
+def fit_adapters(rank, settings, world_size):
+    return of_adapters(fit(rank, settings, world_size))
+
+
+def of_adapters(outcome):
+    weights = {name: value for name, value in outcome.weights.items() if ".lora_" in name}
+    return replace(outcome, weights=weights)
+
+
+def settings_of(name):
+    """What quantizes: a setting, or a configuration of diffusers or torchao."""
+    if name == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return {"transformer": TorchAoConfig(Int8WeightOnlyConfig())}
+    if name == "bitsandbytes":
+        return {"transformer": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")}
+    return name
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "float8", "torchao", "bitsandbytes"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_each_rank_quantizes_what_it_holds(name, tmp_path):
+    folder = str(tmp_path / "flux")
+    tiny.build("flux", tmp_path / "parts").to(torch.bfloat16).save_pretrained(folder)
+    settings = Settings(
+        module={"folder": folder, "quantization": settings_of(name)},
+        module_class=QuantizedWhenPlaced,
+        data_class=Images,
+        trainer={"max_steps": 3, "max_epochs": -1, "precision": "bf16-mixed"},
+    )
+    expected = of_adapters(reference(settings, 2))
+    plain = reference(replace(settings, module={"folder": folder, "quantization": None}), 2)
+    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
+    assert_equal_runs(run_ranks(fit_adapters, 2, settings, 2), expected, 1e-3)
+    assert abs(plain.losses[0] - expected.losses[0]) > 1e-4, "weights were rounded"
+
+
+@pytest.mark.parametrize("compress_statistics", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_in_4_bits_multiply_as_those_of_bitsandbytes(compress_statistics, dtype):
+    """To the bit, forward and backward; and so does a copy that has travelled."""
+    import bitsandbytes.nn
+
+    plain = nn.Linear(256, 128, dtype=dtype)
+    options = {"compute_dtype": dtype, "quant_type": "nf4"}
+    known = bitsandbytes.nn.Linear4bit(256, 128, compress_statistics=compress_statistics, **options)
+    known.load_state_dict(plain.state_dict())
+    known.to("cpu")
+    weight = Weight4Bit.of(plain.weight, "nf4", compress_statistics)
+    size = sum(each.nbytes for each in plain_tensors(weight))
+    how = _in_4_bits("nf4", compress_statistics)
+    assert abs(size - how.num_bytes(plain.weight)) < 2048, "tables of levels"
+    x = torch.randn(3, 5, 256, dtype=dtype)
+    results = []
+    for each in (weight, pickle.loads(pickle.dumps(weight)), copy.deepcopy(weight)):
+        plain.weight = nn.Parameter(each, requires_grad=False)
+        results.append(with_gradient(plain, x))
+    results.append(with_gradient(known, x))
+    for result in results:
+        assert all(map(torch.equal, result, results[-1]))
+
+
+def with_gradient(layer, x):
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.square().sum().backward()
+    return out.detach(), x.grad

@@ -1,0 +1,315 @@
+"""Frozen weights in 4 or 8 bits, made of the stored ones by each rank for its own layers, where it places them.
+
+Until a weight is placed, it is the plain one that is mapped from its file: the step is probed, and equal weights
+are told, as without quantization, and no rank quantizes what it does not run. Layers stay `nn.Linear`; their weight
+becomes a tensor that knows how to multiply. Those of 8 bits are torchao's. Those of 4 bits are kept as `Linear4bit`
+of bitsandbytes keeps them, and multiplied by its kernels; its module would be another one than that which
+is cut.
+
+Source:
+    QLoRA, Dettmers et al. (2023), section 3, https://arxiv.org/abs/2305.14314
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import quantize_when_placed
+
+_BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the weight of a layer is quantized.
+
+    Attributes:
+        quantize: Returns the quantized weight of a layer, `(out, in)`, on the device of the plain one: a wrapper
+            subclass of `Tensor` that `F.linear` takes, and that has `dequantize()`.
+        bits: Size of a weight in memory, with its share of the scales.
+    """
+
+    quantize: Callable[[Tensor], Tensor]
+    bits: float
+
+    def num_bytes(self, weight: Tensor) -> int:
+        """Returns the size of a weight when it is quantized."""
+        return round(weight.numel() * self.bits / 8)
+
+
+class Weight4Bit(Tensor):
+    """A frozen weight of a linear layer in 4 bits, as bitsandbytes has it.
+
+    Attributes:
+        packed: Two weights a byte.
+        scales: What bitsandbytes knows besides (`QuantState.as_dict`); the tensors among it are on the same device.
+    """
+
+    packed: Tensor
+    scales: dict[str, Any]
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scales: dict[str, Any]) -> Weight4Bit:
+        """Wraps packed weights."""
+        dtype = getattr(torch, scales["dtype"])
+        made = Tensor._make_wrapper_subclass(
+            cls, scales["shape"], dtype=dtype, device=packed.device
+        )
+        made.packed, made.scales = packed, scales
+        return made
+
+    @classmethod
+    def of(cls, weight: Tensor, quant_type: str, compress_statistics: bool) -> Weight4Bit:
+        """Quantizes a weight, `(out, in)`, by bitsandbytes."""
+        from bitsandbytes.functional import quantize_4bit
+
+        options = {"quant_type": quant_type, "compress_statistics": compress_statistics}
+        packed, state = quantize_4bit(weight.detach().contiguous(), blocksize=_BLOCK, **options)
+        scales = state.as_dict()
+        if state.nested:  # a number there, for which a device would be waited
+            scales["nested_offset"] = state.offset
+        return cls(packed, scales)
+
+    @property
+    def state(self) -> Any:
+        """The `QuantState` that bitsandbytes computes with."""
+        from bitsandbytes.functional import QuantState
+
+        known, nested = self.scales, None
+        if "nested_absmax" in known:
+            nested = QuantState(
+                absmax=known["nested_absmax"],
+                blocksize=known["nested_blocksize"],
+                code=known["nested_quant_map"],
+                dtype=torch.float32,
+            )
+        return QuantState(
+            absmax=known["absmax"],
+            shape=self.shape,
+            code=known["quant_map"],
+            blocksize=known["blocksize"],
+            quant_type=known["quant_type"],
+            dtype=self.dtype,
+            offset=known.get("nested_offset"),
+            state2=nested,
+        )
+
+    def dequantize(self) -> Tensor:
+        """Returns a plain weight, `(out, in)`."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(self.packed, self.state)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiplies as a linear layer does, under autocast in its type."""
+        from bitsandbytes import matmul_4bit
+
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = None if bias is None else bias.to(x.dtype)
+        return matmul_4bit(x, self.packed.t(), bias=bias, quant_state=self.state)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Multiplies by it in `F.linear`."""
+        if func is F.linear:
+            return _linear(*args, **kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Detaches, copies and moves.
+
+        Raises:
+            NotImplementedError: Something else is asked for.
+        """
+        weight, aten, options = args[0], torch.ops.aten, kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return cls(weight.packed, weight.scales)
+        is_copied = func in (aten.clone.default, aten._to_copy.default)
+        if is_copied and options.get("dtype") in (None, weight.dtype):
+            move = partial(Tensor.to, device=options.get("device"), copy=True)
+            return cls(*pytree.tree_map_only(Tensor, move, (weight.packed, weight.scales)))
+        raise NotImplementedError(
+            f"{func} of a weight in 4 bits, which only linear layers multiply by"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Tells which attributes hold memory; see `torch.utils._python_dispatch`."""
+        plain = {n: value for n, value in self.scales.items() if not isinstance(value, Tensor)}
+        return ["packed", *(self.scales.keys() - plain.keys())], plain
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], plain: Any, *_: Any) -> Weight4Bit:
+        """Wraps plain tensors again."""
+        return Weight4Bit(
+            inner["packed"], {**plain, **{n: inner[n] for n in inner if n != "packed"}}
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds tensors among the scales, as `__tensor_flatten__` names them."""
+        if name in (known := self.__dict__.get("scales", {})):
+            return known[name]
+        raise AttributeError(name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Says its shape and type."""
+        return f"Weight4Bit({tuple(self.shape)}, {self.scales['quant_type']}, {self.device})"
+
+
+def _linear(input: Tensor, weight: Weight4Bit, bias: Tensor | None = None) -> Tensor:
+    return weight.linear(input, bias)
+
+
+def _by_torchao(weight: Tensor, config: Any) -> Tensor:
+    """Quantizes a weight, `(out, in)`, by a configuration of torchao."""
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    layer.out_features, layer.in_features = weight.shape
+    quantize_(layer, config)
+    return layer.weight.detach()
+
+
+def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
+    scale = 8 / _BLOCK + 32 / _BLOCK / _NESTED_BLOCK if double else 32 / _BLOCK
+    how = {"quant_type": quant_type, "compress_statistics": double}
+    return Quantization(partial(Weight4Bit.of, **how), 4 + scale)
+
+
+def _in_8_bits(name: str) -> Quantization:
+    def quantize(weight: Tensor) -> Tensor:
+        import torchao.quantization
+
+        return _by_torchao(weight, getattr(torchao.quantization, name)())
+
+    return Quantization(quantize, 8.0)
+
+
+_NAMED = {
+    "nf4": ("bitsandbytes", _in_4_bits),
+    "int8": ("torchao", partial(_in_8_bits, "Int8WeightOnlyConfig")),
+    "float8": ("torchao", partial(_in_8_bits, "Float8WeightOnlyConfig")),
+}
+
+
+def quantization_named(setting: Any, runs: bool = True) -> Quantization:
+    """Returns how weights are quantized.
+
+    Args:
+        setting: `"nf4"` (bitsandbytes, with scales that are quantized, too), `"int8"` or `"float8"` (torchao,
+            weights only), a configuration of torchao, or a `TorchAoConfig` or `BitsAndBytesConfig` with
+            `load_in_4bit`, of diffusers or transformers; or a `Quantization` of your own.
+        runs: Whether something is quantized, for which packages are needed; else only sizes are asked.
+
+    Raises:
+        ConfigurationError: There is no such quantization, or its package is missing.
+    """
+    from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+    from transformers.utils.quantization_config import QuantizationConfigMixin as OfTransformers
+
+    if isinstance(setting, Quantization):
+        return setting
+    if isinstance(setting, str) and setting in _NAMED:
+        package, make = _NAMED[setting]
+        if runs and find_spec(package) is None:
+            raise ConfigurationError(
+                f"quantization={setting} needs the package {package}; run: pip install {package}"
+            )
+        return make()
+    if getattr(setting, "load_in_4bit", False):
+        return _in_4_bits(setting.bnb_4bit_quant_type, setting.bnb_4bit_use_double_quant)
+    if isinstance(setting, QuantizationConfigMixin | OfTransformers):
+        setting = getattr(setting, "quant_type", None)
+    if find_spec("torchao") is not None:
+        from torchao.core.config import AOBaseConfig
+
+        if isinstance(setting, AOBaseConfig):
+            quantize = partial(_by_torchao, config=setting)
+            example = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+            names, _ = (made := quantize(example)).__tensor_flatten__()
+            size = sum(getattr(made, name).nbytes for name in names)
+            return Quantization(quantize, 8 * size / example.numel())
+    raise ConfigurationError(
+        f"quantization={setting!r}; choose {', '.join(_NAMED)}, a configuration of torchao, or TorchAoConfig or "
+        "BitsAndBytesConfig(load_in_4bit=True) of diffusers; or one of them for each component, such as "
+        "{transformer: nf4, text_encoder_2: int8}"
+    )
+
+
+def quantizations_of(
+    setting: Any, names: Collection[str], runs: bool = True
+) -> dict[str, Quantization]:
+    """Returns how components are quantized, by their names; before weights are read.
+
+    Args:
+        setting: As in `quantization_named`, for all components; such settings by names of components; or None.
+        names: Of the components of a pipeline.
+        runs: As in `quantization_named`.
+
+    Raises:
+        ConfigurationError: There is no such quantization or component.
+    """
+    if setting is None:
+        return {}
+    if not isinstance(setting, Mapping):
+        return dict.fromkeys(names, quantization_named(setting, runs))
+    if unknown := sorted(setting.keys() - set(names)):
+        raise ConfigurationError(
+            f"quantization names the component {unknown[0]!r}; this model has {', '.join(names)}"
+        )
+    chosen = {name: each for name, each in setting.items() if each is not None}
+    return {name: quantization_named(each, runs) for name, each in chosen.items()}
+
+
+def quantize_components(
+    quantizations: Mapping[str, Quantization], components: Mapping[str, Any]
+) -> None:
+    """Has frozen weights of linear layers quantized when they are placed; none of autoencoders.
+
+    Those stay plain that a class keeps in float32 (`_keep_in_fp32_modules`), and those that other kinds of layers
+    read, too, such as an embedding.
+
+    Raises:
+        ConfigurationError: There are no such weights.
+    """
+    weights = [
+        (weight, how)
+        for name, how in quantizations.items()
+        if isinstance(part := components.get(name), nn.Module) and not hasattr(part, "decode")
+        for weight in _frozen_linear_weights(part)
+    ]
+    if quantizations and not weights:
+        raise ConfigurationError(
+            f"quantization of {', '.join(quantizations)}: there is no frozen linear layer whose weight could be "
+            "quantized. What is trained as a whole stays plain: add adapters (lora), or leave quantization out"
+        )
+    for weight, how in weights:
+        quantize_when_placed(weight, how)
+
+
+def _frozen_linear_weights(part: nn.Module) -> list[nn.Parameter]:
+    """Returns the weights of a part that may be quantized; see `quantize_components`."""
+    kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
+    linear = [
+        module
+        for name, module in part.named_modules()
+        if type(module) is nn.Linear and not kept & set(name.split("."))
+    ]
+    readers = Counter(id(p) for module in part.modules() for p in module._parameters.values())
+    read_here = Counter(id(module.weight) for module in linear)
+    weights = {id(m.weight): m.weight for m in linear if not m.weight.requires_grad}
+    return [weight for key, weight in weights.items() if readers[key] == read_here[key]]

@@ -1,0 +1,199 @@
+"""Frozen weights that each rank quantizes for itself: the numbers of one process with the same quantized weights.
+
+With a quantization that needs no package; those of bitsandbytes and torchao are in `test_quantized.py`.
+"""
+
+from dataclasses import replace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_diffpipe.callbacks import EncodingCache, SampleImages
+from lightning_diffpipe.graph.placement import (
+    is_placeholder,
+    is_quantized_later,
+    stored_value,
+)
+from lightning_diffpipe.modules.quantization import Quantization, quantize_components
+from tests.callbacks.test_samples import Memory
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+    reference,
+)
+from tests.distributed.test_stored_types import LINUX, Opened
+from tests.distributed.tiny import Images
+from tests.predictor import tiny_pipelines as tiny
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.distributed, LINUX]
+
+
+class Rounded(torch.Tensor):
+    """A weight of 4 bits and one scale: so coarse that losses tell whether it is in use."""
+
+    @staticmethod
+    def __new__(cls, levels, scale, dtype):
+        made = torch.Tensor._make_wrapper_subclass(cls, levels.shape, dtype=dtype)
+        made.levels, made.scale = levels, scale
+        return made
+
+    @classmethod
+    def of(cls, weight):
+        scale = weight.detach().abs().amax().float() / 7
+        return cls((weight.detach() / scale).round().to(torch.int8), scale, weight.dtype)
+
+    def dequantize(self):
+        return (self.levels * self.scale).to(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, weight.dequantize(), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].levels, args[0].scale, args[0].dtype)
+        raise NotImplementedError(str(func))
+
+    def __tensor_flatten__(self):
+        return ["levels", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, dtype, *_):
+        return Rounded(**inner, dtype=dtype)
+
+
+class QuantizedWhenPlaced(Opened):
+    """A pipeline as `from_pretrained(folder, quantization=...)` opens it."""
+
+    def __init__(self, folder, quantize=True):
+        super().__init__(folder, lora=True)
+        chosen = dict.fromkeys(self.parts, Quantization(Rounded.of, 8.0)) if quantize else {}
+        quantize_components(chosen, self.parts)
+        self._note_base(folder, self.parts)
+
+
+class Look(L.Callback):
+    """Counts weights to quantize: all, those that are quantized, those that are mapped from their file."""
+
+    def __init__(self):
+        self.counts, self.module = [], None
+
+    def on_train_epoch_end(self, trainer, module):
+        self.module = module
+        self.count()
+
+    def count(self):
+        weights = [p for p in self.module.parameters() if hasattr(p, "_diffpipe_quantized")]
+        here = [p for p in weights if not (is_placeholder(p) or is_quantized_later(p))]
+        self.counts += [len(weights), len(here), sum(stored_value(p) is not None for p in weights)]
+
+
+def fit_and_look(rank, settings, world_size):
+    look = Look()
+    settings.trainer["callbacks"] = [*settings.trainer.get("callbacks", []), look]
+    outcome = fit(rank, settings, world_size)
+    outcome.weights = adapters_of(outcome)
+    look.count()
+    return outcome, look.counts
+
+
+def adapters_of(outcome):
+    return {name: value for name, value in outcome.weights.items() if ".lora_" in name}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    tiny.build("flux", tmp_path / "parts").to(torch.bfloat16).save_pretrained(tmp_path / "flux")
+    return Settings(
+        module={"folder": str(tmp_path / "flux")},
+        module_class=QuantizedWhenPlaced,
+        data_class=Images,
+        trainer={"max_steps": 3, "max_epochs": -1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "encodes_first"),
+    [
+        ({"num_stages": 2, "num_microbatches": 2}, False),
+        ({"num_stages": 2, "num_microbatches": 2, "checkpointing": "all"}, True),
+        ({"num_stages": 2, "num_microbatches": 2, "filling": "none", "profile": "measure"}, False),
+        ({"num_stages": 1, "num_microbatches": 2, "data_parallel": 1}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_each_rank_quantizes_what_it_holds(strategy, encodes_first, settings, tmp_path):
+    """Weights are mapped plain from their file before and after training."""
+    expected = reference(settings, 2)
+    expected.weights = adapters_of(expected)
+    plain = reference(replace(settings, module=settings.module | {"quantize": False}), 2)
+    if encodes_first:
+        cache = EncodingCache(tmp_path / "cache", encode_first=True, min_flops_per_byte=0.0)
+        settings.trainer["callbacks"] = [cache]
+    settings.strategy = strategy
+    num_ranks = strategy["num_stages"]
+    outcomes, counts = zip(*run_ranks(fit_and_look, num_ranks, settings, num_ranks), strict=True)
+    assert_equal_runs(outcomes, expected, 1e-4)
+    assert abs(plain.losses[0] - expected.losses[0]) > 1e-3 * plain.losses[0]
+    for total, quantized, mapped, *after in counts:
+        assert 0 < quantized < total + (num_ranks == 1)
+        assert mapped == total
+        assert after == [total, 0, total]
+
+
+class Shown(Memory):
+    def log_image(self, key, images, step, caption):
+        self.images += [np.asarray(image, dtype=float) for image in images]
+
+
+class Saves(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_and_save(rank, settings, world_size, path, ckpt_path=None):
+    """Trains with images and a checkpoint on the way, and returns the adapters and the images."""
+    module, logger = build(settings), Shown()
+    images = SampleImages(["a cat"], every_n_steps=2, num_inference_steps=2)
+    callbacks = [images] if ckpt_path else [images, Saves(path)]
+    options = {**settings.trainer, "max_steps": 4, "callbacks": callbacks, "logger": logger}
+    strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
+    trainer.fit(module, datamodule=settings.data_class(), ckpt_path=ckpt_path)
+    state = module.state_dict()
+    return {n: value for n, value in state.items() if ".lora_" in n}, logger.images
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_checkpoints_and_images_over_a_quantized_base(settings, tmp_path):
+    """Checkpoints have adapters alone, and are gone on from where the base is opened plain and quantized again."""
+    path = tmp_path / "adapters.ckpt"
+    [(_, expected)] = run_ranks(fit_and_save, 1, settings, 1, path)
+    (whole, images), _ = run_ranks(fit_and_save, 2, settings, 2, path)
+    assert len(images) == len(expected) == 2
+    for image, other in zip(images, expected, strict=True):
+        assert np.abs(image - other).max() <= 2
+        assert image.std() > 5
+    state = torch.load(path, weights_only=False)["state_dict"]
+    assert all(".lora_" in name for name in state), sorted(state)[:3]
+    (resumed, _), _ = run_ranks(fit_and_save, 2, settings, 2, path, path)
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name

@@ -1,0 +1,133 @@
+"""Which weights are quantized, and when; how training goes on with them is in tests/distributed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import (
+    held_bytes,
+    is_placeholder,
+    is_quantized_later,
+    make_plain,
+    place_parameters,
+    quantize_all,
+)
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.modules.on_paper import ModelOnPaper
+from lightning_diffpipe.modules.quantization import (
+    Quantization,
+    quantization_named,
+    quantizations_of,
+    quantize_components,
+)
+from tests.distributed.test_quantized_when_placed import Rounded
+from tests.predictor import tiny_pipelines as tiny
+
+ROUNDED = Quantization(Rounded.of, 8.0)
+
+
+class Part(nn.Module):
+    """A linear layer, one of a kind that is kept in float32, and one whose weight an embedding reads, too."""
+
+    _keep_in_fp32_modules = ("norm",)
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.Sequential(nn.Linear(4, 4))
+        self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 6)
+        self.again, self.conv = nn.Linear(4, 4), nn.Conv2d(4, 4, 1)
+        self.head.weight, self.again.weight = self.embedding.weight, self.linear.weight
+        self.requires_grad_(False)
+
+
+def waiting(root):
+    return {name for name, p in root.named_parameters() if is_quantized_later(p)}
+
+
+def test_only_weights_of_linear_layers_are_quantized():
+    part = Part()
+    quantize_components({"a": ROUNDED}, {"a": part, "tokenizer": object()})
+    assert waiting(part) == {"linear.weight"}
+
+
+def test_a_rank_quantizes_what_it_holds_and_gives_it_back_plain():
+    root = nn.Sequential(Part(), Part())
+    quantize_components({"a": ROUNDED, "b": ROUNDED}, {"a": root[0], "b": root[1]})
+    plain, value = root[0].linear.weight, root[0].linear.weight.clone()
+    assert held_bytes(plain) == 16
+    here = {n for n, _ in root.named_parameters() if n.startswith("0.")}
+    place_parameters(root, here, "cpu")
+    held = root[0].linear.weight
+    assert type(held.data) is Rounded
+    assert root[0].again.weight is held
+    x = torch.randn(2, 4)
+    assert torch.allclose(root[0].linear(x), x @ held.dequantize().T + root[0].linear.bias)
+    assert is_placeholder(root[1].linear.weight)
+    assert waiting(root) == {"1.linear.weight"}, "which is another rank's"
+    make_plain(root)
+    assert torch.allclose(root[0].linear.weight, value, atol=0.1)
+    assert waiting(root) == {"0.linear.weight", "1.linear.weight"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("nf5", "quantization='nf5'; choose nf4, int8, float8"),
+        ({"unet": "nf4"}, "names the component 'unet'; this model has .*transformer"),
+        ({"transformer": {"bits": 4}}, "quantization={'bits': 4}; choose"),
+    ],
+)
+def test_unknown_quantizations_are_refused_before_weights_are_read(setting, says, tmp_path):
+    tiny.build("flux", tmp_path / "parts").save_pretrained(tmp_path / "flux")
+    for file in tmp_path.glob("flux/*/*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigurationError, match=says):
+        PipelineDiffusion.from_pretrained(tmp_path / "flux", quantization=setting)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr("lightning_diffpipe.modules.quantization.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="nf4 needs the package bitsandbytes; run: pip"):
+        quantization_named("nf4")
+    assert quantization_named("nf4", runs=False).bits < 4.2
+
+
+def test_what_is_trained_as_a_whole_stays_plain(tmp_path):
+    tiny.build("flux", tmp_path / "parts").save_pretrained(tmp_path / "flux")
+    chosen = {"transformer": ROUNDED}
+    with pytest.raises(ConfigurationError, match=r"no frozen linear layer .* add adapters"):
+        PipelineDiffusion.from_pretrained(tmp_path / "flux", quantization=chosen)
+    options = {"call": {"max_sequence_length": 8}, "quantization": ROUNDED}
+    module = PipelineDiffusion.from_pretrained(tmp_path / "flux", lora=Lora(rank=2), **options)
+    names = waiting(module)
+    assert {name.partition(".")[0] for name in names} == {
+        "transformer", "text_encoder", "text_encoder_2",
+    }  # fmt: skip
+    assert not any(".lora_" in name for name in names)
+    assert len(quantize_all(module, torch.device("cpu"))) == len(names)
+
+
+def test_settings_of_diffusers_are_taken():
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
+    config = SimpleNamespace(load_in_4bit=True, **options)  # BitsAndBytesConfig needs its package
+    assert quantizations_of({"a": config, "b": None}, ["a", "b"]).keys() == {"a"}
+    assert quantization_named(config).bits == 4.5, "scales of 64 weights are not quantized"
+
+
+def test_plans_on_paper_count_the_size_of_quantized_weights():
+    options = {"lora_rank": 16, "device": "rtx4090"}
+    plain, small = (
+        ModelOnPaper("sd3", **options, quantization=setting).profile((1,))
+        for setting in (None, "nf4")
+    )
+    assert "quantized (nf4)" in small.name
+    for before, after in zip(
+        (plain.backbones[0], *plain.encoders), (small.backbones[0], *small.encoders), strict=True
+    ):
+        sizes = [sum(layer.parameter_bytes for layer in each.layers) for each in (before, after)]
+        smallest = 1.0 if before.name == "frozen vae" else 0.25
+        assert smallest <= sizes[1] / sizes[0] <= max(smallest, 0.5), before.name
