@@ -133,7 +133,11 @@ def open_source(
 
 def _refuse_folder_options(opening: Opening, path: str | Path) -> None:
     """Raises ConfigurationError for options of diffusers folders."""
-    others = [n for n in ("variant", "pipeline_class", "ip_adapters") if getattr(opening, n)]
+    others = [
+        n
+        for n in ("variant", "pipeline_class", "ip_adapters", "quantization")
+        if getattr(opening, n)
+    ]
     if given := [*opening.parts, *(f"vae_{each}" for each in opening.vae), *others]:
         known = {name: "None" for name, part in opening.parts.items() if part is None}
         value = (known | {"variant": repr(opening.variant)}).get(given[0], "...")

@@ -129,6 +129,7 @@ class Predictor:
         pipeline_class: str | type | None = None,
         ip_adapters: Mapping[str | Path, Any] | None = None,
         base: str | Path | None = None,
+        quantization: Any = None,
         **further: Any,
     ) -> Self:
         """Opens a model for sampling by all ranks.
@@ -153,6 +154,9 @@ class Predictor:
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
+            quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
+                `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
+                `{"transformer": "nf4"}`. See `quantization_named`.
             further: The mesh and options of the method, see `MethodOptions`; or a part of the pipeline, the same on
                 all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None`.
 
@@ -170,6 +174,7 @@ class Predictor:
         vae = [name for name, is_on in (("tiling", vae_tiling), ("slicing", vae_slicing)) if is_on]
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
+        loading["quantization"] = quantization
         read = partial(open_source, path, world.rank == 0, where, loras=loras, **loading)
         source = _opened(read, options, world, loading)
         return cls(source, options, world, where, timeout_s)
@@ -502,6 +507,7 @@ def _opened(
         # Files may lie elsewhere on each host; what is in them is among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
+        arguments["quantization"] = str(loading["quantization"])
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source

@@ -274,7 +274,7 @@ def _opening(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments by which a model is opened, here and by the Predictor."""
     from lightning_diffpipe.sampling.skeleton import dtype_named
 
-    names = ("variant", "loras", "pipeline_class", "ip_adapters", "base")
+    names = ("variant", "loras", "pipeline_class", "ip_adapters", "base", "quantization")
     return {name: values[name] for name in names} | {"dtype": dtype_named("dtype", values["dtype"])}
 
 

@@ -278,7 +278,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 class Quantizing(Protocol):
-    """How a parameter is quantized; see `modules/quantization.py`."""
+    """How a parameter is quantized; see `quantization.py`."""
 
     @property
     def quantize(self) -> Callable[[Tensor], Tensor]:
@@ -338,9 +338,13 @@ def make_plain(root: nn.Module) -> None:
     )
 
 
+def quantized_of(parameter: Tensor, value: Tensor) -> nn.Parameter:
+    """Returns the quantized parameter for one of `quantize_when_placed`, of a plain value."""
+    return _with_notes(getattr(parameter, _QUANTIZED).quantize(value), parameter)
+
+
 def _quantized(parameter: Tensor, device: torch.device | str) -> nn.Parameter:
-    value = getattr(parameter, _QUANTIZED).quantize(parameter.detach().to(device))
-    return _with_notes(value, parameter)
+    return quantized_of(parameter, parameter.detach().to(device))
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

@@ -32,11 +32,11 @@ from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
 from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
-from lightning_diffpipe.modules.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.modelled import DeviceModel, device_named, modelled
+from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.sampling.source import class_of
 
 Configs = Mapping[str, Mapping[str, Any]]

@@ -62,7 +62,7 @@ from lightning_diffpipe.modules.adapters import (
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.modules.quantization import quantizations_of, quantize_components
+from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted

@@ -33,10 +33,10 @@ from lightning_diffpipe.modules.parts import (
     read_index,
     warn_of_cut,
 )
-from lightning_diffpipe.modules.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
 from lightning_diffpipe.pipelines.stand_ins import decoding_in_own_precision, in_own_precision
 from lightning_diffpipe.pipelines.trial import find_tail
+from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import call_of, is_component, load_networks

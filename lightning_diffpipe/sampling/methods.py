@@ -31,7 +31,7 @@ from lightning_diffpipe.errors import (
     GraphError,
     require_number,
 )
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.placement import held_bytes, is_placeholder
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_rule import (
     SamplingCase,
@@ -316,7 +316,7 @@ class Chooser:
             any(m.kernel_size[-2] > m.stride[-2] for m in convolutions),
             self._link.bandwidth_bytes_per_s,
             self._device.type,
-            sum(p.numel() * p.element_size() for p in absent),
+            sum(map(held_bytes, absent)),
             self._memory_bytes,
         )
 
@@ -531,7 +531,7 @@ class Worker:
     def report(self) -> RankReport:
         """Returns what this rank did in the last request."""
         around, sampled = self._sent_around().since(self._before), self._statistics
-        sizes = [(p, p.numel() * p.element_size()) for p in self._model.parameters()]
+        sizes = [(p, held_bytes(p)) for p in self._model.parameters()]
         return RankReport(
             self.options,
             self._num_steps,

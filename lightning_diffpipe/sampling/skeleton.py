@@ -26,7 +26,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
-from lightning_diffpipe.graph.placement import created_in, placeholder_of, restore_parameter
+from lightning_diffpipe.graph.placement import (
+    created_in,
+    is_quantized_later,
+    placeholder_of,
+    quantized_of,
+    replace_parameters,
+    restore_parameter,
+)
 from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_safetensors
 
 _NAMES_SHOWN = 3
@@ -260,8 +267,8 @@ def skeleton(
         method = quantization.get("quant_method", "an unknown method")
         raise ConfigurationError(
             f"the {cls.__name__} is stored quantized ({method}, says quantization_config in its config.json), but "
-            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from; "
-            "dtype=torch.bfloat16 halves them, and method=pipefusion divides them among the ranks"
+            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from, "
+            "with quantization=nf4, int8 or float8; method=pipefusion divides them among the ranks"
         )
     with _parameters_without_memory(), created_in(dtype):
         model = cls.from_config(dict(config))
@@ -338,6 +345,7 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
     stored = model.state_dict(keep_vars=True)
     buffers = [name for name in stored if name not in parameters]
     wanted = parameters.keys() if names is None else sorted(set(names))
+    quantized: dict[Tensor, nn.Parameter] = {}
     for name, value in weights.read([*wanted, *buffers]):
         if value.shape != stored[name].shape:
             raise CheckpointError(
@@ -352,6 +360,11 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
             )
         if name in parameters:
             parameter = parameters[name]
-            restore_parameter(name, parameter, value.to(parameter.device, parameter.dtype))
+            value = value.to(parameter.device, parameter.dtype)
+            if is_quantized_later(parameter):
+                quantized[parameter] = quantized_of(parameter, value)
+            else:
+                restore_parameter(name, parameter, value)
         else:
             stored[name].copy_(value)
+    replace_parameters(model, quantized)

@@ -31,7 +31,8 @@ from lightning_diffpipe.errors import (
     require_number,
 )
 from lightning_diffpipe.graph.fakes import shapes_without_values
-from lightning_diffpipe.graph.placement import is_placeholder, keep_stored
+from lightning_diffpipe.graph.placement import keep_stored, quantize_all
+from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.sampling.call import Call, dry_run_of
 from lightning_diffpipe.sampling.digests import Identity, as_texts
 from lightning_diffpipe.sampling.ip_adapters import (
@@ -155,6 +156,7 @@ class Opening:
     pipeline_class: str | type | None = None
     ip_adapters: Mapping[str | Path, Any] | None = None
     base: str | Path | None = None
+    quantization: Any = None
 
 
 class Source(Protocol):
@@ -220,6 +222,8 @@ class DiffusersFolder:
         added = read_loras(opening.loras or {}, pipeline_class, present, unet)
         adapters = opening.ip_adapters or {}
         files = require_ip_adapters(pipeline_class, adapters)
+        components = [name for name in present if parts.get(name, True) is not None]
+        self._quantizations = quantizations_of(opening.quantization, components)
         self.denoiser = skeleton(cls, config, device, dtype)
         check_weights(self.denoiser, weights)
         self._path, self._index, self._device = path, index, device
@@ -237,8 +241,12 @@ class DiffusersFolder:
             add_to_others(self._given, self.name, added)
         else:
             loaded = {self.name: self.denoiser, **self._given}
-            self._pipeline = _load_others(path, index, loaded, device, **self._options)
+            self._pipeline = _load_others(path, index, loaded, **self._options)
             add_to_others(self._pipeline.components, self.name, added)
+            for name, part in self._pipeline.components.items():
+                if isinstance(part, nn.Module) and part is not self.denoiser:
+                    self._placed(name, part)
+            self._pipeline.set_progress_bar_config(disable=True)
             self._save_memory(self._pipeline)
             load_image_encoder(self._pipeline, files, device, dtype)
         if adapters:
@@ -246,6 +254,13 @@ class DiffusersFolder:
         if added:
             weights = AdaptedWeights(weights, self.name, self.denoiser, added)
         self.weights: Weights | None = weights
+        quantize_components(self._quantizations, {self.name: self.denoiser}, trains=False)
+
+    def _placed(self, name: str, part: nn.Module) -> nn.Module:
+        """Moves a component to the device, where it is quantized."""
+        quantize_components(self._quantizations, {name: part}, trains=False)
+        quantize_all(part, self._device)
+        return part.to(self._device).eval()
 
     def _save_memory(self, pipeline: Any) -> None:
         for way in self._vae:
@@ -313,13 +328,13 @@ class DiffusersFolder:
         if self._pipeline is not None:
             return getattr(self._pipeline, name)
         if name in self._given:
-            return self._given[name].to(self._device).eval()
+            return self._placed(name, self._given[name])
         if name not in self._parts:
             part = _read_part(str(self._path), name, self._index[name], **self._options)
             if not isinstance(part, nn.Module):  # such as guidance
                 return part
             add_to_part(part, name, self._loras)
-            self._parts[name] = part.to(self._device).eval()
+            self._parts[name] = self._placed(name, part)
         return self._parts[name]
 
     def identity(self, name: str) -> Identity:
@@ -406,7 +421,6 @@ def _load_others(
     path: Path,
     index: Mapping[str, Any],
     parts: Mapping[str, nn.Module],
-    device: torch.device,
     **options: Any,
 ) -> Any:
     cls = index["_class"]
@@ -424,10 +438,6 @@ def _load_others(
             pipeline = cls.from_pretrained(str(path), **options, **parts, **absent)
     except Exception as error:
         raise ConfigurationError(f"cannot load the pipeline at {path}: {error}") from error
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module) and not any(map(is_placeholder, part.parameters())):
-            part.to(device).eval()
-    pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
-from lightning_diffpipe.modules.quantization import (
+from lightning_diffpipe.quantization import (
     Weight4Bit,
     _in_4_bits,
     quantizations_of,

@@ -17,7 +17,7 @@ from lightning_diffpipe.graph.placement import (
     is_quantized_later,
     stored_value,
 )
-from lightning_diffpipe.modules.quantization import Quantization, quantize_components
+from lightning_diffpipe.quantization import Quantization, quantize_components
 from tests.callbacks.test_samples import Memory
 from tests.distributed.scenarios import (
     Settings,

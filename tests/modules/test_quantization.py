@@ -17,7 +17,7 @@ from lightning_diffpipe.graph.placement import (
 )
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
-from lightning_diffpipe.modules.quantization import (
+from lightning_diffpipe.quantization import (
     Quantization,
     quantization_named,
     quantizations_of,
@@ -90,7 +90,7 @@ def test_unknown_quantizations_are_refused_before_weights_are_read(setting, says
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("lightning_diffpipe.modules.quantization.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_diffpipe.quantization.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="nf4 needs the package bitsandbytes; run: pip"):
         quantization_named("nf4")
     assert quantization_named("nf4", runs=False).bits < 4.2

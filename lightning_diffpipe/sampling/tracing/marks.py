@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, tensors_in
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.versions import plain_tensors
 
 Attend = Callable[..., Tensor]
 """`attend(query, key, value, **options)`, as torch's scaled dot-product attention."""
@@ -178,7 +179,7 @@ class WithoutProducts(TorchFunctionMode):
             if id(p) not in self._finite or not isinstance(p, nn.Parameter):
                 # A placeholder is one number for all.
                 one = p.detach().as_strided((), ()) if not any(p.stride()) else p
-                self._finite[id(p)] = bool(one.isfinite().all())
+                self._finite[id(p)] = all(bool(x.isfinite().all()) for x in plain_tensors(one))
             if not self._finite[id(p)]:
                 return False
         return True

@@ -276,12 +276,17 @@ def quantizations_of(
 
 
 def quantize_components(
-    quantizations: Mapping[str, Quantization], components: Mapping[str, Any]
+    quantizations: Mapping[str, Quantization], components: Mapping[str, Any], trains: bool = True
 ) -> None:
-    """Has frozen weights of linear layers quantized when they are placed; none of autoencoders.
+    """Has weights of linear layers quantized when they are placed; none of autoencoders.
 
     Those stay plain that a class keeps in float32 (`_keep_in_fp32_modules`), and those that other kinds of layers
     read, too, such as an embedding.
+
+    Args:
+        quantizations: By names of components.
+        components: By their names.
+        trains: Only frozen weights are, and there have to be some.
 
     Raises:
         ConfigurationError: There are no such weights.
@@ -290,9 +295,10 @@ def quantize_components(
         (weight, how)
         for name, how in quantizations.items()
         if isinstance(part := components.get(name), nn.Module) and not hasattr(part, "decode")
-        for weight in _frozen_linear_weights(part)
+        for weight in _linear_weights(part)
+        if not (trains and weight.requires_grad)
     ]
-    if quantizations and not weights:
+    if trains and quantizations and not weights:
         raise ConfigurationError(
             f"quantization of {', '.join(quantizations)}: there is no frozen linear layer whose weight could be "
             "quantized. What is trained as a whole stays plain: add adapters (lora), or leave quantization out"
@@ -301,8 +307,8 @@ def quantize_components(
         quantize_when_placed(weight, how)
 
 
-def _frozen_linear_weights(part: nn.Module) -> list[nn.Parameter]:
-    """Returns the weights of a part that may be quantized; see `quantize_components`."""
+def _linear_weights(part: nn.Module) -> list[nn.Parameter]:
+    """Returns the weights of a component that may be quantized; see `quantize_components`."""
     kept = set(getattr(part, "_keep_in_fp32_modules", None) or ())
     linear = [
         module
@@ -311,5 +317,5 @@ def _frozen_linear_weights(part: nn.Module) -> list[nn.Parameter]:
     ]
     readers = Counter(id(p) for module in part.modules() for p in module._parameters.values())
     read_here = Counter(id(module.weight) for module in linear)
-    weights = {id(m.weight): m.weight for m in linear if not m.weight.requires_grad}
+    weights = {id(module.weight): module.weight for module in linear}
     return [weight for key, weight in weights.items() if readers[key] == read_here[key]]

@@ -1,0 +1,80 @@
+"""Sampling with weights that each rank quantizes for itself: the images of one process with equal weights."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.quantization import Quantization
+from tests.distributed.test_quantized_when_placed import Rounded
+from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of
+from tests.ranks import run_ranks
+
+SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
+ROUNDED = Quantization(Rounded.of, 8.0)
+
+
+@pytest.fixture(scope="module", params=["flux", "stable_diffusion"])
+def saved(request, tmp_path_factory):
+    """Name, folder and images: drawn by diffusers with plain weights of the values of quantized ones."""
+    folder, name = tmp_path_factory.mktemp(request.param), request.param
+    pipeline = build(name, folder / "parts")
+    pipeline.save_pretrained(folder / "pipeline")
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module) and not hasattr(component, "decode"):
+            kept = {"wo"}  # of T5
+            for path, layer in component.named_modules():
+                if type(layer) is nn.Linear and path.rpartition(".")[2] not in kept:
+                    layer.weight.data = Rounded.of(layer.weight).dequantize()
+    return name, folder / "pipeline", drawn(pipeline, name)
+
+
+def drawn(pipeline, name):
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    options = {**SETTINGS, **options_of(name)}
+    return np.asarray(drawn_by(pipeline(prompts_of(name), generator=generator, **options)))
+
+
+def draw_and_count(rank, name, path, method, options):
+    """Images, and how many weights of the denoiser are here, and how many of these quantized."""
+    with Predictor.from_pretrained(path, method, quantization=ROUNDED, **options) as predictor:
+        settings = {**SETTINGS, **options_of(name)}
+        images = predictor(prompts_of(name), **settings)
+        weights = [p for p in predictor.source.denoiser.parameters() if not is_placeholder(p)]
+    return images, len(weights), sum(type(p.data) is Rounded for p in weights)
+
+
+def test_one_process_draws_what_diffusers_draws(saved):
+    name, path, expected = saved
+    plain = drawn(diffusers.DiffusionPipeline.from_pretrained(path), name)
+    images, _, quantized = draw_and_count(0, name, path, "single", {})
+    assert np.abs(np.asarray(images) - expected).max() < 1e-5
+    assert np.abs(plain - expected).max() > 1e-2, "weights were rounded"
+    assert quantized > 20
+
+
+@pytest.mark.distributed
+def test_two_ranks_draw_what_one_process_draws(saved):
+    name, path, expected = saved
+    methods = [("sequence", {}), ("pipefusion", {"num_patches": 2, "warmup_steps": 9})]
+    if name != "flux":
+        methods = [("distrifusion", {"warmup_steps": 9}), ("single", {"guidance": 2})]
+    for method, options in methods:
+        (images, here, quantized), second = run_ranks(
+            draw_and_count, 2, name, path, method, options
+        )
+        assert np.abs(np.asarray(images) - expected).max() < 1e-4, method
+        if method == "pipefusion":
+            total = len(list(build(name, path / "again").transformer.parameters()))
+            assert here + second[1] < 1.4 * total, "each rank reads its own layers"
+        assert min(quantized, second[2]) > 5
+
+
+def test_a_checkpoint_of_this_project_is_not_quantized(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"quantization=\.\.\. is of diffusers folders"):
+        Predictor.from_pretrained("examples/glyphs", "single", quantization=ROUNDED)
