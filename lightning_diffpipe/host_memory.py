@@ -51,6 +51,12 @@ def available_bytes() -> float:
     return free
 
 
+def trim() -> None:
+    """Gives the kernel what glibc has kept, for moments after which much less is needed; does nothing elsewhere."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)
+
+
 def keep_freed_memory() -> bool:
     """Asks glibc to keep freed memory; does nothing elsewhere, or where the user has set it.
 

@@ -3,8 +3,8 @@
 Until a weight is placed, it is the plain one that is mapped from its file: the step is probed, and equal weights
 are told, as without quantization, and no rank quantizes what it does not run. Layers stay `nn.Linear`; their weight
 becomes a tensor that knows how to multiply. Those of 8 bits are torchao's. Those of 4 bits are kept as `Linear4bit`
-of bitsandbytes keeps them, and multiplied by its kernels; its module would be another one than that which
-is cut.
+of bitsandbytes keeps them, and multiplied by its kernels; its module would be another one than that which is cut.
+Both keep nothing but the quantized weight for the backward.
 
 Source:
     QLoRA, Dettmers et al. (2023), section 3, https://arxiv.org/abs/2305.14314
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import quantize_when_placed
+from lightning_diffpipe.graph.versions import plain_tensors
 
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one
 
@@ -48,77 +48,34 @@ class Quantization:
         return round(weight.numel() * self.bits / 8)
 
 
-class Weight4Bit(Tensor):
-    """A frozen weight of a linear layer in 4 bits, as bitsandbytes has it.
+class QuantizedWeight(Tensor):
+    """A frozen weight of a linear layer, `(out, in)`: packed tensors, and what else says how to multiply by them.
 
     Attributes:
-        packed: Two weights a byte.
-        scales: What bitsandbytes knows besides (`QuantState.as_dict`); the tensors among it are on the same device.
+        tensors: What takes memory, by name.
+        settings: Further ones of a subclass.
     """
 
-    packed: Tensor
-    scales: dict[str, Any]
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
 
     @staticmethod
-    def __new__(cls, packed: Tensor, scales: dict[str, Any]) -> Weight4Bit:
-        """Wraps packed weights."""
-        dtype = getattr(torch, scales["dtype"])
-        made = Tensor._make_wrapper_subclass(
-            cls, scales["shape"], dtype=dtype, device=packed.device
-        )
-        made.packed, made.scales = packed, scales
+    def __new__(
+        cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], like: Tensor
+    ) -> QuantizedWeight:
+        """Wraps tensors, for a weight that was `like` this."""
+        device = next(iter(tensors.values())).device
+        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+        made.tensors, made.settings = dict(tensors), dict(settings)
         return made
 
-    @classmethod
-    def of(cls, weight: Tensor, quant_type: str, compress_statistics: bool) -> Weight4Bit:
-        """Quantizes a weight, `(out, in)`, by bitsandbytes."""
-        from bitsandbytes.functional import quantize_4bit
-
-        options = {"quant_type": quant_type, "compress_statistics": compress_statistics}
-        packed, state = quantize_4bit(weight.detach().contiguous(), blocksize=_BLOCK, **options)
-        scales = state.as_dict()
-        if state.nested:  # a number there, for which a device would be waited
-            scales["nested_offset"] = state.offset
-        return cls(packed, scales)
-
-    @property
-    def state(self) -> Any:
-        """The `QuantState` that bitsandbytes computes with."""
-        from bitsandbytes.functional import QuantState
-
-        known, nested = self.scales, None
-        if "nested_absmax" in known:
-            nested = QuantState(
-                absmax=known["nested_absmax"],
-                blocksize=known["nested_blocksize"],
-                code=known["nested_quant_map"],
-                dtype=torch.float32,
-            )
-        return QuantState(
-            absmax=known["absmax"],
-            shape=self.shape,
-            code=known["quant_map"],
-            blocksize=known["blocksize"],
-            quant_type=known["quant_type"],
-            dtype=self.dtype,
-            offset=known.get("nested_offset"),
-            state2=nested,
-        )
-
     def dequantize(self) -> Tensor:
-        """Returns a plain weight, `(out, in)`."""
-        from bitsandbytes.functional import dequantize_4bit
+        """Returns a plain weight."""
+        raise NotImplementedError
 
-        return dequantize_4bit(self.packed, self.state)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiplies as a linear layer does, under autocast in its type."""
-        from bitsandbytes import matmul_4bit
-
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = None if bias is None else bias.to(x.dtype)
-        return matmul_4bit(x, self.packed.t(), bias=bias, quant_state=self.state)
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns what a linear layer returns of `x`."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,51 +94,138 @@ class Weight4Bit(Tensor):
         """
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
-            return cls(weight.packed, weight.scales)
+            return cls(weight.tensors, weight.settings, weight)
         is_copied = func in (aten.clone.default, aten._to_copy.default)
         if is_copied and options.get("dtype") in (None, weight.dtype):
-            move = partial(Tensor.to, device=options.get("device"), copy=True)
-            return cls(*pytree.tree_map_only(Tensor, move, (weight.packed, weight.scales)))
+            device = options.get("device")
+            copies = {n: each.clone().to(device) for n, each in weight.tensors.items()}
+            return cls(copies, weight.settings, weight)
         raise NotImplementedError(
-            f"{func} of a weight in 4 bits, which only linear layers multiply by"
+            f"{func} of a quantized weight, which only linear layers multiply by"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Tells which attributes hold memory; see `torch.utils._python_dispatch`."""
-        plain = {n: value for n, value in self.scales.items() if not isinstance(value, Tensor)}
-        return ["packed", *(self.scales.keys() - plain.keys())], plain
+        """Tells which attributes take memory; see `torch.utils._python_dispatch`."""
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return list(self.tensors), (type(self), self.settings, like)
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, Tensor], plain: Any, *_: Any) -> Weight4Bit:
-        """Wraps plain tensors again."""
-        return Weight4Bit(
-            inner["packed"], {**plain, **{n: inner[n] for n in inner if n != "packed"}}
-        )
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], known: Any, *_: Any) -> QuantizedWeight:
+        """Wraps tensors again."""
+        cls, settings, like = known
+        return cls(inner, settings, like)
 
     def __getattr__(self, name: str) -> Any:
-        """Finds tensors among the scales, as `__tensor_flatten__` names them."""
-        if name in (known := self.__dict__.get("scales", {})):
+        """Finds tensors, as `__tensor_flatten__` names them."""
+        if name in (known := self.__dict__.get("tensors", {})):
             return known[name]
         raise AttributeError(name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Says its shape and type."""
-        return f"Weight4Bit({tuple(self.shape)}, {self.scales['quant_type']}, {self.device})"
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
-def _linear(input: Tensor, weight: Weight4Bit, bias: Tensor | None = None) -> Tensor:
-    return weight.linear(input, bias)
+def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Multiplies as a linear layer does, under autocast in its type."""
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    return _Linear.apply(input, weight, None if bias is None else bias.to(input.dtype))
 
 
-def _by_torchao(weight: Tensor, config: Any) -> Tensor:
-    """Quantizes a weight, `(out, in)`, by a configuration of torchao."""
-    from torchao.quantization import quantize_
+class _Linear(torch.autograd.Function):
+    """Keeps the quantized weight for the backward, where kernels keep one that they have dequantized."""
 
-    layer = nn.Linear(1, 1, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    layer.out_features, layer.in_features = weight.shape
-    quantize_(layer, config)
-    return layer.weight.detach()
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return weight.multiplied(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        of_x = gradient @ ctx.weight.dequantize().to(gradient.dtype) if needs_x else None
+        of_bias = gradient.flatten(0, -2).sum(0) if needs_bias else None
+        return of_x, None, of_bias
+
+
+class Weight4Bit(QuantizedWeight):
+    """A weight in 4 bits, as bitsandbytes has it; `settings` are those of `QuantState.as_dict`."""
+
+    @classmethod
+    def of(cls, weight: Tensor, quant_type: str, compress_statistics: bool) -> Weight4Bit:
+        """Quantizes a weight by bitsandbytes."""
+        from bitsandbytes.functional import quantize_4bit
+
+        options = {"quant_type": quant_type, "compress_statistics": compress_statistics}
+        packed, state = quantize_4bit(weight.detach().contiguous(), blocksize=_BLOCK, **options)
+        known = state.as_dict()
+        if state.nested:  # a number there, for which a device would be waited
+            known["nested_offset"] = state.offset
+        tensors = {name: each for name, each in known.items() if isinstance(each, Tensor)}
+        settings = {name: each for name, each in known.items() if name not in tensors}
+        return cls({"packed": packed, **tensors}, settings, weight)
+
+    @property
+    def _state(self) -> Any:
+        """The `QuantState` that bitsandbytes computes with."""
+        from bitsandbytes.functional import QuantState
+
+        nested = None
+        if "nested_absmax" in self.tensors:
+            nested = QuantState(
+                absmax=self.nested_absmax,
+                blocksize=self.settings["nested_blocksize"],
+                code=self.nested_quant_map,
+                dtype=torch.float32,
+            )
+        return QuantState(
+            absmax=self.absmax,
+            shape=self.shape,
+            code=self.quant_map,
+            blocksize=self.settings["blocksize"],
+            quant_type=self.settings["quant_type"],
+            dtype=self.dtype,
+            offset=self.tensors.get("nested_offset"),
+            state2=nested,
+        )
+
+    def dequantize(self) -> Tensor:
+        """Returns a plain weight."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(self.packed, self._state)
+
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns what a linear layer returns of `x`."""
+        from bitsandbytes import matmul_4bit
+
+        return matmul_4bit(x, self.packed.t(), bias=bias, quant_state=self._state)
+
+
+class TorchaoWeight(QuantizedWeight):
+    """A weight that torchao has quantized."""
+
+    @classmethod
+    def of(cls, weight: Tensor, config: Any) -> TorchaoWeight:
+        """Quantizes a weight by a configuration of torchao."""
+        from torchao.quantization import quantize_
+
+        layer = nn.Linear(1, 1, bias=False, device="meta")
+        layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        layer.out_features, layer.in_features = weight.shape
+        quantize_(layer, config)
+        # A layer gets a method of its own there, a cycle in which the weight would outlive this call.
+        quantized = layer._parameters.pop("weight")
+        return cls({"quantized": quantized.detach()}, {}, weight)
+
+    def dequantize(self) -> Tensor:
+        """Returns a plain weight."""
+        return self.quantized.dequantize()
+
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns what a linear layer returns of `x`."""
+        return F.linear(x, self.quantized, bias)
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
@@ -194,7 +238,7 @@ def _in_8_bits(name: str) -> Quantization:
     def quantize(weight: Tensor) -> Tensor:
         import torchao.quantization
 
-        return _by_torchao(weight, getattr(torchao.quantization, name)())
+        return TorchaoWeight.of(weight, getattr(torchao.quantization, name)())
 
     return Quantization(quantize, 8.0)
 
@@ -238,10 +282,9 @@ def quantization_named(setting: Any, runs: bool = True) -> Quantization:
         from torchao.core.config import AOBaseConfig
 
         if isinstance(setting, AOBaseConfig):
-            quantize = partial(_by_torchao, config=setting)
+            quantize = partial(TorchaoWeight.of, config=setting)
             example = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
-            names, _ = (made := quantize(example)).__tensor_flatten__()
-            size = sum(getattr(made, name).nbytes for name in names)
+            size = sum(plain.nbytes for plain in plain_tensors(quantize(example)))
             return Quantization(quantize, 8 * size / example.numel())
     raise ConfigurationError(
         f"quantization={setting!r}; choose {', '.join(_NAMED)}, a configuration of torchao, or TorchAoConfig or "

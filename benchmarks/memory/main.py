@@ -5,6 +5,9 @@ on a few batches, and samples. A thread reads RssAnon of Linux: what is mapped f
 system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
+
+With `--limit` every rank lives in a control group of its own (version 1, made as root), where the system kills what
+takes more: pages of files are dropped first.
 """
 
 from __future__ import annotations
@@ -113,8 +116,12 @@ def measure(
     precision: str,
     frozen_dtype: str | None = None,
     encode_first: bool = False,
+    quantization: str | None = None,
+    limit_gib: float | None = None,
 ) -> dict[str, Any]:
     warnings.simplefilter("ignore")
+    if limit_gib is not None:
+        limit_memory(limit_gib)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     peaks = Peaks()
     peaks.phase = "opening"
@@ -125,6 +132,7 @@ def measure(
         call={"max_sequence_length": 16},
         caption_dropout=0.0,
         frozen_dtype=frozen_dtype,
+        quantization=quantization,
     )
     images = torch.randn(6, 3, 64, 64)
     data = [{"image": image, "caption": f"a cat {i}"} for i, image in enumerate(images)]
@@ -144,7 +152,11 @@ def measure(
     del module, trainer
     peaks.phase = "opening to sample"
     with Predictor.from_pretrained(
-        folder, method="pipefusion" if world_size > 1 else "single", device="cpu", verify=False
+        folder,
+        method="pipefusion" if world_size > 1 else "single",
+        device="cpu",
+        verify=False,
+        quantization=quantization,
     ) as predictor:
         peaks.phase = "sampling"
         predictor(["a cat"], num_inference_steps=3, height=64, width=64, max_sequence_length=16)
@@ -156,6 +168,14 @@ def measure(
         for r, numbers in enumerate(everyone)
         for phase, most in numbers.items()
     ]
+
+
+def limit_memory(limit_gib: float) -> None:
+    """Puts this process into a control group that may take so much."""
+    group = Path(f"/sys/fs/cgroup/memory/diffpipe_{os.getpid()}")
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(round(limit_gib * GIB)))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 class SaveAndPlan(L.Callback):
@@ -186,7 +206,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 os._exit(0)
         return on_ranks(
             arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision,
-            arguments.frozen_dtype, arguments.encode_first,
+            arguments.frozen_dtype, arguments.encode_first, arguments.quantization, arguments.limit,
         )  # fmt: skip
 
 
@@ -201,6 +221,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"
     )
+    parser.add_argument("--quantization", help="of frozen linear layers: int8")
+    parser.add_argument("--limit", type=float, help="GiB that the system lets each rank take")
     parser.add_argument(
         "--encode-first", action="store_true", help="store all encodings before training"
     )

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import ForeignLayerError, GraphError
 from lightning_diffpipe.graph.versions import plain_tensors
+from lightning_diffpipe.host_memory import trim
 
 _STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
 _OFFLOADED, _QUANTIZED = "_diffpipe_offloaded", "_diffpipe_quantized"
@@ -247,13 +248,14 @@ def place_parameters(
 
 
 def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -> None:
-    """Puts parameters in the places of others, wherever these are."""
+    """Puts parameters in the places of others, wherever these are; gives back what making them has freed."""
     if not others:
         return
     for module in root.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter in others:
                 module._parameters[key] = others[parameter]
+    trim()
 
 
 def has_own_tensors(module: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
 from lightning_diffpipe.graph.step import Step, StepCall, count_samples
+from lightning_diffpipe.host_memory import trim
 from lightning_diffpipe.profiling.state import (
     placeable,
     placed,
@@ -348,7 +349,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Releases memory that no tensor uses to the driver."""
+    """Releases memory that no tensor uses to the driver, or to the kernel."""
     if device.type == "cuda":
         gc.collect()  # activations may hang in cycles
         torch.cuda.empty_cache()
+    else:
+        trim()
