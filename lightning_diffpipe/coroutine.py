@@ -96,11 +96,7 @@ class Coroutine:
         self._back.acquire()
 
     def resume(self) -> None:
-        """Lets it run until it pauses or ends.
-
-        Raises:
-            BaseException: What it raised.
-        """
+        """Lets it run until it pauses or ends; raises what it raised."""
         if self.done:
             return
         if not self._is_started:

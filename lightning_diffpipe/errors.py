@@ -195,11 +195,7 @@ def require_number(
 
 
 def require_flags(**values: Any) -> None:
-    """Refuses arguments that are neither true nor false.
-
-    Raises:
-        ConfigurationError: One is.
-    """
+    """Raises ConfigurationError for an argument that is neither true nor false."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name} must be true or false; got {value!r}")

@@ -178,11 +178,7 @@ class SampleImages(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Takes captions of the first batch, if there are no others.
-
-        Raises:
-            ConfigurationError: It has none.
-        """
+        """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
             captions, conditions = there.get(_draws_from(pl_module), []), there.get("condition")
@@ -357,11 +353,7 @@ class StageDrawer:
         self._names = {p: name for name, p in pipeline.module.named_parameters()}
 
     def sample(self, call: Call) -> Tensor:
-        """Returns final latents, on all ranks.
-
-        Raises:
-            _RefusedError: PipeFusion cannot run this call on these stages.
-        """
+        """Returns final latents on all ranks, or raises _RefusedError if PipeFusion cannot run on these stages."""
         layout, mesh = self._mesh.layout, self._mesh
         pipelines = [layout.pipeline_ranks(p) for p in range(layout.num_pipelines)]
         links = ProcessLinks.connect(

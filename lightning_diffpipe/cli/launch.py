@@ -125,11 +125,7 @@ def prepare(config: DictConfig) -> None:
 
 
 def module_of(config: DictConfig) -> Any:
-    """Makes the module of the group `model`.
-
-    Raises:
-        ConfigurationError: It is one that can only be planned with.
-    """
+    """Makes the module of the group `model`, or raises ConfigurationError if it can only be planned with."""
     if "_target_" not in config.model:
         raise ConfigurationError(
             f"model={config.model.path} is known on paper only, without weights: plan with it (diffpipe "
@@ -171,11 +167,7 @@ def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:
-    """Returns how many processes `trainer.devices` asks for.
-
-    Raises:
-        ConfigurationError: It is no number of processes.
-    """
+    """Returns the number of processes in `trainer.devices`, or raises ConfigurationError if it is none."""
     num_ranks = values["trainer"]["devices"]
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
         raise ConfigurationError(

@@ -89,11 +89,7 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 
 @raised_by_all()
 def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Refuses flags that Hydra does not have, or not for commands with verbs, which it would answer with pages.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Raises ConfigurationError for a flag that Hydra lacks, or has only for commands without verbs."""
     for before, argument in pairwise(["", *arguments]):
         flag, equals, _ = argument.partition("=")
         is_value = before in _VALUED and not equals

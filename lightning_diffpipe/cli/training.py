@@ -36,11 +36,7 @@ _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
-    """Yields the `_target_` nodes of a dictionary group, such as `callbacks`.
-
-    Raises:
-        ConfigurationError: The group is missing, or has an entry that is nothing to build.
-    """
+    """Yields the `_target_` nodes of a group such as `callbacks`; raises ConfigurationError for other entries."""
     if config.get(group) is None:
         raise ConfigurationError(f"there is no {group}; take {group}=none for an empty one")
     for name, node in config[group].items():
@@ -253,11 +249,7 @@ def _require_files(config: DictConfig) -> None:
 
 @raised_by_all()
 def _require_last_checkpoints(config: DictConfig) -> None:
-    """Refuses `ckpt_path=last` where no run could find one, so that each would begin anew.
-
-    Raises:
-        ConfigurationError: No callback writes such checkpoints, or each run has a folder of its own for them.
-    """
+    """Raises ConfigurationError for `ckpt_path=last` where no run could find a last checkpoint."""
     nodes = [node for node in _nodes(config, "callbacks") if node.get("save_last")]
     if not nodes or not config.trainer.enable_checkpointing:
         raise ConfigurationError(
@@ -320,11 +312,7 @@ def _require_lora(config: DictConfig) -> None:
 
 
 def _require_optimizer(config: DictConfig) -> None:
-    """Refuses an optimizer whose package is missing, or that nothing would take.
-
-    Raises:
-        ConfigurationError: Names the package, or the module.
-    """
+    """Raises ConfigurationError for an optimizer whose package is missing, or that nothing would take."""
     found = config.model.get("optimization")
     node = OmegaConf.is_dict(found) and found.get("optimizer")
     if not node:

@@ -51,11 +51,7 @@ _POSITIVE = ("num_inference_steps", "height", "width", "timeout_s", "repeats", "
 
 @raised_by_all()
 def refuse_values(config: DictConfig) -> None:
-    """Refuses numbers of a verb that are out of range, before anything is built.
-
-    Raises:
-        ConfigurationError: One of them; names it as the user did.
-    """
+    """Raises ConfigurationError for a number of a verb that is out of range, before anything is built."""
     for name in _POSITIVE:
         if config.get(name) is not None:
             require_number(name, config[name], above=0)
@@ -169,11 +165,7 @@ def require_writable_folder(setting: str, path: str | None) -> None:
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Resolves a config to plain values.
-
-    Raises:
-        MissingMandatoryValue: The user has to say something more.
-    """
+    """Returns a config as plain values; raises MissingMandatoryValue if one has to be given."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

@@ -85,11 +85,7 @@ class Agreement:
         return decision
 
     def of_first(self, decision: bool) -> bool:
-        """Returns what rank 0 has decided, whatever others would.
-
-        Raises:
-            PipelineTimeoutError: As `of_any`.
-        """
+        """Returns what rank 0 has decided, whatever others would; raises PipelineTimeoutError as `of_any` does."""
         self._await_all(self._sent)
         return self._pass_down(decision)
 

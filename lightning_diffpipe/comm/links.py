@@ -94,11 +94,7 @@ class Incoming(Protocol):
         """Begins the receive, after those of earlier messages on its edge, if it has not begun."""
 
     def wait(self) -> Tensor:
-        """Blocks until it is here. May be called once.
-
-        Raises:
-            PipelineTimeoutError: It did not come in time, or the peer is gone.
-        """
+        """Blocks until it is here, or raises PipelineTimeoutError in the end. May be called once."""
 
 
 class Links(Protocol):

@@ -219,11 +219,7 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> An
 
 
 def require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
-    """Refuses ranks that see other layers than rank 0, by the digest of their graphs.
-
-    Raises:
-        ConfigurationError: There are some; names them.
-    """
+    """Raises ConfigurationError on ranks that see other layers than rank 0, by the digests of their graphs."""
     if group is None:
         return
     digests = gathered_objects(digest, group)

@@ -171,11 +171,7 @@ class Transport:
         return begun is None or begun.is_ready()
 
     def wait(self, key: MessageKey) -> Tensor:
-        """Waits for a posted receive, and hands out the buffer with its message.
-
-        Raises:
-            PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
-        """
+        """Returns the buffer of a posted receive with its message, or raises PipelineTimeoutError."""
         posted = self._posted[key]
         (posted.begun or self._begin(key)).wait()
         del self._posted[key]
@@ -253,11 +249,7 @@ class Transport:
         self._sent.clear()
 
     def await_works(self, works: Sequence[dist.Work], what: str, source: int | None = None) -> None:
-        """Waits for operations, one after the other.
-
-        Raises:
-            PipelineTimeoutError: One is not over within the mesh's `timeout_s`, or the peer is gone.
-        """
+        """Waits for operations, one after the other; raises PipelineTimeoutError if one is not over in time."""
         peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
         for work in works:
             with naming(self._mesh.rank, what, peer, self._mesh.timeout_s):

@@ -52,11 +52,7 @@ def no_message(
 
 @contextlib.contextmanager
 def naming(rank: int, what: str, peer: str, timeout_s: float) -> Iterator[None]:
-    """Turns what a broken connection or a wait in vain raises inside into an error that says what was waited for.
-
-    Raises:
-        PipelineTimeoutError: Instead.
-    """
+    """Turns a broken connection or a wait in vain into a PipelineTimeoutError that says what was waited for."""
     started_s = time.monotonic()
     try:
         yield

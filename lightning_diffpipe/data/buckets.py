@@ -69,11 +69,7 @@ class Sizes:
         return sorted({*wide, *((width, high) for high, width in wide)})
 
     def of(self, height: int, width: int) -> tuple[int, int]:
-        """Returns height and width that an image of this size is given.
-
-        Raises:
-            ConfigurationError: It has less than a step.
-        """
+        """Returns height and width for an image of this size, or raises ConfigurationError below one step."""
         found = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
         if self.enlarge:
             return found

@@ -102,11 +102,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
 
 
 def require_made(condition: str) -> None:
-    """Refuses a condition that cannot be made from images.
-
-    Raises:
-        ConfigurationError: Its name is not in `MADE`.
-    """
+    """Raises ConfigurationError for a condition whose name is not in `MADE`."""
     if condition not in MADE:
         raise ConfigurationError(
             f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"

@@ -264,11 +264,7 @@ def _decoded(path: Path, num_frames: int, crop: Crop, background: str) -> list[T
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Names a file that cannot be read.
-
-    Raises:
-        DataError: For whatever a decoder meets in a broken file.
-    """
+    """Turns whatever a decoder raises for a broken file into a DataError that names the file."""
     try:
         yield
     except DataError:

@@ -238,11 +238,7 @@ def _stage_cut(
 
 
 def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
-    """Refuses hooks on gradients that come from several stages.
-
-    Raises:
-        GraphError: There is one; names what reads its tensor.
-    """
+    """Raises GraphError for a hook on a gradient that comes from several stages; names what reads its tensor."""
     tail = len(graph.layers)
     stage_of = {layer: stage.index for stage in pieces.stages for layer in stage.layers}
     stage_of[tail] = len(pieces.stages) - 1

@@ -329,11 +329,7 @@ class LayerGraph:
         return self.layers[index].reads if index < len(self.layers) else self.tail_reads
 
     def spec(self, key: TensorKey) -> TensorSpec:
-        """Returns what the tensor of a key looks like.
-
-        Raises:
-            GraphError: There is no such tensor.
-        """
+        """Returns what the tensor of a key looks like, or raises GraphError if there is none."""
         layer, leaf = key
         if 0 <= layer < len(self.layers) and 0 <= leaf < len(self.layers[layer].outputs):
             spec = self.layers[layer].outputs[leaf]

@@ -117,11 +117,7 @@ class LayerMemo:
     def call(
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
-        """Returns what a layer gives for these arguments.
-
-        Raises:
-            GraphError: What was stored is not what the layer gives.
-        """
+        """Returns what a layer gives for these arguments; raises GraphError if something else is stored."""
         digest = self._digest(layer, module) if layer.name in self.names else None
         keys = None if digest is None else keys_of(layer, digest, args, kwargs, self._any_size)
         if keys is None:

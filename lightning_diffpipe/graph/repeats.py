@@ -160,11 +160,7 @@ class Repeats:
         return number
 
     def structure_of(self, module: nn.Module, but: str = "") -> Hashable:
-        """Returns what a module computes by, but for the modules inside of it, and for one attribute.
-
-        Raises:
-            _UnlikeError: It can be compared with no other.
-        """
+        """Returns what a module itself computes by, but for one attribute, or raises _UnlikeError."""
         held = vars(module)
         if self._parents[id(module)] > 1 or any(held.get(name) for name in _HOOKS):
             raise _UnlikeError
@@ -354,11 +350,7 @@ class _Connected(torch.autograd.Function):
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what a fake tensor looks like.
-
-    Raises:
-        _UnlikeError: It has values.
-    """
+    """Returns what a fake tensor looks like, or raises _UnlikeError if it has values."""
     if type(tensor) is not FakeTensor or tensor.constant is not None:
         raise _UnlikeError
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

@@ -74,11 +74,7 @@ def gradients_noticed(taken: Callable[[str], None]) -> Iterator[None]:
 
 
 def refuse_gradients(name: str) -> None:
-    """Refuses gradients that the step takes itself between layers, by a function of this name.
-
-    Raises:
-        GraphError: Says where.
-    """
+    """Raises GraphError for gradients that the step takes itself between layers, by a function of this name."""
     raise GraphError(
         f"the step computes gradients itself ({caller()} calls {name}), but in a pipeline they would have "
         "to cross stages. Return the loss and leave its gradient to the trainer (automatic optimization); "
@@ -87,11 +83,7 @@ def refuse_gradients(name: str) -> None:
 
 
 def refuse_transformed(layer_name: str) -> None:
-    """Refuses to call a layer inside a function transform: tangents would cross stages.
-
-    Raises:
-        GraphError: There is one; says where.
-    """
+    """Raises GraphError if a layer is called inside a function transform: tangents would cross stages."""
     transform = transform_around()
     if transform is not None:
         raise GraphError(

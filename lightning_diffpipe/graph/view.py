@@ -102,11 +102,7 @@ class DummyMemory:
         return memory.as_strided(spec.shape, spec.stride)
 
     def require_unwritten(self) -> None:
-        """Checks that dummies were not written.
-
-        Raises:
-            GraphError: Somebody did.
-        """
+        """Raises GraphError if dummies were written."""
         for key, memory in self._largest.items():
             if memory._version != self._versions.get(key, memory._version):
                 raise GraphError(

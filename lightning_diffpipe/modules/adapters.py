@@ -277,11 +277,7 @@ def _active(part: Any) -> list[str]:
 
 
 def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Makes the adapters of `settings_of` again, with weights that still have to be loaded.
-
-    Raises:
-        CheckpointError: The package peft is missing.
-    """
+    """Makes the adapters of `settings_of` again, without their weights; raises CheckpointError without peft."""
     if not settings:
         return
     try:

@@ -164,11 +164,7 @@ class Optimization:
         ]
 
     def configure(self, module: L.LightningModule) -> dict[str, Any]:
-        """Builds what `configure_optimizers` returns, over all parameters that ask for gradients.
-
-        Raises:
-            ConfigurationError: See `parameter_groups`.
-        """
+        """Builds what `configure_optimizers` returns, over all trained parameters; raises as `parameter_groups`."""
         optimizer = self._made(self.parameter_groups(module))
         num_steps = module.trainer.estimated_stepping_batches
         if num_steps < 0:  # Lightning's max_steps for "no limit", with loaders without a length

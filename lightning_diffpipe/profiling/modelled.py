@@ -116,11 +116,7 @@ DEVICES = {
 
 
 def device_named(device: str | DeviceModel) -> DeviceModel:
-    """Looks a device up by name.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
+    """Returns the device of a name, or raises ConfigurationError if there is none."""
     if isinstance(device, DeviceModel):
         return device
     if device not in DEVICES:

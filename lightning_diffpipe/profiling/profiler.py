@@ -117,11 +117,7 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def in_precision(step: Step, precision: str, device: str) -> Step:
-    """Runs a step under the autocast of a Lightning precision.
-
-    Raises:
-        ConfigurationError: An unknown precision.
-    """
+    """Returns a step under the autocast of a Lightning precision; raises ConfigurationError for an unknown one."""
     if precision == "32-true":
         return step
     if precision not in _MIXED:

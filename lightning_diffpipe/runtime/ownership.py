@@ -130,11 +130,7 @@ def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
 
 
 def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
-    """Refuses state that layers change on one stage and use on another.
-
-    Raises:
-        ConfigurationError: There is some; names the buffer and where it is used.
-    """
+    """Raises ConfigurationError for a buffer that layers change on one stage and use on another."""
     for stage in pieces.stages:
         for other in (pieces.frozen, *pieces.stages):
             layers = [graph.layers[i] for i in other.layers]

@@ -87,11 +87,7 @@ class RelayView:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Answers calls inside, where all ranks must run the same code; may be entered again inside.
-
-        Raises:
-            ConfigurationError: It is entered inside `training_step`.
-        """
+        """Answers calls inside, where all ranks run the same code; raises ConfigurationError in `training_step`."""
         current = self._interception.current()
         if isinstance(current, RelayRun):  # two would ask each other's questions
             yield

@@ -155,11 +155,7 @@ class ResultSharing:
         ]
 
     def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
-        """Returns the first batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
-
-        Raises:
-            ConfigurationError: As `start`.
-        """
+        """Returns the first batch's mean loss, weight and metrics, equal on all ranks of a pipeline; as `start`."""
         shared = self._under_way.popleft()
         unknown, alarms, *counts = shared.noticed.tolist()
         self.alarm = bool(alarms)

@@ -138,11 +138,7 @@ class PreparedBatches:
         return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
 
     def take(self, batch: Any, batch_index: int) -> StepWork | None:
-        """Returns what earlier steps prepared for this batch; None if nothing.
-
-        Raises:
-            ConfigurationError: The batch has been changed since.
-        """
+        """Returns what was prepared for a batch, or None; raises ConfigurationError if it was changed since."""
         if not self._prepared:
             return None
         if self._prepared[0].batch_index != batch_index:

@@ -119,11 +119,7 @@ class Identity:
 
 @raised_by_all()
 def refuse_other_models(world: World, mine: Identity) -> None:
-    """Compares what all ranks have; collective.
-
-    Raises:
-        ConfigurationError: Ranks have other arguments, another config or other weights; on all ranks.
-    """
+    """Raises ConfigurationError on all ranks if one has other arguments, config or weights; collective."""
     if len(set(world.gather(mine.digest))) == 1:
         return
     first, *others = world.gather(mine)

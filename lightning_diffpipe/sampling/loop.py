@@ -373,11 +373,7 @@ class _Generator:
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:
-    """Returns the argument of a denoiser that takes the latents.
-
-    Raises:
-        ConfigurationError: None takes all of them in one tensor.
-    """
+    """Returns the argument that takes the latents; raises ConfigurationError if none takes all in one tensor."""
     for name in _LATENTS:
         if isinstance(arguments.get(name), Tensor):
             return name
@@ -768,11 +764,7 @@ class PipelineLoop(Loop):
         return self._cut(self._stepped[0])
 
     def finish(self, latents: Tensor) -> Any:
-        """Runs what follows the last step; returns what the pipeline returns.
-
-        Raises:
-            SamplingError: It has further steps.
-        """
+        """Runs what follows the last step; returns the pipeline's result, or raises SamplingError."""
         if self._coroutine.done:  # interrupted
             return self._result
         self._run_to_step()

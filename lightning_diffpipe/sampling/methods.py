@@ -197,11 +197,7 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
 def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
-    """Builds the sampler of one rank.
-
-    Raises:
-        ConfigurationError: The method takes no such options, or not these values.
-    """
+    """Builds the sampler of a rank; raises ConfigurationError for options that the method does not take."""
     assert options.mesh is not None
     warmup: Any = options.synchronous_steps
     try:

@@ -227,11 +227,7 @@ def rows_with_nan(x: Tensor) -> set[int]:
 
 
 def inner_of_rows(rows: Collection[int], size: int, num: int) -> int:
-    """Returns the order of rows among which those of the last sample are known.
-
-    Raises:
-        NotApartError: They are those of no order.
-    """
+    """Returns the order of rows among which those of the last sample are known, or raises NotApartError."""
     for inner in range(1, size // num + 1):
         if Samples(num).rows(size, inner, {num - 1}) == sorted(rows):
             return inner

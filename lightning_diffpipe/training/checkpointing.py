@@ -162,11 +162,7 @@ class CheckpointHooks(ParallelStrategy):
                     )
 
     def check_folders(self, trainer: Any) -> None:
-        """Finds out before anything costly whether checkpoints can be written; collective.
-
-        Raises:
-            CheckpointError: They cannot; on all ranks.
-        """
+        """Raises CheckpointError on all ranks, before costly work, if one cannot write checkpoints; collective."""
         error = None
         if self.is_global_zero and not trainer.fast_dev_run:
             try:
@@ -463,11 +459,7 @@ def _counted(optimizers: Sequence[Sequence[int]]) -> str:
 
 
 def refuse_divided(module: nn.Module | None) -> None:
-    """Refuses a module of which a failed run has left one rank's part.
-
-    Raises:
-        CheckpointError: Parameters are on other ranks.
-    """
+    """Raises CheckpointError for a module of which a failed run has left one rank's part."""
     parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
     gone = [name for name, parameter in parameters if is_placeholder(parameter)]
     if gone:

@@ -120,11 +120,7 @@ class ProcessHooks(ParallelStrategy):
         """
 
     def refuse_alone(self) -> None:
-        """Refuses to run again where the processes that were started for it have been ended.
-
-        Raises:
-            ConfigurationError: A run of this process has failed before.
-        """
+        """Raises ConfigurationError where the processes that were started for an earlier run have been ended."""
         if self._ended_by is not None and self.world_size > 1:
             raise ConfigurationError(
                 f"an earlier run of this process has failed ({self._ended_by.splitlines()[0]}), and the processes "

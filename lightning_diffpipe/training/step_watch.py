@@ -155,11 +155,7 @@ class StepWatch:
         return allowed is not None and self.num_diverged >= allowed
 
     def refuse_divergence(self, allowed: int | None, global_step: int, result: StepResult) -> None:
-        """Ends the run on all ranks, in the step in which all know that one has diverged.
-
-        Raises:
-            DivergenceError: One has.
-        """
+        """Raises DivergenceError on all ranks, in the step in which all know that one has diverged."""
         if not result.alarm:
             return
         before = "none was"

@@ -244,11 +244,7 @@ class MarkedRun(Run, TorchFunctionMode):
         }
 
     def unit(self) -> int:
-        """Returns the rows of the latents that strides and patches take together.
-
-        Raises:
-            ConfigurationError: They do not divide the rows.
-        """
+        """Returns the rows that strides and patches take together, or raises ConfigurationError."""
         unit, num_rows = 1, self._look.num_rows
         for rows in self._units:
             if rows > 1 and not rows.is_integer():

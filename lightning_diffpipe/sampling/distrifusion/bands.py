@@ -117,11 +117,7 @@ _WITHOUT_RULE = {
 
 
 def refuse(func: Any) -> None:
-    """Refuses functions that are known to mix rows.
-
-    Raises:
-        GraphError: It is one.
-    """
+    """Raises GraphError for functions that are known to mix rows."""
     if func in _WITHOUT_RULE:
         raise unsupported(func.__name__)
 

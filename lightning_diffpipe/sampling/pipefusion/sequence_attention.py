@@ -70,11 +70,7 @@ class _OverRanks:
             )
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attends from this rank's tokens to those of all ranks.
-
-        Raises:
-            LayoutError: There are keys that ranks cannot divide.
-        """
+        """Attends to the tokens of all ranks; raises LayoutError for keys that ranks cannot divide."""
         self._refuse_keys(call)
         together, parts = self._share(call.part)
         # Where the tokens of each part are, among those of all parts together.
