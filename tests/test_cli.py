@@ -168,19 +168,10 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["show", "plan (1).json"],
             "diffpipe show: cannot read plan (1).json: No such file or directory",
         ),
-        (
-            ["show", "plan.json"],
-            "diffpipe show: cannot read plan.json: No such file or directory",
-        ),
-        (
-            ["diff", "a.json"],
-            "diffpipe diff: Missing mandatory value: after\n",
-        ),
+        (["show", "plan.json"], "diffpipe show: cannot read plan.json: No such file or directory"),
+        (["diff", "a.json"], "diffpipe diff: Missing mandatory value: after\n"),
         (["show", "x", "as=trace"], "diffpipe show: as=trace is a file: add output=FILE"),
-        (
-            ["plan"],
-            "diffpipe plan: Missing mandatory value: global_batch_size\n",
-        ),
+        (["plan"], "diffpipe plan: Missing mandatory value: global_batch_size\n"),
         (
             ["sample", "path=/nowhere"],
             "diffpipe sample: '/nowhere' is neither a folder with a model_index.json",
@@ -280,14 +271,8 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
         ),
         (["train", "~logger", "trainer.devices=1"], "there is no logger; take logger=none"),
         # History: KeyError of a dictionary, and settings of Trainer that were left aside without a word.
-        (
-            ["sample", "~prompts"],
-            "diffpipe sample: ~prompts deletes what this needs",
-        ),
-        (
-            ["sample", "~sampler"],
-            "diffpipe sample: ~sampler deletes what this needs",
-        ),
+        (["sample", "~prompts"], "diffpipe sample: ~prompts deletes what this needs"),
+        (["sample", "~sampler"], "diffpipe sample: ~sampler deletes what this needs"),
         (
             ["train", "+trainer.callbacks=[]", "trainer.devices=1"],
             "trainer.callbacks=[]: there is a group callbacks for them; take callbacks=none",
@@ -309,14 +294,8 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             ["train", "~trainer.accelerator"],
             "Key 'accelerator' is not in struct (trainer.accelerator)",
         ),
-        (
-            ["train", "~strategy"],
-            "diffpipe train: ~strategy deletes what this needs",
-        ),
-        (
-            ["train", "+experiment=glyphs"],
-            "diffpipe train: Multiple values for experiment.",
-        ),
+        (["train", "~strategy"], "diffpipe train: ~strategy deletes what this needs"),
+        (["train", "+experiment=glyphs"], "diffpipe train: Multiple values for experiment."),
         # History: a type of error stood before the reason.
         (
             ["sample", "path=${built_in:nope}"],
@@ -337,10 +316,7 @@ def test_help_says_what_a_verb_does(verb, capsys, monkeypatch):
             "diffpipe sample: cannot begin a run: Not a directory: /dev/null/run; its folder must be",
         ),
         # History: every rank showed a traceback.
-        (
-            ["train", "ckpt_path=none.ckpt"],
-            "diffpipe train: there is no checkpoint none.ckpt",
-        ),
+        (["train", "ckpt_path=none.ckpt"], "diffpipe train: there is no checkpoint none.ckpt"),
         # History: the checkpoint was said not to exist.
         (
             ["train", "ckpt_path=https://a.b/c.ckpt"],
@@ -427,15 +403,9 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (
-            "trainer.max_steps=abc",
-            "trainer.max_steps must be a number >= -1; got 'abc'",
-        ),
+        ("trainer.max_steps=abc", "trainer.max_steps must be a number >= -1; got 'abc'"),
         ("trainer.max_steps=null", "trainer.max_steps must be a number >= -1; got None"),
-        (
-            "trainer.max_steps=-5",
-            "trainer.max_steps must be a number >= -1; got -5",
-        ),
+        ("trainer.max_steps=-5", "trainer.max_steps must be a number >= -1; got -5"),
         ("trainer.devices=two", "trainer: TypeError: `devices` selected with `CPUAccelerator`"),
         ("trainer.num_nodes=0", "trainer: ValueError: `num_nodes` must be a positive integer"),
         ("trainer.accelerator=tpuu", "trainer: ValueError: You selected an invalid accel"),
@@ -482,10 +452,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ),
         ("strategy.profile=fast", "strategy.profile=fast: there is no such file; choose measure,"),
         ("strategy.cluster=fast", "strategy.cluster must be 'measure', a Cluster or a mapping"),
-        (
-            "strategy.check_finite=maybe",
-            "strategy.check_finite must be True or False; got 'maybe'",
-        ),
+        ("strategy.check_finite=maybe", "strategy.check_finite must be True or False; got 'maybe'"),
         (
             "+strategy.process_group_backend=mpi",
             "strategy.process_group_backend='mpi' is none that",
@@ -509,10 +476,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "trainer.max_time=abc",
             "trainer: MisconfigurationException: `Timer(duration='abc')` is not a valid",
         ),
-        (
-            "trainer.accelerator=gpu",
-            "sees no GPU here; install torch for this machine's CUDA, or",
-        ),
+        ("trainer.accelerator=gpu", "sees no GPU here; install torch for this machine's CUDA, or"),
         (
             "model.caption_dropout=lots",
             "model.caption_dropout must be a number >= 0 and <= 1; got 'lots'",
@@ -554,10 +518,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
             "strategy.num_microbatches=1000000000000 is more than the 32 samples of a batch (data.batch",
         ),
         ("data.condition=edgez", "data.condition='edgez' is unknown here; known: edges"),
-        (
-            "callbacks.samples.prompts=[1]",
-            "callbacks.samples.prompts must be texts; got [1]",
-        ),
+        ("callbacks.samples.prompts=[1]", "callbacks.samples.prompts must be texts; got [1]"),
         (
             "callbacks.progress_bar.refresh_rate=-1",
             "callbacks.progress_bar.refresh_rate must be a whole number >= 0; got -1",

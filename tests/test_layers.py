@@ -133,7 +133,7 @@ MODELS = re.compile(
 )
 # file -> why its code names models
 OF_MODELS = {
-    "modules/latent_diffusion.py": "the step of the built-in models; all others are trained by their own call",
+    "modules/latent_diffusion.py": "the step of the built-in models; all others are trained by their own call"
 }
 
 

@@ -266,10 +266,7 @@ class PipelineMonitor(L.Callback):
         if not self._interval.seconds:
             return {}
         rate = self._interval.samples / self._interval.seconds
-        numbers = {
-            "samples_per_s": rate,
-            "step_s": self._interval.seconds / self._interval.steps,
-        }
+        numbers = {"samples_per_s": rate, "step_s": self._interval.seconds / self._interval.steps}
         peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
         if peak and self._flops:
             numbers["mfu"] = self._flops * rate / (peak * trainer.world_size)

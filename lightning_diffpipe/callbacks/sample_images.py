@@ -36,12 +36,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.monitor import run_folder
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    GraphError,
-    PartitionError,
-    require_number,
-)
+from lightning_diffpipe.errors import ConfigurationError, GraphError, PartitionError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.sampling.call import Call

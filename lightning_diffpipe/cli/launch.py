@@ -24,11 +24,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DiffPipeError,
-    raised_by_all,
-)
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _GRACE_S = 15.0
 

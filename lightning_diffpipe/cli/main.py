@@ -33,12 +33,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from lightning_diffpipe.cli.launch import (
-    announce_loading,
-    own_rank,
-    print_to_nobody,
-    quoted,
-)
+from lightning_diffpipe.cli.launch import announce_loading, own_rank, print_to_nobody, quoted
 from lightning_diffpipe.cli.values import (
     POSITIONS,
     VERBS,
@@ -52,10 +47,7 @@ _VALUED = (  # flags of Hydra that take a value
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
     *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
 )
-_FLAGS = (
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"),
-    *_VALUED,
-)
+_FLAGS = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"), *_VALUED)
 # Of those the ones that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.

@@ -290,9 +290,8 @@ def _require_lora(config: DictConfig) -> None:
 
     if config.model.get("lora") is not None and "_target_" in config.model:
         target = hydra.utils.get_object(config.model._target_)
-        module_class = getattr(
-            target, "__self__", target
-        )  # of a class method such as from_pretrained
+        # Of a class method such as from_pretrained.
+        module_class = getattr(target, "__self__", target)
         known = inspect.signature(module_class).parameters.values()
         if not any(p.name == "lora" or p.kind is p.VAR_KEYWORD for p in known):
             raise ConfigurationError(

@@ -29,12 +29,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import (
-    CaptionedDataModule,
-    Sample,
-    require_made,
-    share_of,
-)
+from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, require_made, share_of
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Split = Literal["train", "validation", "all"]

@@ -25,14 +25,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.data.augmentation import Augmentation
-from lightning_diffpipe.data.buckets import (
-    Batches,
-    BucketBatches,
-    Last,
-    Shape,
-    Sizes,
-    grouped,
-)
+from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
 from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (

@@ -184,9 +184,7 @@ class StepProbe:
         return self._trace_of(choose)
 
     def _trace_of(
-        self,
-        choose: Callable[[CallTree], tuple[set[str], set[str]]],
-        leaky: Collection[str] = (),
+        self, choose: Callable[[CallTree], tuple[set[str], set[str]]], leaky: Collection[str] = ()
     ) -> LayerGraph:
         """Traces the layers that are chosen from a tree of calls."""
         if self._tree is None:

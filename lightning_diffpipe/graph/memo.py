@@ -40,12 +40,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.versions import (
-    bytes_of,
-    circumstances,
-    module_digest,
-    weights_state,
-)
+from lightning_diffpipe.graph.versions import bytes_of, circumstances, module_digest, weights_state
 
 _VERSION = 2
 

@@ -88,12 +88,7 @@ def probe(
 
 
 def reprobe(
-    root: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
-    *,
-    any_form: bool = False,
+    root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, any_form: bool = False
 ) -> LayerGraph:
     """Probes a batch of another signature, or of another form, with the layers, folded or not, of a known graph.
 

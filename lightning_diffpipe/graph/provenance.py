@@ -32,16 +32,9 @@ from lightning_diffpipe.graph.calltree import (
     written_tensors,
 )
 from lightning_diffpipe.graph.fakes import DEVICE_OF
-from lightning_diffpipe.graph.layer import (
-    ContainerCall,
-    FoldedOutput,
-    Value,
-    storage_key,
-)
+from lightning_diffpipe.graph.layer import ContainerCall, FoldedOutput, Value, storage_key
 from lightning_diffpipe.graph.rng import draws
-from lightning_diffpipe.graph.side_effects import (
-    GeneratorDraws,
-)
+from lightning_diffpipe.graph.side_effects import GeneratorDraws
 
 # Their schemas do not say that they change running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}

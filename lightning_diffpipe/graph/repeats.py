@@ -218,12 +218,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        repeats: Repeats,
-        key: Hashable,
-        name: str,
-        module: nn.Module,
-        leaves: list[Any],
+        self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, leaves: list[Any]
     ) -> None:
         self._repeats, self._key = repeats, key
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

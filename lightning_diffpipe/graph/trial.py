@@ -136,9 +136,8 @@ def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> N
     """Gives a module, class or file those of its attributes back that are of some kinds."""
 
     def is_state(value: Any) -> bool:
-        is_site = hasattr(
-            type(value), "diffpipe_original"
-        )  # of `Interception`, which outlives a trial
+        # Sites of `Interception`, which outlive a trial.
+        is_site = hasattr(type(value), "diffpipe_original")
         return value is _MISSING or (isinstance(value, kinds) and not is_site)
 
     now = vars(owner)

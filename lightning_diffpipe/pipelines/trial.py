@@ -153,10 +153,7 @@ class Trial:
         return self._calls[self._step.denoiser][0]
 
     def _decoded(
-        self,
-        draw: Draw,
-        times: Sequence[float] = (1.0,),
-        further: Mapping[str, Any] | None = None,
+        self, draw: Draw, times: Sequence[float] = (1.0,), further: Mapping[str, Any] | None = None
     ) -> Tensor:
         """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
         self._drawn.clear()

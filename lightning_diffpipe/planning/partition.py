@@ -214,9 +214,7 @@ def partition_fronts(
     return out
 
 
-def _pareto(
-    points: Iterable[tuple[float, float, Partition, Cut]],
-) -> tuple[Partition, ...]:
+def _pareto(points: Iterable[tuple[float, float, Partition, Cut]]) -> tuple[Partition, ...]:
     kept, lowest = [], math.inf
     for slowest, sync, before, cut in sorted(points, key=lambda p: (p[0], p[1], p[3])):
         if sync < lowest - 1e-12:
@@ -323,10 +321,7 @@ def least_limit(
 
 
 def nested_cuts(
-    times: Sequence[float],
-    num_ranks: int,
-    most: float,
-    crossing: Callable[[int, int], float],
+    times: Sequence[float], num_ranks: int, most: float, crossing: Callable[[int, int], float]
 ) -> tuple[int, ...] | None:
     """Cuts a chain for V placement so that least crosses, with at most so much work on every rank.
 

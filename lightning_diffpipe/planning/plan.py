@@ -37,12 +37,7 @@ from lightning_diffpipe.planning.filling import (
     group_size_of,
     split_evenly,
 )
-from lightning_diffpipe.planning.instruction import (
-    Encode,
-    Program,
-    format_program,
-    parse_program,
-)
+from lightning_diffpipe.planning.instruction import Encode, Program, format_program, parse_program
 from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
@@ -332,9 +327,7 @@ class PipelinePlan:
         node = Node.of_text(text, PlanError, source, FORMAT)
         plan = read_fields(cls, node, "format", optional=("digest",))
         plan.validate()
-        if (
-            "digest" not in node
-        ):  # With it the numbers are as they were promised, if by another version.
+        if "digest" not in node:  # else numbers are as they were promised, if by another version
             _check_promise(plan)
         elif node["digest"].value != plan.digest:
             raise node["digest"].expected(

@@ -15,12 +15,7 @@ from lightning_diffpipe.planning.options import (
     PlanOptions,
     ranks_of_pipeline,
 )
-from lightning_diffpipe.planning.partition import (
-    Cut,
-    chain_cuts,
-    check_partition,
-    partition_fronts,
-)
+from lightning_diffpipe.planning.partition import Cut, chain_cuts, check_partition, partition_fronts
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 from lightning_diffpipe.planning.schedules import SCHEDULES
 

@@ -36,12 +36,7 @@ from lightning_diffpipe.profiling.layer_costs import (
     encodings,
     found_by_running,
 )
-from lightning_diffpipe.profiling.state import (
-    current,
-    placed,
-    tree_to,
-    undisturbed,
-)
+from lightning_diffpipe.profiling.state import current, placed, tree_to, undisturbed
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     Pool,
@@ -154,9 +149,7 @@ def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
 
 
 def layer_costs(
-    graph: LayerGraph,
-    rounds: Rounds,
-    saved: Sequence[KeptBytes],
+    graph: LayerGraph, rounds: Rounds, saved: Sequence[KeptBytes]
 ) -> dict[int, LayerCost]:
     """Returns typical times of every layer."""
     forward: dict[int, list[float]] = {}

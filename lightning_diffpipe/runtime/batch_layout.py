@@ -284,11 +284,7 @@ class BatchLayout:
             work.loss_scale = (1 if weighted else work.num_samples / total) / accumulate
 
     def _works(
-        self,
-        batch: Any,
-        sizes: tuple[int, ...],
-        batch_index: int,
-        arguments: tuple[Any, ...],
+        self, batch: Any, sizes: tuple[int, ...], batch_index: int, arguments: tuple[Any, ...]
     ) -> list[MicrobatchWork]:
         microbatches = split(batch, sizes, self.steps.form)
         indices = range(len(microbatches))

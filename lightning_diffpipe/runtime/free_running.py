@@ -164,11 +164,7 @@ class FreeRunningEngine(Engine):
         return not self._num_batches
 
     def advance(
-        self,
-        batch: Any,
-        batch_index: int,
-        arguments: tuple[Any, ...] = (),
-        alarm: bool = False,
+        self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = (), alarm: bool = False
     ) -> list[StepResult]:
         """Forwards a batch, takes back what is due, and steps the optimizers after it.
 

@@ -34,11 +34,8 @@ from lightning_diffpipe.runtime.reduction import MOST_UNDER_WAY, buckets_of
 
 _TRIAL_SIZE = 8  # of every dimension
 _TRIAL_SCALES = (1e-3, 1e3, *[1.0] * 4)  # of gradients: below and above bounds of their norms
-_TRIALS = (
-    (0, True),
-    (1, True),
-    (0, False),
-)  # seeds, and whether the parameters beside have gradients
+# Seeds, and whether the other parameters have gradients.
+_TRIALS = ((0, True), (1, True), (0, False))
 
 
 def stepping_ranks(

@@ -45,13 +45,7 @@ from lightning_diffpipe.sampling.loop import (
     shapes_given,
     snapshot,
 )
-from lightning_diffpipe.sampling.record import (
-    Controlled,
-    LoopEnds,
-    Record,
-    copied,
-    moved,
-)
+from lightning_diffpipe.sampling.record import Controlled, LoopEnds, Record, copied, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.samples import (
     NotApartError,
@@ -182,9 +176,7 @@ class Call:
     def expansion(self) -> int:
         """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch, 1 if none."""
         arguments, rows = self.steps[0][0], len(self.whole)
-        if (
-            self.samples_in is not None
-        ):  # frames of a sample may be rows of the one and not of the other
+        if self.samples_in is not None:  # frames may be rows of the one and not of the other
             rows = self.samples_in.num * self._copies
         times, rest = divmod(len(arguments[latents_name(arguments)]), rows)
         return 1 if rest else times
@@ -427,9 +419,7 @@ class Call:
         scheduler = self.scheduler
         if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own sample
             steps["generator"] = [steps["generator"][i] for i in mine]
-        elif here and not takes_more(
-            scheduler
-        ):  # else it is stepped by the pipeline alone, on all rows
+        elif here and not takes_more(scheduler):  # else the pipeline steps it alone, on all rows
             # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
             timesteps = self.timesteps[: len(scheduler.timesteps)]
             scheduler = for_samples(scheduler, here, self.whole, timesteps)

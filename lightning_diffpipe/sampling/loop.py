@@ -458,9 +458,7 @@ def _shape_of_prediction(
     if latents.shape not in known:
         try:
             known[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
-        except (
-            Exception
-        ):  # its control flow asks for values, or it is not a denoiser that is called so
+        except Exception:  # its control flow asks for values, or it is no denoiser
             return latents.shape
     return known[latents.shape]
 

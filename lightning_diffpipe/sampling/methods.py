@@ -25,12 +25,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links, Traffic
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DiffPipeError,
-    GraphError,
-    require_number,
-)
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_rule import (

@@ -225,9 +225,8 @@ class _Place(NamedTuple):
     """Where a rank computes."""
 
     host: str
-    gpu: (
-        str | None
-    )  # what no other is called, whatever numbers processes give to those that they see
+    # Unlike that of all others, whatever numbers processes give to those that they see.
+    gpu: str | None
     has_nccl: bool
 
     @classmethod

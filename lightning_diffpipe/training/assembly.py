@@ -72,11 +72,7 @@ _log = logging.getLogger(__name__)
 
 
 def assemble(
-    probed: ProbedStep,
-    plan: PipelinePlan,
-    process: Process,
-    options: PipelineOptions,
-    seed: int,
+    probed: ProbedStep, plan: PipelinePlan, process: Process, options: PipelineOptions, seed: int
 ) -> Pipeline:
     """Cuts a module as planned and connects this rank; every rank calls it at the same time.
 

@@ -50,9 +50,8 @@ def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         with raised_by_all():
             raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
     epoch, *place = place_of(trainer, None)
-    if any(
-        (epoch, *place)
-    ):  # else what was asked for before the checkpoint was read would begin anew
+    # Else what was asked for before the checkpoint was read would begin anew.
+    if any((epoch, *place)):
         loop._combined_loader = None
     with telling_place(trainer, epoch):
         loop.setup_data()

@@ -58,12 +58,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.placement import is_placeholder, loaded
 from lightning_diffpipe.host_memory import available_bytes
-from lightning_diffpipe.runtime.ownership import (
-    collect,
-    owners_of_state,
-    refuse_misfit,
-    take_over,
-)
+from lightning_diffpipe.runtime.ownership import collect, owners_of_state, refuse_misfit, take_over
 from lightning_diffpipe.training.metric_sync import MetricSync
 from lightning_diffpipe.training.pipeline import Pipeline
 

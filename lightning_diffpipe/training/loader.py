@@ -576,10 +576,8 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
     if not wanted or not isinstance(loader, DataLoader):
         return loader
     batches = loader.batch_sampler
-    samplers = (
-        getattr(batches, "sampler", None),
-        loader.sampler,
-    )  # of Lightning, too, in predictions
+    # Those of Lightning, too, in predictions.
+    samplers = getattr(batches, "sampler", None), loader.sampler
     known = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
     if known or isinstance(loader.dataset, IterableDataset):
         return loader

@@ -24,12 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DivergenceError,
-    GraphError,
-    raised_by_all,
-)
+from lightning_diffpipe.errors import ConfigurationError, DivergenceError, GraphError, raised_by_all
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.upcoming import begin_copy_to_host

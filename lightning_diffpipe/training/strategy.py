@@ -384,11 +384,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if options.shard_optimizer == "auto" and options.plan is None:
             may_share = hasattr(optimization, "may_be_shared") and optimization.may_be_shared()
             options = replace(options, shard_optimizer="auto" if may_share else False)
-        with (
-            hooks_come_later(),
-            early_answers(self),
-            generators_preserved(module),
-        ):
+        with hooks_come_later(), early_answers(self), generators_preserved(module):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, self._arguments
             )

@@ -19,12 +19,7 @@ from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.partition import Stage
-from lightning_diffpipe.planning.plan import (
-    SAME_STEP,
-    PipelinePlan,
-    PlannedChange,
-    check_layers,
-)
+from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange, check_layers
 from lightning_diffpipe.planning.profile import (
     ADDED_UP,
     DISK_BYTES_PER_S,
@@ -85,7 +80,7 @@ class Explanation:
         lines = [
             f"A step takes {seconds(step_s)}; its work, shared evenly, is {seconds(limit_s)} on each rank. "
             f"The rest, {percent(1 - limit_s / step_s if step_s else 0)}, is waiting for others and for "
-            "links; more can only be won with less work.",
+            "links; more can only be won with less work."
         ]
         if planned.expected_s is not None:
             forms = ((percent(share), first) for share, first in self.plan.forms)

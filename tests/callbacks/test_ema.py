@@ -10,13 +10,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import place_parameters
-from tests.distributed.scenarios import (
-    Settings,
-    build,
-    quick_strategy,
-    quiet_trainer,
-    weights_of,
-)
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 

@@ -119,11 +119,7 @@ class CaptionedPainter(Painter):
 
 @pytest.mark.parametrize(
     ("held_back", "drawn"),
-    [
-        (["a lighthouse"], ["a lighthouse"]),
-        (["fog"] * 9, ["fog"] * 8),
-        ([], ["0 a", "0 b"]),
-    ],
+    [(["a lighthouse"], ["a lighthouse"]), (["fog"] * 9, ["fog"] * 8), ([], ["0 a", "0 b"])],
 )
 def test_captions_of_the_data_are_drawn_where_nobody_says_what(tmp_path, held_back, drawn):
     """History: `diffpipe train` drew glyphs with everybody's model, whatever it was trained on."""

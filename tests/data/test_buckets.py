@@ -312,12 +312,7 @@ def test_bad_folders_are_refused_before_training(tmp_path, name):
     options = {"mask": "masks"} if name == "no mask" else {}
     with pytest.raises(ConfigurationError, match=message):
         module_of(tmp_path, **options)
-    left_out = {
-        "lonely captions": 2,
-        "lonely images": 1,
-        "small": 1,
-        "broken": 1,
-    }
+    left_out = {"lonely captions": 2, "lonely images": 1, "small": 1, "broken": 1}
     if name in left_out:
         with pytest.warns(
             UserWarning, match=rf"{left_out[name]} of \d .* were left out \(on_error=skip\)"

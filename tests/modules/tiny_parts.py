@@ -55,13 +55,7 @@ def tiny_transformer(learns_variance=False):
 
 def tiny_text_encoder():
     config = transformers.T5Config(
-        vocab_size=384,
-        d_model=16,
-        d_kv=4,
-        d_ff=16,
-        num_layers=1,
-        num_heads=4,
-        dropout_rate=0.1,
+        vocab_size=384, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, dropout_rate=0.1
     )
     return transformers.T5EncoderModel(config)
 

@@ -438,11 +438,7 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
             5,
             "global_batch_size: 12 samples cannot be divided evenly among data_parallel=5",
         ),
-        (
-            ("options", "num_replicas"),
-            5,
-            "options.num_replicas: 5, but the stages have [1, 1, 1]",
-        ),
+        (("options", "num_replicas"), 5, "options.num_replicas: 5, but the stages have [1, 1, 1]"),
         (("options", "num_stages"), 2, "options: num_replicas=(1, 1, 1) names 3 stages"),
         (("planned", "iteration_s"), 10**400, "planned.iteration_s: expected a number >= 0"),
         (

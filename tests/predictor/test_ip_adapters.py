@@ -290,10 +290,7 @@ def test_ranks_with_another_adapter_are_refused(saved):
         settings,
         {"method": "single", "ip_adapters": {folder / name: scale}},
     )
-    cases = [
-        [job(FILE, 0.7), job("second.safetensors", 0.7)],
-        [job(FILE, 0.7), job(FILE, 0.6)],
-    ]
+    cases = [[job(FILE, 0.7), job("second.safetensors", 0.7)], [job(FILE, 0.7), job(FILE, 0.6)]]
     first, second = run_ranks(failure_of_each_rank, 2, cases)
     assert first == second
     assert "rank 1 has other weights than rank 0" in first[0]

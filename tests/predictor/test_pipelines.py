@@ -28,12 +28,7 @@ from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
-from tests.predictor.scenarios import (
-    BothBands,
-    draw_each,
-    failure_of_each_rank,
-    latents_of_each,
-)
+from tests.predictor.scenarios import BothBands, draw_each, failure_of_each_rank, latents_of_each
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -447,7 +442,7 @@ def test_a_controlnet_is_shared_with_the_denoiser_that_reads_it(kind, saved):
             "rescaled_video",
             {"num_patches": 2, "warmup_steps": 0},
             "LTXPipeline brings rows of predictions together",
-        ),
+        )
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(kind, options, message, saved):

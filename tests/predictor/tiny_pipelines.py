@@ -69,7 +69,7 @@ def unet(**config):
             "attention_head_dim": 4,
             "norm_num_groups": 4,
         }
-        | config,
+        | config
     )
 
 
@@ -175,12 +175,7 @@ def dit(folder):
     return diffusers.DiTPipeline(
         vae=vae(),
         transformer=diffusers.DiTTransformer2DModel(
-            **HEADS,
-            in_channels=4,
-            out_channels=8,
-            num_layers=4,
-            sample_size=16,
-            norm_num_groups=4,
+            **HEADS, in_channels=4, out_channels=8, num_layers=4, sample_size=16, norm_num_groups=4
         ),
         scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
     )

@@ -189,12 +189,8 @@ def check_weights(pipeline: Loopback, alone: Any, initial: dict[str, torch.Tenso
                 assert torch.equal(value, initial[name]), f"frozen {name} moved"
 
 
-LEFT_TO_TABLES = {
-    "SDXL",
-    "LoRA",
-    "dropout",
-    *DENOISERS[4:],
-}  # tests/graph/test_stages.py cuts these
+# These are cut in tests/graph/test_stages.py.
+LEFT_TO_TABLES = {"SDXL", "LoRA", "dropout", *DENOISERS[4:]}
 
 
 @pytest.mark.slow

@@ -83,8 +83,7 @@ def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny, synchron
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler"],
+    "name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler"]
 )
 def test_ranks_that_never_step_scale_their_input_all_the_same(name, tiny):
     options = {"make_generator": generator} if name in STOCHASTIC else {}

@@ -403,9 +403,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     "AnimateDiffPipeline": TinyPipeline(SD | MOTION, FRAMES, VIDEO),
     "AnimateDiffPAGPipeline": TinyPipeline(SD | MOTION, FRAMES, VIDEO),
     "TextToVideoSDPipeline": TinyPipeline(
-        SD | {"unet": denoiser("UNet3DConditionModel", cross_attention_dim=16)},
-        FRAMES,
-        VIDEO,
+        SD | {"unet": denoiser("UNet3DConditionModel", cross_attention_dim=16)}, FRAMES, VIDEO
     ),
     "DreamLitePipeline": TinyPipeline(
         {
@@ -780,8 +778,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             **FLOW,
             "guider": of(ClassifierFreeGuidance),
             "text_encoder": language_model(
-                "Qwen2_5_VLText",
-                rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+                "Qwen2_5_VLText", rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]}
             ),
             "tokenizer": long_tokenizer,
             "text_encoder_2": of(tiny_text_encoder),

@@ -113,9 +113,7 @@ CASES = [
         | dict(num_single_dit_layers=4, joint_attention_dim=12, caption_projection_dim=16)
         | dict(pos_embed_max_size=256),
         dict(
-            hidden_states=normal(4, 12, 16),
-            encoder_hidden_states=normal(7, 12),
-            timestep=uniform(),
+            hidden_states=normal(4, 12, 16), encoder_hidden_states=normal(7, 12), timestep=uniform()
         ),
     ),
     Case(

@@ -157,9 +157,7 @@ CASES = [
         | dict(text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=16)
         | dict(axes_dims_rope=(4, 6, 6)),
         dict(
-            hidden_states=normal(24, 4),
-            encoder_hidden_states=normal(7, 3, 12),
-            timestep=uniform(),
+            hidden_states=normal(24, 4), encoder_hidden_states=normal(7, 3, 12), timestep=uniform()
         ),
         {"position_ids": torch.cat([torch.zeros(7, 3).double(), grid_ids(4, 6, num_axes=3)])},
     ),

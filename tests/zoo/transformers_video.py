@@ -44,9 +44,7 @@ CASES = [
         | dict(sample_frames=9, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=7)
         | dict(use_rotary_positional_embeddings=True),
         dict(
-            hidden_states=normal(3, 4, 16, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(3, 4, 16, 12), encoder_hidden_states=normal(7, 8), timestep=steps()
         ),
         {"image_rotary_emb": (torch.ones(144, 16).double(), torch.zeros(144, 16).double())},
     ),
@@ -76,9 +74,7 @@ CASES = [
         | dict(num_layers=4, mlp_ratio=2, text_embed_dim=12, adaln_lora_dim=4, max_size=(4, 16, 16))
         | dict(concat_padding_mask=False),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
+            hidden_states=normal(4, 3, 8, 12), timestep=steps(), encoder_hidden_states=normal(7, 12)
         ),
         {"fps": 30},
     ),
@@ -89,16 +85,10 @@ CASES = [
         | dict(patch_size=2, num_layers=4, mmdit_layers=3, time_embed_dim=8, text_embed_dim=12)
         | dict(sample_width=12, sample_height=8),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
+            hidden_states=normal(4, 3, 8, 12), timestep=steps(), encoder_hidden_states=normal(7, 12)
         ),
     ),
-    Case(
-        "HunyuanVideoTransformer3DModel",
-        HUNYUAN_VIDEO,
-        HUNYUAN_VIDEO_INPUTS,
-    ),
+    Case("HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO, HUNYUAN_VIDEO_INPUTS),
     Case(
         "HunyuanVideoTransformer3DModel token replace",
         HUNYUAN_VIDEO | dict(image_condition_type="token_replace"),
@@ -148,9 +138,7 @@ CASES = [
         | dict(hidden_size=32, num_attention_heads=2, text_dim=12, mlp_width_ratio=2, num_layers=4)
         | dict(rope_dim_list=[4, 6, 6]),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
+            hidden_states=normal(4, 3, 8, 12), timestep=steps(), encoder_hidden_states=normal(7, 12)
         ),
     ),
     Case(
@@ -191,9 +179,7 @@ CASES = [
         | dict(attention_bias=True, num_embeds_ada_norm=1000, norm_type="ada_norm_single")
         | dict(norm_elementwise_affine=False, activation_fn="gelu-approximate"),
         dict(
-            hidden_states=normal(4, 3, 8, 8),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 8),
+            hidden_states=normal(4, 3, 8, 8), timestep=steps(), encoder_hidden_states=normal(7, 8)
         ),
     ),
     Case(
@@ -241,9 +227,7 @@ CASES = [
         | dict(num_layers=4, num_cross_attention_heads=2, cross_attention_head_dim=16)
         | dict(cross_attention_dim=32, caption_channels=8, sample_size=8),
         dict(
-            hidden_states=normal(4, 2, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(4, 2, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps()
         ),
     ),
     Case(

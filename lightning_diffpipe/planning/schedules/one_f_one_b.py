@@ -109,10 +109,7 @@ def _zero_bubble_program(placement: Placement, num_microbatches: int, rank: int)
 
 one_f_one_b = ScheduleSpec("1f1b", one_f_one_b_program, auto=True)
 deep_one_f_one_b = ScheduleSpec(
-    "1f1b_deep",
-    partial(one_f_one_b_program, depth=2),
-    auto=True,
-    advice="another order",
+    "1f1b_deep", partial(one_f_one_b_program, depth=2), auto=True, advice="another order"
 )
 zero_bubble = ScheduleSpec(
     "zero_bubble", _zero_bubble_program, splits_backward=True, advice="backwards in two parts"

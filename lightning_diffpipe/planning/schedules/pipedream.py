@@ -56,10 +56,7 @@ pipedream_vertical_sync = ScheduleSpec(
     staleness=lambda placement, stage: admitted_batches(placement) - 1,
 )
 pipedream_2bw = ScheduleSpec(
-    "pipedream_2bw",
-    one_f_one_b_program,
-    staleness=lambda placement, stage: 1,
-    accumulates=True,
+    "pipedream_2bw", one_f_one_b_program, staleness=lambda placement, stage: 1, accumulates=True
 )
 """Called with stages and microbatches these give one batch by itself; `unrolled` has many follow each other."""
 

@@ -84,11 +84,7 @@ class BandCall(Run, TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        analysis: CallAnalysis,
-        bands: Bands,
-        exchange: Exchange,
-        group_norm: GroupNormRule,
+        self, analysis: CallAnalysis, bands: Bands, exchange: Exchange, group_norm: GroupNormRule
     ) -> None:
         super().__init__()
         self._analysis, self._bands, self._exchange = analysis, bands, exchange

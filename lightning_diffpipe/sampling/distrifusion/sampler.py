@@ -62,11 +62,7 @@ from lightning_diffpipe.sampling.rehearsal import (
     tolerance_of,
 )
 from lightning_diffpipe.sampling.request import InputScaler, Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import (
-    drawing_from,
-    random_states,
-    takes_generator,
-)
+from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 
 Profile = tuple[str, list[Tensor]]

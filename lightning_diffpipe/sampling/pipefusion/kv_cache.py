@@ -133,11 +133,7 @@ class KvCache:
     """
 
     def __init__(
-        self,
-        patches: Sequence[Part],
-        *,
-        hide_unseen: bool = True,
-        verify: bool = False,
+        self, patches: Sequence[Part], *, hide_unseen: bool = True, verify: bool = False
     ) -> None:
         self._patches, self._hide_unseen = tuple(patches), hide_unseen
         self._verify = verify

@@ -83,9 +83,7 @@ class PipeFusionRun:
         self._sequence = sampler.sequence_links
         shared = self._sequence.num_ranks > 1
         self._cache = KvCache(
-            setting.patches,
-            hide_unseen=sampler.hide_unseen,
-            verify=sampler.verify,
+            setting.patches, hide_unseen=sampler.hide_unseen, verify=sampler.verify
         )
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)

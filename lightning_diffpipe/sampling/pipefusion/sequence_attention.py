@@ -51,10 +51,7 @@ class _OverRanks:
     """What both ways share; `share` tells what all ranks compute together and the part of each."""
 
     def __init__(
-        self,
-        links: Links,
-        share: Callable[[Part], tuple[Part, Sequence[Part]]],
-        inner: KvCache,
+        self, links: Links, share: Callable[[Part], tuple[Part, Sequence[Part]]], inner: KvCache
     ) -> None:
         self._links, self._share, self._inner = links, share, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
