@@ -9,8 +9,6 @@ Lightning finds `ckpt_path="last"` by the name `last.ckpt`. While a callback sav
 or with a link to a file that is gone, and whoever was killed then began at step 0. So any checkpoint counts here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import zipfile

@@ -13,8 +13,6 @@ ordinary file of it. Weights are called `model.<name>`, as in Lightning's own sh
 found by what reads folders here.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import warnings

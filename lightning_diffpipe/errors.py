@@ -25,8 +25,6 @@ Where several ranks raise the same error, one may print it for all; an error of 
 rank, as no other knows it. `raised_by_all` marks the first kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import traceback

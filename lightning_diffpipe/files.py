@@ -5,8 +5,6 @@ full. A reader finds one of their files, never half of one. Others may read what
 umask lets them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -12,8 +12,6 @@ Source:
     mallopt(3)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -18,8 +18,6 @@ Sources:
     DistriFusion, Li et al. (CVPR 2024), https://arxiv.org/abs/2402.19481
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

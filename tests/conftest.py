@@ -1,7 +1,5 @@
 """One torch thread, fixed seeds, and golden files that can be rewritten."""
 
-from __future__ import annotations
-
 import gc
 import os
 from importlib.metadata import version

@@ -18,8 +18,6 @@ Source:
     DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import lightning as L

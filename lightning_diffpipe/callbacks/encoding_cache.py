@@ -20,8 +20,6 @@ one, and are loaded for a sample that is new, a layer at a time, or where valida
 optimizer states and activations, and plans count so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings

@@ -12,8 +12,6 @@ may, and are drawn only as long as drawing stays below a given share of the run.
 `Throughput` logs samples per second alone, with any strategy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

@@ -16,8 +16,6 @@ patch the samples follow each other through the stages in shares, and nothing is
 all samples do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

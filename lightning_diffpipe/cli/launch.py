@@ -5,8 +5,6 @@ error, or is killed, the others find out by a broken connection or a timeout and
 killed. Under `torchrun` and `srun` the processes are there already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -4,8 +4,6 @@ Hydra reads the arguments after the verb; the verb itself is hidden from Hydra w
 put back before the function runs, because Lightning starts further processes with `sys.argv`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

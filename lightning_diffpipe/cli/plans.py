@@ -1,7 +1,5 @@
 """`diffpipe profile`, `plan`, `show` and `diff`."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

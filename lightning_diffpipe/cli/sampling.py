@@ -1,7 +1,5 @@
 """`diffpipe sample`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """`diffpipe train`."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import signal

@@ -4,8 +4,6 @@ Hydra knows types of settings (`settings.py`). Further mistakes are found by wha
 argument, and get the name of its setting.
 """
 
-from __future__ import annotations
-
 import re
 import sysconfig
 import traceback

@@ -14,8 +14,6 @@ Between steps ranks may be busy for long, saving or drawing. Rank 0, which does 
 patiently as for weights; another rank is missed in the step, after `timeout_s`. One that is gone is missed at once.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from typing import Any, NamedTuple

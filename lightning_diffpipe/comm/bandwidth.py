@@ -8,8 +8,6 @@ so that relative errors count, since small messages matter as much as large ones
 get rank 0's answer, so that they plan the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

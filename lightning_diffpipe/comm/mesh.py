@@ -13,8 +13,6 @@ order on every rank, and connected before the first step, because lazily made co
 each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import time

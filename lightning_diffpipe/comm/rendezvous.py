@@ -12,8 +12,6 @@ Then every rank builds the module by itself. Rank 0's weights count where they d
 asked for (`agree`); what one rank refuses, all refuse, with the same words (`on_all_ranks`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

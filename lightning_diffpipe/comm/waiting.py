@@ -9,8 +9,6 @@ GPU has few queues for all of them. Streams that share one wait for each other: 
 that the other end takes only when it has sent itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

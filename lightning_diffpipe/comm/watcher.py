@@ -17,8 +17,6 @@ process that ends, one that is stopped falls silent, and one that is busy does n
 Threads outside of a run, such as those of a script between two fits, are left alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -10,8 +10,6 @@ Source:
     Buckets of aspect ratios: NovelAI (2022), https://blog.novelai.net/novelai-improvements-on-stable-diffusion-e10d38db82ac
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ begins (`"crops_coords_top_left"`), `(2,)` each. A `"mask"`, `(1, H, W)` in [0, 
 a `"weight"` how much that of the sample does.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypedDict

@@ -13,8 +13,6 @@ Whether a (character, face) pair is held back follows from a hash of its caption
 machines, resolutions and alphabets, and independent of the order of the files.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 from functools import cache

@@ -10,8 +10,6 @@ found by their endings. What lies beside an image (a condition, a mask) is named
 is the file of the same name in a folder: `folder/masks/cat.png`.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ Images are turned upright, scaled and cropped in one pass over what is kept, put
 transparent, and converted to sRGB. Videos are decoded by PyAV, or are folders of frames.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

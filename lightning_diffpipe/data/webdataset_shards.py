@@ -7,8 +7,6 @@ Reading shards front to back keeps disks and object stores streaming where milli
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import logging

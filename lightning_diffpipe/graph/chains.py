@@ -17,8 +17,6 @@ estimates first and then trains on the estimate (self-conditioning), a teacher a
 consistency steps: all call their denoiser several times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise

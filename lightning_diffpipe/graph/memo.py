@@ -13,8 +13,6 @@ twice with different seeds; a VAE's posterior is drawn after its layers, so that
 epoch draws anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections import Counter

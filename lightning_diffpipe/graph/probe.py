@@ -18,8 +18,6 @@ expanded is seeded and computed elsewhere, so containers stay expanded whose glu
 hold much frozen work.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable, Collection, Sequence

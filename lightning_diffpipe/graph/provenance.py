@@ -10,8 +10,6 @@ yet, returned by it), `Buffer`, `Hooked`, or None (data: random, or from a stora
 buffer).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ microbatch), so that filling, restarts and other cuts change nothing.
 `torch.manual_seed` takes 0.15 ms as it visits every backend; generators are seeded directly instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -20,8 +20,6 @@ runs make up for it, and what nothing can make up for is refused.
   which PyTorch would refuse a hook.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

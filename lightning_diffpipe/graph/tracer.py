@@ -6,8 +6,6 @@ numbers; and, inside a folded layer, layers of the fine graph, which are counted
 its own. Of several equal modules two are run (`repeats.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Writes in place count up a tensor's version, and a replaced tensor is another ob
 many averages of weights, do neither: so some elements of each tensor are compared too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect

@@ -7,8 +7,6 @@
 A config of diffusers or transformers does not know of adapters, so weights under these names would load as nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -12,8 +12,6 @@ Sources:
     Text-conditional cascades: Imagen, Saharia et al. (2022), https://arxiv.org/abs/2205.11487
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import Any

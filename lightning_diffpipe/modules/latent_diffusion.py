@@ -18,8 +18,6 @@ Sources:
     Self-conditioning: Analog Bits, Chen et al. (2022), https://arxiv.org/abs/2208.04202
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An optimizer, and learning rates that warm up, stay, and fall: the same for all built-in modules."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

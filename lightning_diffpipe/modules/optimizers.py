@@ -9,8 +9,6 @@ Sources:
     Muon: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable

@@ -7,8 +7,6 @@ Which conditions the denoiser gets, and in what layout, is up to the pipeline; w
 scheduler.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Mapping, Sequence

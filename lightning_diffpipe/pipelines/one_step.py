@@ -23,8 +23,6 @@ Sizes and crops, of which a call takes one for all samples, are given to the den
 numbers show in which of its arguments they stand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -6,8 +6,6 @@ and an offset for each channel. The inverse normalises what the encoder gives.
 Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees an image.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -15,8 +15,6 @@ in tests:
 On a rank that holds one stage only, the number of that stage may be left out: `F0 B0`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -28,8 +28,6 @@ would each wait for the other to take it. There one of them begins its receive w
 Both places are found by running all programs with hosts that wait for their devices before every instruction.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace

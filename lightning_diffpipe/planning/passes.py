@@ -16,8 +16,6 @@ Source:
     The extra forward: DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248; the rest is ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

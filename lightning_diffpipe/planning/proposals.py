@@ -1,7 +1,5 @@
 """The proposals of the search: numbers of pipelines, microbatches and stages, and ways to cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product

@@ -15,8 +15,6 @@ A disturbance makes all of them slower in that step; the median over steps leave
 between layers, before one of them, keeps its own time going forward.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import replace

@@ -22,8 +22,6 @@ Sources:
     model FLOPs utilization, Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

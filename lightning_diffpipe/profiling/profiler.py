@@ -1,7 +1,5 @@
 """`profile(module, batch)`: from an ordinary module and one batch to a profile."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ plain attributes, and the random number generators of torch, `random` and numpy.
 saved: no optimizer runs here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

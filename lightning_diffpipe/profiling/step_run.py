@@ -41,8 +41,6 @@ layer's median has any. Of a backward, on a shared machine, 6 to 8 % were missin
 take.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ an epoch may be smaller, so lowered schedules are cached by size, and a size tha
 samples than the plan has microbatches, it is cut into so many.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ waits. A step then begins with what is left of its own, and the exchange of the 
 It knows no Lightning: a step is a function of the module and a batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -13,8 +13,6 @@ microbatches make a batch, and then its sum stays in `.grad` until the next batc
 Sources: see `planning/schedules/pipedream.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections import deque

@@ -15,8 +15,6 @@ copies tell (`steps_apart`); so does a step of each stage by itself.
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping

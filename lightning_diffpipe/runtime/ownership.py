@@ -12,8 +12,6 @@ training has ended and the module shall be whole again. `take_over` reads a rank
 Entries that are no tensors (`get_extra_state`) are those of rank 0.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace

@@ -10,8 +10,6 @@ Sums travel while the rank does something else, if it has something: frozen laye
 The global norm counts each parameter once: its first holder in the pipeline contributes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

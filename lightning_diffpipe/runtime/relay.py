@@ -19,8 +19,6 @@ wherever they are, in containers or deep inside an object such as a distribution
 back on the device that their owner has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle

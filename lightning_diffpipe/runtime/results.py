@@ -21,8 +21,6 @@ last bit.
     rank 2 | ...  3B1  2B1  -> ends of chain A                                        (chain A ends here)
 """
 
-from __future__ import annotations
-
 import numbers
 import pickle
 from collections import deque

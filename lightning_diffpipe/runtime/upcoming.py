@@ -31,8 +31,6 @@ Shares decide who encodes a sample, never with which others: groups are fixed, s
 `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs also take the same course.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

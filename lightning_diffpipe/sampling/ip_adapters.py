@@ -8,8 +8,6 @@ that a rank reads those of its own layers. The image encoder is asked before the
 Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

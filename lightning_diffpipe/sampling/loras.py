@@ -6,8 +6,6 @@ the denoiser, nothing is computed besides in a step, and a file means what it me
 scales, and what diffusers leaves out of it, with diffusers' own warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@
 | `synchronous` | bands of rows; neighbours' activations are waited for | yes |
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

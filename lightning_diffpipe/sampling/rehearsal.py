@@ -14,8 +14,6 @@ differ, NaN is sent through the model once more, to name the operator that mixes
 memory says nothing of a model, so it is an error of another kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -14,8 +14,6 @@ Row r belongs to sample (r // inner) % num:
     inner frames   frames of 0, frames of 1
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

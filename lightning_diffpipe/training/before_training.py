@@ -11,8 +11,6 @@ Runs of W&B begin once there is a pipeline: Lightning asks each logger for its r
 for that long there seems to be one (`put_off_runs`), and what is refused while one is set up leaves no empty run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

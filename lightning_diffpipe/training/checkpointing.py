@@ -6,8 +6,6 @@ later the optimizer states of its own parameters. So a checkpoint moves between 
 in both directions. With shards (`checkpoint_shards.py`) each rank writes what it holds, and nothing is collected.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

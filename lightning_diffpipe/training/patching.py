@@ -4,8 +4,6 @@ Lightning, torchmetrics and torch decide some things for a process by itself, or
 argument or hook changes that, an attribute does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ One process for each device, each started by re-running the script or by torchru
 Lightning's default process group, which the pipeline itself never uses.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

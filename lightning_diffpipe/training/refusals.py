@@ -7,8 +7,6 @@ Each function raises a ConfigurationError that says what cannot work, why, and w
 a plan was made for another module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

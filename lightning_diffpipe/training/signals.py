@@ -11,8 +11,6 @@ the end of an epoch. Before training, where
 Lightning does not listen, a signal ends the run at once. At the end a line says who got it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

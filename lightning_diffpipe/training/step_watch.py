@@ -12,8 +12,6 @@ needs values runs for this on what a rank holds, with NaN for the rest; if that 
 wrong. A loss or gradients that are not finite are borne for some steps: training may diverge, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping

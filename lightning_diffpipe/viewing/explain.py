@@ -4,8 +4,6 @@ Nothing here is a rule of thumb. Every part is found by simulating the same plan
 away; every change by planning again with that change. So each number is a promise of the simulator.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

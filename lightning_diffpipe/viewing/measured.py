@@ -24,8 +24,6 @@ not know, and what is left up to the whole step lies outside the pipeline.
 `final_report` says this at the end of a run, with what each rank did and both timelines.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

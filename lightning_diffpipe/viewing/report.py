@@ -1,7 +1,5 @@
 """Pages of text: a plan (`report`), two of them (`diff`), and costs (`cost_table`)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Sequence

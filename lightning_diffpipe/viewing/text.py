@@ -4,8 +4,6 @@ rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  ?          <-- waits here
 rank 2 |  .  . F0 B0 -- F1 B1 -- F2  .  .  .
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_diffpipe.errors import ScheduleError

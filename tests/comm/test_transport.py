@@ -4,8 +4,6 @@
 tensors, as gloo's do, and fail where a real wait would block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

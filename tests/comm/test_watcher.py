@@ -1,7 +1,5 @@
 """Whom a rank misses, and whom it does not: ranks of a test are watchers of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Training runs to compare: on several ranks with the strategy, and in one process without it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace

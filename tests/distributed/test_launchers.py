@@ -1,7 +1,5 @@
 """A user's script, started in all the ways users start one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

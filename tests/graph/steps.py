@@ -4,8 +4,6 @@ All are tiny and start from random weights. Images are not square, so that heigh
 confused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """PipeFusion on paper: its turns, and the bytes and messages that the tests expect of them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

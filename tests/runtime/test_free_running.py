@@ -5,8 +5,6 @@ model together from the versions that the formula names for every stage, and ste
 the formula anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

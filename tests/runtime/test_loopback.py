@@ -8,8 +8,6 @@ not, as fake tensors of one sample have other strides than real ones, and stride
 `randn_like` draws.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

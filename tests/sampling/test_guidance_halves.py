@@ -1,7 +1,5 @@
 """Two halves of the ranks, one for each branch of guidance: the same result, and no row is sent twice."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

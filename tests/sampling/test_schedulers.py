@@ -1,7 +1,5 @@
 """Schedulers in patches: admitted by trying them, stepped as in one process, refused by name."""
 
-from __future__ import annotations
-
 import abc
 import pickle
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """ControlNets, alone (the loss reads every residual) and training through a locked denoiser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import diffusers

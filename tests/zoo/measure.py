@@ -5,8 +5,6 @@ stages, emulated in one process with NaN for everything that should not be read:
 and into three stages at the finest level, and into three stages with containers folded.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ for is None. Denoisers have the sizes of the zoo. Prompts are read as bytes, wha
 earnest: what is tested is how a pipeline's `__call__` feeds its denoiser, not the words.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

@@ -4,8 +4,6 @@ Its step is cut into two stages, emulated in one process, and compared with the 
 opened by diffusers alone, and both draw from the same noise.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Numbers of layers depend on the probe, error sizes on the machine; everything el
 equivalence test compares all but the errors with what it measures.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import tempfile

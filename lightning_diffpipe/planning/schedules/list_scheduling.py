@@ -35,8 +35,6 @@ Sources:
     one model Chimera, Li and Hoefler (2021), https://arxiv.org/abs/2107.06925. The greedy orders are ours.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable

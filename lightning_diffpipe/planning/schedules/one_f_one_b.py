@@ -28,8 +28,6 @@ Sources:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from lightning_diffpipe.planning.instruction import (

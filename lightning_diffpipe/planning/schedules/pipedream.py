@@ -24,8 +24,6 @@ Sources:
     PipeDream-2BW, Narayanan et al. (2021), https://arxiv.org/abs/2006.09503: two buffered weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lightning_diffpipe.planning.instruction import (

@@ -25,8 +25,6 @@ Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -14,8 +14,6 @@ Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -5,8 +5,6 @@ rank compares what the model will be given next with what it was given, and send
 they have it, they post no receive for what may be of another shape.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -15,8 +15,6 @@ Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal

@@ -25,8 +25,6 @@ Source:
     Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal

@@ -16,8 +16,6 @@ That is about `log2(units) + 8` runs of the model, most of which follow NaN only
 not matter, so placeholders will do.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

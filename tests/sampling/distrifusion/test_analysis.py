@@ -1,7 +1,5 @@
 """What is found out about models, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Whole models on bands: equal to one process where they should be, and to the laws of displacement."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

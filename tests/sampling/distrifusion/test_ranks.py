@@ -1,7 +1,5 @@
 """Real processes: bit-equal to the emulator, byte for byte, and an end for all when one dies."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """PipeFusion with several ranks in a stage, which share the tokens of every patch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """PipeFusion equals one process where it should, its emulator always, and costs what the formulas say."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

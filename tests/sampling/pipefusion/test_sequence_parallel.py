@@ -1,7 +1,5 @@
 """Sequence parallelism computes what one process computes, and sends what the formulas say."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace
