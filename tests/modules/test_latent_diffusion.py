@@ -403,22 +403,12 @@ def test_a_missing_part_is_named(make_model, tmp_path):
 @pytest.mark.parametrize(
     ("name", "class_name", "config", "message"),
     [
-        (
-            "transformer",
-            "FluxTransformer2DModel",
-            {},
-            "trains PixArt .* is a FluxTransformer2DModel",
-        ),
+        ("transformer", "FluxTransformer2DModel", {}, "trains PixArt .* is a FluxTransformer2DModel"),
         ("unet", "UNet3DConditionModel", {}, "trains U-Nets .* is a UNet3DConditionModel"),
         ("unet", None, {"addition_embed_type": "text_time"}, r"added conditions \(text_time\)"),
-        (
-            "unet",
-            None,
-            {"in_channels": 9},
-            "takes 9 channels, and latents .* have 4: .* inpainting",
-        ),
+        ("unet", None, {"in_channels": 9}, "takes 9 channels, and latents .* have 4: .* inpainting"),
     ],
-)
+)  # fmt: skip
 def test_other_denoisers_are_refused_before_weights_are_read(
     make_model, tmp_path, name, class_name, config, message
 ):

@@ -95,17 +95,11 @@ def measure(case: Case) -> Outcome:
                 num_shared = max(num_shared, len(shared_parameters(split, plan)))
     worst = max(errors)
     return Outcome(
-        num_parameters=sum(p.numel() for p in root.parameters()),
-        num_layers=len(graph.layers),
-        num_frozen=len(graph.frozen),
-        probed_on_values=graph.mode.startswith("real"),
-        num_shared=num_shared,
-        samples_apart=apart,
-        loss_error=loss_error,
-        gradient_error=worst[0],
-        worst=worst[1],
+        num_parameters=sum(p.numel() for p in root.parameters()), num_layers=len(graph.layers),
+        num_frozen=len(graph.frozen), probed_on_values=graph.mode.startswith("real"), num_shared=num_shared,
+        samples_apart=apart, loss_error=loss_error, gradient_error=worst[0], worst=worst[1],
         idle_blocks=idle_blocks(root, expected),
-    )
+    )  # fmt: skip
 
 
 def samples_apart(root: DenoisingStep, batch: Batch, num_samples: int) -> bool | None:
