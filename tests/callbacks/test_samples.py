@@ -43,15 +43,9 @@ class Memory(Logger):
 def fit(tmp_path, callbacks, logger, module=None, data=None, ckpt_path=None, **kwargs):
     settings = {"max_steps": 6, "limit_val_batches": 0} | kwargs
     trainer = L.Trainer(
-        **settings,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=logger,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+        **settings, accelerator="cpu", default_root_dir=tmp_path, logger=logger, callbacks=callbacks,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
     trainer.fit(module or Painter(), datamodule=data, ckpt_path=ckpt_path)
     return trainer
 

@@ -147,14 +147,8 @@ def test_what_is_told_of_a_crop_is_what_is_seen(tmp_path, flip, buckets):
     Image.fromarray(pixels).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a")
     data = module_of(
-        tmp_path,
-        resolution=48,
-        bucket_step=16,
-        buckets=buckets,
-        flip=flip,
-        random_crop=True,
-        batch_size=1,
-    )
+        tmp_path, resolution=48, bucket_step=16, buckets=buckets, flip=flip, random_crop=True, batch_size=1,
+    )  # fmt: skip
     corners = set()
     for _ in range(8):
         sample = data.train_set[0]

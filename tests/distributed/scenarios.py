@@ -127,18 +127,10 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
 def outcome(trainer, module, recorder, initial) -> Outcome:
     """Collects what a run leaves."""
     return Outcome(
-        recorder.losses,
-        recorder.gradients,
-        weights_of(module),
-        initial,
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
-        trainer.global_step,
-        recorder.hooks,
-        recorder.plan,
-        recorder.basis,
-        recorder.held_bytes,
-        recorder.holds_frozen,
-    )
+        recorder.losses, recorder.gradients, weights_of(module), initial,
+        {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step,
+        recorder.hooks, recorder.plan, recorder.basis, recorder.held_bytes, recorder.holds_frozen,
+    )  # fmt: skip
 
 
 def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1) -> Outcome:

@@ -330,12 +330,8 @@ def fit_under_slurm(rank, world_size):
     strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
     noted = HandlesRequeue()
     trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy,
-        callbacks=[noted],
-        max_steps=1,
-        plugins=[SLURMEnvironment()],
-    )
+        devices=world_size, strategy=strategy, callbacks=[noted], max_steps=1, plugins=[SLURMEnvironment()],
+    )  # fmt: skip
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(build(Settings()), datamodule=Data())

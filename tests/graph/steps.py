@@ -32,17 +32,10 @@ def small_vae() -> AutoencoderKL:
 def small_clip() -> CLIPTextModel:
     return CLIPTextModel(
         CLIPTextConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_attention_heads=2,
-            num_hidden_layers=3,
-            vocab_size=100,
-            max_position_embeddings=12,
-            bos_token_id=0,
-            eos_token_id=2,
-            pad_token_id=1,
+            hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3, vocab_size=100,
+            max_position_embeddings=12, bos_token_id=0, eos_token_id=2, pad_token_id=1,
         )
-    )
+    )  # fmt: skip
 
 
 def small_unet(**changes: Any) -> UNet2DConditionModel:
@@ -110,12 +103,8 @@ class ControlNet(StableDiffusion):
             noisy, t, text, controlnet_cond=batch["image"], return_dict=False
         )
         return self.unet(
-            noisy,
-            t,
-            text,
-            down_block_additional_residuals=list(down),
-            mid_block_additional_residual=mid,
-        ).sample
+            noisy, t, text, down_block_additional_residuals=list(down), mid_block_additional_residual=mid,
+        ).sample  # fmt: skip
 
 
 def image_batch(num_samples: int = 2, seed: int = 3) -> dict[str, Tensor]:

@@ -66,15 +66,9 @@ def test_planned_and_measured_on_one_scale():
 
 def plan_of(num_stages=4, **options):
     profile = equal_profile(
-        8,
-        0.44,
-        forward_s=0.002,
-        backward_s=0.004,
-        parameter_bytes=10**8,
-        gradient_bytes=10**8,
-        boundary_bytes_per_sample=10**6,
-        activation_bytes_per_sample=10**7,
-    )
+        8, 0.44, forward_s=0.002, backward_s=0.004, parameter_bytes=10**8, gradient_bytes=10**8,
+        boundary_bytes_per_sample=10**6, activation_bytes_per_sample=10**7,
+    )  # fmt: skip
     cluster = Cluster(4, p2p=Link(25e9, 1e-5), all_reduce=Link(2e10, 1e-4))
     values = {"num_microbatches": 4, "partition": "uniform", **options}
     plan = find_plan(profile, cluster, PlanOptions(32, num_stages=num_stages, **values))
