@@ -35,16 +35,10 @@ from tests.command import ROOT, call, run, run_on_forks
 from tests.rows import row
 
 TINY = [  # a whole training in seconds; the U-Net is shrunk, the rest is the built-in
-    "data.batch_size=4",
-    "data.alphabets=[digits]",
-    "data.faces=[sans]",
-    "callbacks.samples.every_n_steps=2",
-    "callbacks.samples.num_inference_steps=2",
-    "callbacks.samples.prompts=[a]",
-    "trainer.log_every_n_steps=1",
-    "trainer.enable_progress_bar=false",
-    "trainer.enable_model_summary=false",
-]
+    "data.batch_size=4", "data.alphabets=[digits]", "data.faces=[sans]", "callbacks.samples.every_n_steps=2",
+    "callbacks.samples.num_inference_steps=2", "callbacks.samples.prompts=[a]", "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+]  # fmt: skip
 
 
 def test_without_a_verb_all_verbs_are_listed(capsys, monkeypatch):
@@ -592,14 +586,9 @@ def test_hydra_does_not_see_the_verb_and_children_do(monkeypatch):
 
 def layer(name, forward_s):
     return {
-        "name": name,
-        "forward_s": {"1": forward_s},
-        "backward_s": {"1": 2 * forward_s},
-        "parameter_bytes": 1,
-        "gradient_bytes": 1,
-        "boundary_bytes_per_sample": 1,
-        "activation_bytes_per_sample": 1,
-    }
+        "name": name, "forward_s": {"1": forward_s}, "backward_s": {"1": 2 * forward_s}, "parameter_bytes": 1,
+        "gradient_bytes": 1, "boundary_bytes_per_sample": 1, "activation_bytes_per_sample": 1,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -1064,12 +1053,8 @@ def test_a_home_that_the_shell_has_left_is_that_of_the_user(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     given = ["hydra.run.dir=~/runs", "output=~/a=b", "output=~", "name=~/x", "~data"]
     expected = [
-        "hydra.run.dir=/home/me/runs",
-        "output=/home/me/a=b",
-        "output=/home/me",
-        "name=/home/me/x",
-        "~data",
-    ]
+        "hydra.run.dir=/home/me/runs", "output=/home/me/a=b", "output=/home/me", "name=/home/me/x", "~data",
+    ]  # fmt: skip
     assert _named("train", given) == expected
 
 

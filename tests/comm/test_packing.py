@@ -18,15 +18,10 @@ def specs(*tensors):
 
 def test_dtypes_mix_in_one_message():
     tensors = [
-        torch.randn(3, 5),
-        torch.randn(2, 2, dtype=torch.float64),
-        torch.tensor([True, False, True]),
-        torch.arange(7),
-        torch.randn(3).to(torch.bfloat16),
-        torch.randn(2, dtype=torch.complex64),
-        torch.tensor(2.5),
-        torch.empty(0, 4),
-    ]
+        torch.randn(3, 5), torch.randn(2, 2, dtype=torch.float64), torch.tensor([True, False, True]),
+        torch.arange(7), torch.randn(3).to(torch.bfloat16), torch.randn(2, dtype=torch.complex64),
+        torch.tensor(2.5), torch.empty(0, 4),
+    ]  # fmt: skip
     layout = MessageLayout.of(specs(*tensors))
     received = layout.unpack(layout.pack(tensors, CPU).clone())
     assert all(

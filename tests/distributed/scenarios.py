@@ -84,15 +84,9 @@ class Recorder(L.Callback):
 def quiet_trainer(**options: Any) -> L.Trainer:
     """A trainer that prints and writes nothing and leaves the order of samples alone."""
     defaults = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "max_epochs": 1,
+    }  # fmt: skip
     return L.Trainer(**{**defaults, **options})
 
 

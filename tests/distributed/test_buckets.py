@@ -45,12 +45,8 @@ class InOrder(ImageFolderDataModule):
 def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
     """SDXL is told sizes and crops of each image."""
     options = {
-        **OPTIONS,
-        "folder": tmp_path,
-        "buckets": True,
-        "batch_size": 3,
-        "last_batch": "smaller",
-    }
+        **OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3, "last_batch": "smaller",
+    }  # fmt: skip
     if kind == "images":
         write_ratios(tmp_path, 7, 3)
     else:

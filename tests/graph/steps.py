@@ -40,15 +40,11 @@ def small_clip() -> CLIPTextModel:
 
 def small_unet(**changes: Any) -> UNet2DConditionModel:
     config: dict[str, Any] = {
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "sample_size": 8,
+        "block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8,
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "cross_attention_dim": 16,
-        "attention_head_dim": 4,
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4,
         "norm_num_groups": 4,
-    }
+    }  # fmt: skip
     return UNet2DConditionModel(**{**config, **changes})
 
 
@@ -156,14 +152,9 @@ BUILDERS = {
 
 
 DENOISERS = [
-    "UNet2DModel",
-    "PixArtTransformer2DModel",
-    "DiTTransformer2DModel",
-    "SD3Transformer2DModel",
-    "FluxTransformer2DModel",
-    "HunyuanDiT2DModel",
-    "WanTransformer3DModel",
-]
+    "UNet2DModel", "PixArtTransformer2DModel", "DiTTransformer2DModel", "SD3Transformer2DModel",
+    "FluxTransformer2DModel", "HunyuanDiT2DModel", "WanTransformer3DModel",
+]  # fmt: skip
 """Of the test zoo: one for each way in which the blocks of a denoiser are wired."""
 
 

@@ -23,17 +23,11 @@ def tiny_vae():
 
 def tiny_unet(**options):
     defaults = {
-        "sample_size": 4,
-        "in_channels": 4,
-        "out_channels": 4,
-        "block_out_channels": (8, 16),
+        "sample_size": 4, "in_channels": 4, "out_channels": 4, "block_out_channels": (8, 16),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "layers_per_block": 1,
-        "cross_attention_dim": 16,
-        "attention_head_dim": 8,
-        "norm_num_groups": 4,
-    }
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "cross_attention_dim": 16,
+        "attention_head_dim": 8, "norm_num_groups": 4,
+    }  # fmt: skip
     return diffusers.UNet2DConditionModel(**defaults | options)
 
 

@@ -462,12 +462,8 @@ def test_each_of_several_controlnets_has_an_image(folder_of, capsys, monkeypatch
     for name in "ab":
         Image.new("RGB", (32, 32), "red").save(f"{name}.png")
     settings = [
-        "path=model",
-        "prompts=[a]",
-        "output=out",
-        "num_inference_steps=2",
-        "progress=false",
-    ]
+        "path=model", "prompts=[a]", "output=out", "num_inference_steps=2", "progress=false",
+    ]  # fmt: skip
     code, _, err = call(capsys, monkeypatch, "sample", *settings, "images={image: [a.png, b.png]}")
     assert code in (0, None), err
     assert Image.open("out/000.png").size == (32, 32)

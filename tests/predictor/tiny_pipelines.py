@@ -49,17 +49,13 @@ def vae(latent_channels=4, **config):
 def unet(**config):
     return diffusers.UNet2DConditionModel(
         **{
-            "sample_size": 16,
-            "block_out_channels": (8, 16),
+            "sample_size": 16, "block_out_channels": (8, 16),
             "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-            "layers_per_block": 1,
-            "cross_attention_dim": 16,
-            "attention_head_dim": 4,
-            "norm_num_groups": 4,
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1,
+            "cross_attention_dim": 16, "attention_head_dim": 4, "norm_num_groups": 4,
         }
         | config
-    )
+    )  # fmt: skip
 
 
 def stable_diffusion(folder):

@@ -23,16 +23,10 @@ from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
 DETERMINISTIC = [
-    "DDIMScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler",
-    "EulerDiscreteScheduler",
-    "FlowMatchEulerDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "PNDMScheduler",
+    "DDIMScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "EulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "PNDMScheduler",
     "UniPCMultistepScheduler",
-]
+]  # fmt: skip
 STOCHASTIC = ["DDPMScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler"]
 
 

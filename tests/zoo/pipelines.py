@@ -357,12 +357,9 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "DreamLitePipeline": TinyPipeline(
         {
-            "processor": long_tokenizer,
-            **VAE,
-            **FLOW,
+            "processor": long_tokenizer, **VAE, **FLOW,
             "text_encoder": vision_language_model("Qwen3VL", "ForConditionalGeneration"),
-            "tokenizer": long_tokenizer,
-            "unet": denoiser("DreamLiteUNetModel", cross_attention_dim=16),
+            "tokenizer": long_tokenizer, "unet": denoiser("DreamLiteUNetModel", cross_attention_dim=16),
         }
     ),
     # Images or sounds without a prompt
@@ -384,9 +381,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "LDMPipeline": TinyPipeline(
         {
-            **DDIM,
-            "vqvae": of(tiny.vae),
-            "unet": denoiser("UNet2DModel", in_channels=4, out_channels=4),
+            **DDIM, "vqvae": of(tiny.vae), "unet": denoiser("UNet2DModel", in_channels=4, out_channels=4),
         }
     ),
     "DiTPipeline": TinyPipeline(VAE | DDIM | {"transformer": denoiser("DiTTransformer2DModel")}),
@@ -413,8 +408,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         PATCHED
         | SHIFTING
         | {
-            "text_encoder": language_model("Mistral", "ForCausalLM"),
-            "tokenizer": long_tokenizer,
+            "text_encoder": language_model("Mistral", "ForCausalLM"), "tokenizer": long_tokenizer,
             "transformer": denoiser("Flux2Transformer2DModel", **PACKED),
         },
         SHORT | {"text_encoder_out_layers": (1,)},
@@ -423,8 +417,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         PATCHED
         | SHIFTING
         | {
-            "text_encoder": language_model("Qwen3", "ForCausalLM"),
-            "tokenizer": long_tokenizer,
+            "text_encoder": language_model("Qwen3", "ForCausalLM"), "tokenizer": long_tokenizer,
             "transformer": denoiser("Flux2Transformer2DModel", **PACKED, guidance_embeds=False),
         },
         SHORT | {"text_encoder_out_layers": (1,)},
@@ -550,11 +543,8 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "Krea2Pipeline": TinyPipeline(
         {
-            **QWEN_VAE,
-            **SHIFTING,
-            "text_encoder": vision_language_model("Qwen3VL", "Model"),
-            "tokenizer": long_tokenizer,
-            "text_encoder_select_layers": of(tuple, (0, 1, 2)),
+            **QWEN_VAE, **SHIFTING, "text_encoder": vision_language_model("Qwen3VL", "Model"),
+            "tokenizer": long_tokenizer, "text_encoder_select_layers": of(tuple, (0, 1, 2)),
             "transformer": denoiser("Krea2Transformer2DModel", in_channels=16, text_hidden_dim=16),
         },
         SHORT,
@@ -580,10 +570,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "LuminaPipeline": TinyPipeline(
         {
-            **DEEP,
-            **FLOW,
-            "text_encoder": language_model("Gemma", "ForCausalLM"),
-            "tokenizer": byte_tokenizer,
+            **DEEP, **FLOW, "text_encoder": language_model("Gemma", "ForCausalLM"), "tokenizer": byte_tokenizer,
             "transformer": denoiser("LuminaNextDiT2DModel", cross_attention_dim=16),
         },
         SHORT,
