@@ -481,11 +481,7 @@ def _opened(
     world: World,
     loading: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Opens a model on all ranks, which have the same arguments, model and weights unless it is in memory.
-
-    Raises:
-        ConfigurationError: One has others, or the model cannot be opened; on all ranks.
-    """
+    """Opens a model on all ranks, which must have equal arguments, and weights unless it is in memory."""
 
     def open_it() -> Source:
         fitted(options, world.num_ranks)
@@ -513,11 +509,7 @@ def _is_part(name: str, value: Any) -> bool:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Returns where to compute; among several processes the GPU of this one, which becomes the current one.
-
-    Raises:
-        ConfigurationError: There is no such device.
-    """
+    """Returns where to compute; among several processes the GPU of this one, which becomes the current one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

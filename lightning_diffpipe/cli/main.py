@@ -145,11 +145,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
 
 def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
-    """Refuses `~setting` where something needs the setting, which would be missed later by another name.
-
-    Raises:
-        ConfigurationError: One is not there any more, and is no group that may be empty.
-    """
+    """Raises ConfigurationError for `~setting` where something needs the setting."""
     for argument in arguments:
         name = argument.removeprefix("~").partition("=")[0]
         is_deleted = argument.startswith("~") and name.isidentifier() and name not in config

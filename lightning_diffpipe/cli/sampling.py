@@ -95,11 +95,7 @@ def _refuse_values(values: dict[str, Any]) -> None:
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns further arguments of the pipeline's call, with the images among them.
-
-    Raises:
-        ConfigurationError: An argument is none of the call's, or given twice, or an image cannot be read.
-    """
+    """Returns further arguments of the pipeline's call, images too, or raises ConfigurationError."""
     options = dict(values["options"] or {})
     for group in ("options", "images"):
         for name, value in (values[group] or {}).items():
@@ -146,11 +142,7 @@ def _opened(name: str, file: Any) -> Any:
 
 
 def _refuse_by_model(values: dict[str, Any]) -> None:
-    """Refuses what the model cannot draw by its files, before there are several processes.
-
-    Raises:
-        ConfigurationError: The model is missing or broken, or takes no such request; or no encoder is there.
-    """
+    """Raises ConfigurationError for what a model cannot sample by its files, before processes start."""
     import torch
 
     from lightning_diffpipe.model_sources import check_request, open_source
@@ -186,15 +178,7 @@ def _require_encoder() -> Any:
 
 @raised_by_all()
 def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
-    """Refuses a sampler or request that no model could be sampled with, before processes start.
-
-    Args:
-        values: Settings of the verb.
-        num_ranks: Processes that will sample.
-
-    Raises:
-        ConfigurationError: One of them; names its setting.
-    """
+    """Raises ConfigurationError for what no model could be sampled with, before processes start."""
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
     from lightning_diffpipe.sampling.source import Settings
 
@@ -305,13 +289,7 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _write(drawn: Any, path: Path, fps: int) -> None:
-    """Writes one of a request as the ending of its file says.
-
-    Args:
-        drawn: An image, the frames of a video, an array, or a tensor.
-        path: Of the file.
-        fps: Frames that a video shows in a second.
-    """
+    """Writes an image, the frames of a video, an array or a tensor, as the ending of the file says."""
     if path.suffix == ".npy":
         import numpy as np
 

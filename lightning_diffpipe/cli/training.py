@@ -176,11 +176,7 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
 
 
 def _require_checkpoint(config: DictConfig) -> None:
-    """Looks before processes start whether there is, or may be, a file to go on from.
-
-    Raises:
-        CheckpointError: The file is missing or cannot be read, or a run would begin anew beside another's.
-    """
+    """Raises CheckpointError, before processes start, unless the run can begin or go on as asked."""
     from lightning_diffpipe.checkpoint_files import look_at, newest
 
     path = config.ckpt_path
@@ -330,11 +326,7 @@ def _require_optimizer(config: DictConfig) -> None:
 
 
 def _speed_up(config: DictConfig, module: Any) -> None:
-    """Chooses the kernels of the denoiser's attention, and compiles its blocks, as `attention` and `compile` say.
-
-    Raises:
-        ConfigurationError: The denoiser cannot, or there is none; says why.
-    """
+    """Chooses kernels of attention, and compiles blocks, as `attention` and `compile` say."""
     if config.compile not in (None, "blocks"):
         raise ConfigurationError(
             f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
@@ -430,11 +422,7 @@ def run_training(config: DictConfig) -> Any:
 
 
 def _last_checkpoint(trainer: Any) -> Path:
-    """Returns what a run ended with: its final checkpoint, or the one it went on from if nothing was left to train.
-
-    Raises:
-        ConfigurationError: There was nothing to train, and nothing to go on from.
-    """
+    """Returns the final checkpoint of a run, or the one it went on from if nothing was left to train."""
     from lightning_diffpipe.callbacks import FinalCheckpoint
 
     for callback in trainer.callbacks:

@@ -207,13 +207,9 @@ class CaptionedDataModule(L.LightningDataModule):
         condition: str | None,
         groups: Sequence[Iterable[Sequence[int]] | None] = (None, None),
     ) -> None:
-        """Sets both data sets, with conditions that are made from the images if one is asked for.
+        """Sets both data sets, with conditions made from the images if `condition` names some in `MADE`.
 
-        Args:
-            train_set: Samples trained on.
-            validation_set: Samples held back.
-            condition: What is made, by its name in `MADE`.
-            groups: Of both, places of the samples of one size; None where all have it.
+        `groups` has, for both, places of the samples of one size; None where all have it.
         """
         made = (train_set, validation_set)
         if condition is not None:

@@ -146,11 +146,7 @@ def forward_replaced(
 
 
 def _refuse_collective(func: Any) -> None:
-    """Refuses that a step talks to other ranks, which run other stages of it, or the same at another time.
-
-    Raises:
-        ConfigurationError: There are other ranks; names the user's line and what it calls.
-    """
+    """Raises ConfigurationError if a step calls other ranks, which run other stages of it."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     frames = traceback.extract_stack()

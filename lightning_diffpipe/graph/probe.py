@@ -195,11 +195,7 @@ def _traced(
     containers: Collection[str],
     seed: int = 0,
 ) -> LayerGraph:
-    """Traces the step of a known graph with other layers; random streams are seeded as in that graph.
-
-    Raises:
-        LayerLeakError: One of the layers must be expanded.
-    """
+    """Traces the step of a known graph with other layers; random streams are seeded as in that graph."""
     return _in_some_mode(
         _how_known(graph),
         StepProbe(root, step, batch, seed, form=graph.form),

@@ -352,16 +352,9 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
-    """Returns a description of a setting that equal ones share.
+    """Returns a description of a setting that equal settings share, or raises _UnlikeError.
 
-    Args:
-        value: The setting.
-        own: The name of the module that holds it: as a setting, as adapters have it, it tells modules apart by
-            nothing else.
-        around: The objects that it lies in.
-
-    Raises:
-        _UnlikeError: It may hold what cannot be described.
+    As a setting, the module's name `own` tells modules apart by nothing else; `around` are enclosing objects.
     """
     if isinstance(value, str) and "." in value and f".{own}".endswith(f".{value}"):
         return "own name", value.count(".")

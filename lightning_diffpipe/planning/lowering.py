@@ -240,17 +240,7 @@ def receives_due(schedule: Schedule) -> Due:
 
 
 class _Host:
-    """A rank that waits for its device before every instruction.
-
-    Args:
-        rank: Its number.
-        program: Its instructions.
-        sent: Messages that any rank has sent.
-        begun: Messages whose receives have begun on any rank.
-
-    Attributes:
-        due: What begins before which instruction.
-    """
+    """A rank that waits for its device before every instruction; `due` maps instructions to receives that begin."""
 
     def __init__(
         self, rank: int, program: Program, sent: set[Message], begun: set[Message]

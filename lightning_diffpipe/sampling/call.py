@@ -501,15 +501,7 @@ def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, An
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:
-    """Returns what the denoiser is given for other latents than those it was seen with; conditions after them stay.
-
-    Args:
-        seen: Its input: copies of the latents, perhaps with further channels or tokens.
-        latents: Of one row for each sample.
-
-    Raises:
-        ConfigurationError: They have other axes.
-    """
+    """Returns what the denoiser, which has seen `seen`, is given for `latents` of one row for each sample."""
     given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
     for axis in _inserted(seen, given):
         given = given.unsqueeze(axis)
@@ -585,11 +577,7 @@ def _quiet(call: PipelineCall) -> PipelineCall:
 
 
 def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]]:
-    """Runs it once with a denoiser that predicts zeros; recorded unless it ends after a number of steps.
-
-    Returns:
-        What it has shown, and the timesteps as the scheduler was given them.
-    """
+    """Runs it, by zeros as predictions; recorded if all steps are run. Returns what it shows, and timesteps."""
     record = Record()
     nothing = torch.empty(0)
     found = Call(replace(call, record=record), [], nothing, nothing, None, 0)
@@ -757,11 +745,7 @@ def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
 
 
 def _traced(call: Call, num: int) -> tuple[int, int]:
-    """Returns the orders of rows of the latents and of the denoiser's input, by NaN in those of the last sample.
-
-    Raises:
-        NotApartError: Samples are brought together, or what is decoded is not known from the last step alone.
-    """
+    """Returns the orders of rows of the latents and of the denoiser's input, or raises NotApartError."""
     reason = NotApartError("its latents have rows of other things than samples")
     for inner in range(1, len(call.whole) // num + 1):
         try:

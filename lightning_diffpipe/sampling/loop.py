@@ -242,11 +242,7 @@ class _EqualToBase(type):
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """Returns a copy of a scheduler whose steps are answered; so are those of its own copies.
-
-    Raises:
-        ConfigurationError: It has no step.
-    """
+    """Returns a copy of a scheduler whose steps, and those of its own copies, are answered."""
     plain = type(scheduler)
     if not hasattr(plain, "step"):
         raise ConfigurationError(

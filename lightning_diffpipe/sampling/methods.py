@@ -469,11 +469,7 @@ class Worker:
         return sampler, request
 
     def _load(self, sampler: Any, request: Request) -> dict[str, Any]:
-        """Reads what this rank needs for a request and has not read for an earlier one.
-
-        Returns:
-            What was decided about the request on the way, for the sampler.
-        """
+        """Reads what a request needs and no earlier one has read; returns what was decided for the sampler."""
         if self._weights is None:
             return {}
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}

@@ -399,14 +399,9 @@ class _StandIns:
 
 
 def _of_samples(whole: Tensor, samples: slice, total: int, repeated: bool) -> Tensor:
-    """Returns the rows of some samples, of which each has as many as the next.
+    """Returns the rows of some of `total` samples, of which each has as many as the next.
 
-    Args:
-        whole: The rows of all samples.
-        samples: Which ones.
-        total: Samples in the whole.
-        repeated: Whether all samples come one after the other, and then all again, as a step that doubles its
-            batch for guidance has them (`torch.cat([x, x])`); else rows of a sample are neighbours.
+    `repeated` says that all samples come one after the other, and then all again, as `torch.cat([x, x])` has them.
     """
     if repeated:
         return whole.unflatten(0, (-1, total))[:, samples].flatten(0, 1)
@@ -415,12 +410,7 @@ def _of_samples(whole: Tensor, samples: slice, total: int, repeated: bool) -> Te
 
 
 class _RowsOfDraws(TorchDispatchMode):
-    """Gives a part of a batch the random numbers that were drawn for these samples in the whole.
-
-    Args:
-        total: Samples in the whole.
-        repeated: As for `_of_samples`.
-    """
+    """Gives a part of a batch the random numbers that were drawn for its samples in the whole batch."""
 
     def __init__(self, total: int, repeated: bool) -> None:
         super().__init__()

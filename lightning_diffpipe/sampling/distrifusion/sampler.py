@@ -210,11 +210,7 @@ class DistriFusionRun(Run):
         return call.run(whole, self._step)
 
     def _band_call(self, call: ModelCall) -> BandCall:
-        """Returns who answers the next call of a step; the first step decides.
-
-        Raises:
-            GraphError: The model cannot run on bands, or its arguments changed shape between steps.
-        """
+        """Returns who answers the next call of a step; the first step decides."""
         kind, index = (call.signature(), self.settings), self._num_calls
         analyses = self.sampler.analyses
         if index < len(self.calls):
