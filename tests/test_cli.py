@@ -1065,18 +1065,6 @@ def test_settings_may_stand_on_both_sides_of_flags():
     assert _named("show", [*flags, "defaults", "p.json"]) == ["plan='p.json'", *flags, "defaults"]
 
 
-def test_the_form_of_what_is_shown_may_be_an_option():
-    wishes = (["--as", "plot"], ["--as=plot"], ["as=plot"])
-    for wish in wishes:
-        assert _named("show", ["p.json", *wish, "--cfg", "job"]) == [
-            "plan='p.json'",
-            "as=plot",
-            "--cfg",
-            "job",
-        ]
-    assert _named("show", []) == []
-
-
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "draw", "SLURM_NODELIST": "node[07-08]"}
 

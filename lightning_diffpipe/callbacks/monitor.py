@@ -8,8 +8,6 @@ Every rank stamps its instructions anyway. Now and then, at the same step on all
 that one step are brought to the first rank, where clocks are aligned and waits taken out. So a number that
 is logged describes one whole step, and the steps between pay nothing. Images take longer than a step
 may, and are drawn only as long as drawing stays below a given share of the run.
-
-`Throughput` logs samples per second alone, with any strategy.
 """
 
 import contextlib
@@ -182,12 +180,7 @@ class PipelineMonitor(L.Callback):
             self._grad_norm = strategy.gradient_norm()
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the step; at every n-th one all ranks look closely at it."""
         clock = self._clock
@@ -347,15 +340,12 @@ class PipelineMonitor(L.Callback):
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
         if self._written_to is None:
             return
-        texts = {"plan": pipeline.plan.to_json()}
+        made: dict[str, Any] = {"plan": pipeline.plan}
         if pipeline.basis is not None:
-            texts |= {
-                "profile": pipeline.basis.profile.to_json(),
-                "cluster": pipeline.basis.cluster.to_json(),
-            }
+            made |= {"profile": pipeline.basis.profile, "cluster": pipeline.basis.cluster}
         with _going_on(self._written_to):
-            for name, text in texts.items():
-                write_atomically(self._written_to / f"{name}.json", text)
+            for name, each in made.items():
+                write_atomically(self._written_to / f"{name}.json", each.to_json())
                 _log_artifact(trainer, self._written_to / f"{name}.json", name)
 
     def _draw_now_and_then(self, trainer: L.Trainer) -> None:
@@ -438,71 +428,3 @@ def num_pipelines(trainer: L.Trainer) -> int:
     """Returns the number of batches that are trained side by side."""
     kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(kwargs.get("num_replicas", 1))
-
-
-class Throughput(L.Callback):
-    """Logs `samples_per_s` every few batches; validation and what happens between epochs is not counted.
-
-    The clock is read on the host and nothing waits for the device, so with CUDA the value is right on
-    average over many steps only.
-
-    Args:
-        every_n_steps: Batches per measurement, also over ends of epochs; 0 logs nothing.
-
-    Raises:
-        ConfigurationError: It is negative.
-    """
-
-    def __init__(self, every_n_steps: int = 20) -> None:
-        if every_n_steps < 0:
-            raise ConfigurationError(
-                f"every_n_steps must be at least 1, or 0 to log nothing; got {every_n_steps}"
-            )
-        self.every_n_steps = every_n_steps
-        self._reset()
-
-    def _reset(self) -> None:
-        self._batches = self._samples = 0
-        self._elapsed_s = 0.0
-        self._since_s: float | None = None
-
-    def _stop_clock(self) -> None:
-        if self._since_s is not None:
-            self._elapsed_s += time.perf_counter() - self._since_s
-            self._since_s = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets the run before."""
-        self._reset()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Starts the clock where it stands."""
-        if self._since_s is None:
-            self._since_s = time.perf_counter()
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Counts samples, and logs on the last batch of a measurement."""
-        self._batches += 1
-        self._samples += num_samples(trainer, batch)
-        if self._batches != self.every_n_steps:
-            return
-        self._stop_clock()
-        rate = self._samples * num_pipelines(trainer) / self._elapsed_s
-        for logger in trainer.loggers:
-            logger.log_metrics({"samples_per_s": rate}, step=trainer.global_step)
-        self._reset()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clock until the next batch."""
-        self._stop_clock()
-
-    on_train_epoch_end = on_validation_start

@@ -263,14 +263,9 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
 
 
 def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
     folder = HydraConfig.get().runtime.output_dir
     arguments = [*sys.argv[1:], f"hydra.run.dir={quoted(folder)}"]
     command = [sys.executable, "-m", "lightning_diffpipe.cli", *arguments]

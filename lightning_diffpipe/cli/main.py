@@ -54,18 +54,14 @@ _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`, and `--as plot` `as=plot`.
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
 
     A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as argparse
     reads settings in one stretch only.
     """
     names = list(POSITIONS.get(name, ()))
     settings, flags, before = list[str](), list[str](), ""
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--as":
-            argument = f"as={next(rest, '')}"
-        argument = re.sub("^--as=", "as=", argument)
+    for argument in arguments:
         is_value = before in _VALUED and not (before in ("--info", "-i") and "=" in argument)
         if is_value or argument.startswith("-"):
             flags.append(argument)
@@ -194,15 +190,11 @@ def _print_help(config: DictConfig) -> None:
     """Prints the help of a verb as its config says, with the groups that it has."""
     own = HydraConfig.get().runtime.choices
     folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.name in own]
-    options = {
-        folder.name: sorted(
-            file.name.removesuffix(".yaml")
-            for file in folder.iterdir()
-            if file.name.endswith(".yaml")
-        )
-        for folder in sorted(folders, key=lambda each: each.name)
-    }
-    groups = [f"{group}: {', '.join(names)}\n" for group, names in options.items() if names]
+    groups = list[str]()
+    for folder in sorted(folders, key=lambda each: each.name):
+        names = (file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
+        options = sorted(name.removesuffix(".yaml") for name in names)
+        groups += [f"{folder.name}: {', '.join(options)}\n"] if options else []
     template = string.Template(HydraConfig.get().help.template)
     print(template.substitute(APP_CONFIG_GROUPS="".join(groups), CONFIG=OmegaConf.to_yaml(config)))
 

@@ -154,12 +154,8 @@ def _refuse_by_model(values: dict[str, Any]) -> None:
     source = open_source(values["path"], False, cpu, ema=ema, vae=vae, **_opening(values))
     options = {name: request.pop(name) for name in values["options"]}
     with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
-        check_request(
-            source,
-            Settings(**request, options=options),
-            sampler["method"],
-            sampler.get("num_patches"),
-        )
+        settings = Settings(**request, options=options)
+        check_request(source, settings, sampler["method"], sampler.get("num_patches"))
     makes_video = isinstance(source, DiffusersFolder) and source.draws_videos
     if makes_video and (values["output_type"], values["video_format"]) == ("pil", "mp4"):
         _require_encoder()

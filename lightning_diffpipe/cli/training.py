@@ -111,15 +111,6 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
             ) from error
 
 
-def _data_of(config: DictConfig) -> Any:
-    """Builds the data, and looks on rank 0 at what they list."""
-    data = hydra.utils.instantiate(config.data)
-    if hasattr(data, "read_files") and own_rank() == 0:
-        with named({"folder": "data.folder"}):
-            data.read_files()
-    return data
-
-
 @raised_by_all()
 def _require_sizes(module: Any, data: Any, config: DictConfig) -> None:
     """Refuses images of a size that the module cannot learn from."""
@@ -393,7 +384,10 @@ def run_training(config: DictConfig) -> Any:
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
     with raised_by_all():
         trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
-    data = _data_of(config)
+    data = hydra.utils.instantiate(config.data)
+    if hasattr(data, "read_files") and own_rank() == 0:  # looks at what is listed
+        with named({"folder": "data.folder"}):
+            data.read_files()
     module = module_of(config)
     _require_sizes(module, data, config)
     with raised_by_all():  # what cannot be written is refused now

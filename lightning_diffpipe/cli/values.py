@@ -30,11 +30,7 @@ POSITIONS = {"show": ("plan",), "diff": ("before", "after")}
 
 
 def verb(summary: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[DictConfig], Any]]:
-    """Registers a function as a verb of the command line.
-
-    Args:
-        summary: One line for `diffpipe --help`.
-    """
+    """Registers a function as a verb, with a line for `diffpipe --help`."""
 
     def register(function: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         VERBS[function.__name__] = (summary, function)
@@ -133,15 +129,7 @@ def file_errors(verb: str, path: str) -> Iterator[None]:
 
 
 def require_writable(path: str | Path, called: str | None = None) -> None:
-    """Finds out before long work whether its result can be written.
-
-    Args:
-        path: Of a file.
-        called: What the error calls it; the path if not given.
-
-    Raises:
-        ConfigurationError: It cannot be written.
-    """
+    """Raises ConfigurationError, before long work, if its result cannot be written; calls the path `called`."""
     from lightning_diffpipe.files import check_writable
 
     with file_errors("write", called or str(path)):
@@ -149,15 +137,7 @@ def require_writable(path: str | Path, called: str | None = None) -> None:
 
 
 def require_writable_folder(setting: str, path: str | None) -> None:
-    """Finds out on rank 0 whether the folder of a setting can be written, which need not be there.
-
-    Args:
-        setting: Its name, for the error.
-        path: Of the folder; None is no folder.
-
-    Raises:
-        ConfigurationError: It cannot be written.
-    """
+    """Raises ConfigurationError on rank 0 if the folder of a setting, which need not exist, cannot be written."""
     if path is not None and own_rank() == 0:
         require_writable(Path(path) / "any", f"{setting}={path}")
 

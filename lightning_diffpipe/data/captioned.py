@@ -9,7 +9,7 @@ a `"weight"` how much that of the sample does.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 import lightning as L
@@ -70,13 +70,6 @@ def share_of(name: str) -> float:
     """Returns a number in [0, 1) that depends on a name alone, by which samples are held back."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
-    """Returns the conditions of some samples, `(N, 3, H, W)`; None if they have none."""
-    if not samples or "condition" not in samples[0]:
-        return None
-    return torch.stack([sample["condition"] for sample in samples])
 
 
 def edges(image: Tensor) -> Tensor:
@@ -149,20 +142,15 @@ class Readable(Dataset[Sample]):
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        for place in self._from(index):
+        alike = self._alike.get(index, range(len(self)))
+        start = alike.index(index)
+        for place in (index, *alike[start + 1 :], *alike[:start]):
             if not self.left_out[place]:
                 try:
                     return self.samples[place]
                 except DataError:
                     self.left_out[place] = True
         raise DataError(f"no sample of one size can be read. {self.why(index)}")
-
-    def _from(self, index: int) -> Iterator[int]:
-        yield index
-        alike = self._alike.get(index, range(len(self)))
-        start = alike.index(index)
-        yield from alike[start + 1 :]
-        yield from alike[:start]
 
     def why(self, place: int) -> str:
         """Returns what is wrong with a sample; empty if nothing is any more."""
@@ -256,7 +244,10 @@ class CaptionedDataModule(L.LightningDataModule):
 
     def held_back_conditions(self, count: int) -> Tensor | None:
         """Returns what a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
-        return stacked_conditions(self._held_back(count))
+        samples = self._held_back(count)
+        if not samples or "condition" not in samples[0]:
+            return None
+        return torch.stack([sample["condition"] for sample in samples])
 
     def _held_back(self, count: int) -> list[Sample]:
         there = self._drawn_from()

@@ -119,15 +119,7 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
 
 
 def draw(glyph: Glyph, resolution: int) -> Tensor:
-    """Draws one glyph, white on black.
-
-    Args:
-        glyph: What to draw.
-        resolution: Width and height of the image, in pixels.
-
-    Returns:
-        Grey levels, uint8, `(resolution, resolution)`.
-    """
+    """Returns a glyph, white on black, as grey levels of 8 bits, `(resolution, resolution)` in pixels."""
     image = Image.new("L", (resolution, resolution), 0)
     pen = ImageDraw.Draw(image)
     font = _font(str(_known_faces()[glyph.face]), int(0.69 * resolution))

@@ -74,11 +74,6 @@ def _memory(tensor: Tensor | None) -> int | None:
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
 
 
-def _is_in_one_piece(node: Node) -> bool:
-    """Returns whether all gradients of an operation are computed together, whichever are asked for."""
-    return isinstance(node, BackwardCFunction) or node.name() == "NativeGroupNormBackward0"
-
-
 @dataclass
 class WeightGradients:
     """The second half, waiting to be run.
@@ -116,7 +111,9 @@ def input_gradients(
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
     apart, shared = graph.exits()
-    whole = [node for node in apart if _is_in_one_piece(node)]
+    # These compute all gradients together, whichever are asked for.
+    norm = "NativeGroupNormBackward0"
+    whole = [n for n in apart if isinstance(n, BackwardCFunction) or n.name() == norm]
     early = [weight for node in whole for weight in apart.pop(node)]
     noted: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(partial(noted.__setitem__, node)) for node in apart]

@@ -168,13 +168,7 @@ def lora_weights(
 
 
 def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Writes one file that `load_lora_weights` of diffusers takes, and ComfyUI.
-
-    Args:
-        folder: Where to; the file is whole or not there.
-        parts: Parts of a pipeline, by their names there.
-        weights: Their adapters, as of `lora_weights`.
-    """
+    """Writes adapters of parts, by name, as one file for diffusers and ComfyUI, whole or not there."""
     configs = {}
     for name, part in adapted_parts(parts).items():
         config = part.peft_config[_only_adapter(name, part)].to_dict()

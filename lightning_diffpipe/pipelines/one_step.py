@@ -282,7 +282,9 @@ class OneStep:
     ) -> None:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
-        pipeline.__class__ = _of_one_device(type(pipeline))
+        # A class that knows where it runs: diffusers looks at every module for that.
+        cls, device = type(pipeline), property(lambda own: own.device_of_latents)
+        pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
         own = vars(pipeline)
         own.update(parts, device_of_latents=timesteps.device)
         known = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
@@ -328,11 +330,7 @@ class OneStep:
         return arguments
 
     def check(self, pixels: Mapping[str, int]) -> None:
-        """Raises ConfigurationError where the pipeline's own check refuses images of a size.
-
-        Args:
-            pixels: As in `predict`.
-        """
+        """Raises ConfigurationError where the pipeline's own check refuses `pixels`, as of `predict`."""
         checked_arguments(self._pipeline, self._given([self.neutral], 1, pixels))
 
 
@@ -390,12 +388,6 @@ def _dtype_of(part: Any) -> torch.dtype:
 
 
 @functools.cache
-def _of_one_device(cls: type) -> type:
-    """Returns a pipeline's class that knows where it runs; diffusers looks at every module for that."""
-    device = property(lambda pipeline: pipeline.device_of_latents)
-    return type(cls.__name__, (cls,), {"_execution_device": device})
-
-
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
     """Finds `__call__` and the methods that draw noise, without decorators such as `torch.no_grad`."""
     methods: dict[str, types.FunctionType] = {}

@@ -242,13 +242,7 @@ def _default(own: Field[Any]) -> object:
 
 
 def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Reads a value of a type: a number, a string, a tuple of a type, or a dataclass.
-
-    Args:
-        hint: The type.
-        node: JSON value to read.
-        how: Limits of numbers, see `stored`.
-    """
+    """Reads a value of a type: a number with limits as of `stored`, a text, a tuple or a dataclass."""
     if get_origin(hint) is UnionType:
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple:

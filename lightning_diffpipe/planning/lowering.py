@@ -98,7 +98,8 @@ def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
         if made is not None:
             out.append(made.send())
             if isinstance(instruction, Forward):
-                gradient = schedule.input_of(Backward(instruction.stage, instruction.microbatch))
+                backward = Backward(instruction.stage, instruction.microbatch)
+                gradient = next(schedule.inputs_of((backward,)))
                 assert gradient is not None
                 out.append(gradient.receive())
     return tuple(out)

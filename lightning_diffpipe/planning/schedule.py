@@ -390,10 +390,6 @@ class Schedule:
             else:
                 yield self.message(flow, i.microbatch)
 
-    def input_of(self, instruction: Instruction) -> Message | None:
-        """Returns what an instruction reads from another stage, if anything."""
-        return next(self.inputs_of((instruction,)))
-
     def message(self, flow: Flow, microbatch: int) -> Message | None:
         """Returns what the reader needs for one microbatch; None if nothing was, or will be, made for it."""
         rank_of = self.placement.rank_of

@@ -165,12 +165,7 @@ class GradientReducer:
         return total.pow(1.0 / norm_type)
 
     def clip(self, parameters: Mapping[str, nn.Parameter], bound: float) -> None:
-        """Scales gradients so that their norm over all stages is at most `bound`.
-
-        Args:
-            parameters: As for `global_norm`.
-            bound: The largest norm; positive.
-        """
+        """Scales gradients of parameters, by name, so that their norm over all stages is at most `bound`."""
         scale = (bound / (self.global_norm(parameters, 2.0) + 1e-6)).clamp(max=1.0)
         for parameter in parameters.values():
             if parameter.grad is not None:

@@ -161,12 +161,7 @@ class PreparedBatches:
         return prepared.step
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
-        """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
-
-        Args:
-            upcoming: Equally many on all ranks.
-            batch_index: Number of the batch that is trained on now.
-        """
+        """Lays out later batches, equally many on all ranks, so that their frozen layers can run in bubbles."""
         first = batch_index + 1 + len(self._prepared)
         for number, (batch, arguments) in enumerate(upcoming, first):
             counts = partial(self._shares.counts, batch_index=number)
@@ -202,11 +197,8 @@ class PreparedBatches:
 def _content(batch: Any) -> list[tuple[Any, int | None]]:
     """Returns what a batch holds, tensors with a number that every write to them raises."""
     leaves = pytree.tree_leaves(batch)
-    return [(leaf, leaf._version if _counts_writes(leaf) else None) for leaf in leaves]
-
-
-def _counts_writes(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
+    counts_writes = lambda leaf: isinstance(leaf, Tensor) and not leaf.is_inference()
+    return [(leaf, leaf._version if counts_writes(leaf) else None) for leaf in leaves]
 
 
 def begin_copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

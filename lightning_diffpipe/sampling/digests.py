@@ -83,13 +83,7 @@ class Identity:
 
     @classmethod
     def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:
-        """Returns the identity of a part as it is stored, by all its files of weights.
-
-        Args:
-            folder: Of the part.
-            variant: Of the files that are read, such as `"fp16"`.
-            loras: Digests of what is added to each layer.
-        """
+        """Returns the identity of a part in a folder: its config, its weights of a variant, digests of LoRAs."""
         config = json.loads(path.read_text()) if (path := folder / "config.json").exists() else {}
         infix = f".{variant}." if variant else "."
         paths = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]

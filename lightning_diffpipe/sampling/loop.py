@@ -25,7 +25,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -526,32 +526,6 @@ class Step:
             self.plain(**self.arguments | zeros)
 
 
-class SharedCall(Protocol):
-    """What a loop reads of the request that it is a run of, this rank's share; see `Call`."""
-
-    pipeline: PipelineCall
-    channels: int | None
-    mixes: frozenset[str]
-    rows: list[int] | None
-    divided: str | None
-    index: int
-
-    @property
-    def steps(self) -> list[list[dict[str, Any]]]:
-        """Arguments of each call of the denoiser in the first and the last step."""
-
-    @property
-    def denoiser(self) -> str:
-        """The one that ranks share."""
-
-    @property
-    def latents(self) -> Tensor:
-        """Of this rank, before the first step."""
-
-    def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's rows of further arguments of a step."""
-
-
 Compute = Callable[[dict[str, Any]], Any]
 ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -560,7 +534,7 @@ class PipelineLoop(Loop):
     """A pipeline's call in the middle of its loop. One thread owns it.
 
     Args:
-        call: What is run. What goes in and comes out has the rows of this rank only.
+        call: The `Call` that is run. What goes in and comes out has the rows of this rank only.
         compute: Answers a call of the denoiser that ranks share, given its arguments.
         exchange: Sends the prediction of this rank's branch of guidance, and returns those of both.
         head: A context for what comes before the first call of the denoiser.
@@ -570,7 +544,7 @@ class PipelineLoop(Loop):
 
     def __init__(
         self,
-        call: SharedCall,
+        call: Any,
         compute: Compute,
         exchange: ExchangeBranches | None,
         head: contextlib.AbstractContextManager[None],
@@ -638,7 +612,7 @@ class PipelineLoop(Loop):
             self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step()[1])
 
-    def change(self, call: SharedCall, compute: Compute) -> None:
+    def change(self, call: Any, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute

@@ -208,14 +208,7 @@ def read_loras(
 
 
 def refuse_scales(given: Mapping[str, Any]) -> None:
-    """Refuses a scale that pipelines hand to the layers of LoRAs, of which there are none in weights.
-
-    Args:
-        given: Arguments of the pipeline's call.
-
-    Raises:
-        ConfigurationError: There is one that would change the image in diffusers.
-    """
+    """Raises ConfigurationError for a scale that pipelines hand to layers of LoRAs: weights have none."""
     for name, value in given.items():
         scale = value.get("scale", 1) if isinstance(value, Mapping) else 1
         if name.endswith("attention_kwargs") and scale != 1:

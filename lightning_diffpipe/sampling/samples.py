@@ -62,13 +62,7 @@ class Samples:
     def cut(
         self, arguments: Mapping[str, Any], num_rows: int, keep: Callable[[int, int], list[int]]
     ) -> dict[str, Any]:
-        """Returns arguments of the denoiser with some of their rows.
-
-        Args:
-            arguments: By name.
-            num_rows: Of its latents.
-            keep: (size, inner) -> the rows that stay.
-        """
+        """Returns arguments of the denoiser with the rows that `keep(size, inner)` gives."""
         taken: dict[int, Any] = {}  # what was one tensor stays one
 
         def cut(value: Any, place: str) -> Any:

@@ -61,12 +61,7 @@ class World:
         return self.links.gather_object(value)
 
     def enter(self, phase: str, works: bool = False) -> None:
-        """Says what this rank does from now on, for the others' messages: `"encoding prompts"`.
-
-        Args:
-            phase: In words.
-            works: It has something to do in it, for which the others may wait.
-        """
+        """Says what this rank does from now on; if it works there, others may wait for it."""
         watcher.publish(phase=phase, step=-1 if works else 0)
 
     def agree(

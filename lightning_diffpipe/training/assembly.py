@@ -63,7 +63,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_written_weights,
 )
 from lightning_diffpipe.training.step_watch import StepWatch
-from lightning_diffpipe.training.verification import MeanCheck, WholeRun, compare, run_whole
+from lightning_diffpipe.training.verification import MeanCheck, compare, run_whole
 from lightning_diffpipe.viewing.text import waiting
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,11 @@ def assemble(
             if difference := MeanCheck(probed, interception).difference(plan.num_microbatches):
                 rank_zero_warn(difference)
         step_forms = _forms_of(probed, interception)
-        whole = _run_whole(probed, plan, mesh, interception, seed) if options.verify else None
+        whole = None
+        if options.verify:  # where random numbers and types are those of training
+            batch, count = tree_to(probed.batch, mesh.device), plan.num_microbatches
+            with placed(module, mesh.device):
+                whole = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
         homes = whereabouts(pieces, placement)
         waits = plan.options.encode_first and not (plan.runs_free or options.verify)
         later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
@@ -235,15 +239,6 @@ def _planned_graphs(
     except torch.OutOfMemoryError:
         _log.warning("the whole module does not fit on %s: microbatches are probed later", device)
         return []
-
-
-def _run_whole(
-    probed: ProbedStep, plan: PipelinePlan, mesh: Mesh, interception: Interception, seed: int
-) -> WholeRun:
-    """Runs one batch through all layers, where random numbers and types are those of training."""
-    batch = tree_to(probed.batch, mesh.device)
-    with placed(probed.module, mesh.device):
-        return run_whole(probed, interception, batch, plan.num_microbatches, seed, mesh.pipeline)
 
 
 def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:

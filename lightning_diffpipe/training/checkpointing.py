@@ -79,10 +79,6 @@ class Division:
     mesh: Mesh
     stepped_by: Mapping[str, int]
 
-    def owner_of_state(self, name: str) -> int:
-        """Returns the world rank that has the optimizer states of a parameter, the first one of several."""
-        return self.stepped_by.get(name, self.owners.get(name, 0))
-
 
 class CheckpointHooks(ParallelStrategy):
     """What Lightning asks a strategy about states.
@@ -121,15 +117,7 @@ class CheckpointHooks(ParallelStrategy):
         self._checkpoint_io = io
 
     def choose_checkpoint(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Finds the checkpoint to go on from, before there are processes.
-
-        Args:
-            trainer: About to run.
-            arguments: Of `fit` or the like; the path in the place of "last".
-
-        Raises:
-            CheckpointError: There is nothing to read where the user says.
-        """
+        """Puts the checkpoint to go on from into `arguments`, or raises CheckpointError, before processes start."""
         path = arguments.get("ckpt_path")
         fits = trainer.state.fn == TrainerFn.FITTING
         found = chosen(trainer, path, fits, arguments.get("weights_only"))
@@ -268,14 +256,7 @@ class CheckpointHooks(ParallelStrategy):
         return loaded(away, torch.device("cpu"))
 
     def refuse_diverged(self, what: str) -> None:
-        """Looks at all trained weights, on all ranks together.
-
-        Args:
-            what: Happens because of it.
-
-        Raises:
-            DivergenceError: Some are not finite; on all ranks of the pipeline.
-        """
+        """Raises DivergenceError on all ranks of the pipeline if trained weights are not finite."""
         pipeline = self.pipeline
         if pipeline is None or self.max_diverged_steps is None:
             return
@@ -326,7 +307,7 @@ class CheckpointHooks(ParallelStrategy):
         if self.division is None or isinstance(optimizer, _MockOptimizer):
             return state
         owners = {
-            index: self.division.owner_of_state(name)
+            index: self.division.stepped_by.get(name, self.division.owners.get(name, 0))
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
         if self._saves_shards:

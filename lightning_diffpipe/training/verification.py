@@ -198,24 +198,18 @@ class MeanCheck:
         sizes, weighted = (first, total - first), self.probed.graph.weighted
         try:
             with undisturbed(self.probed.module):
-                for repeated in (False, True) if self._has_several_rows else (False,):
+                graph = self.probed.graph
+                has_several_rows = any((graph.spec(k).rows or 0) > 1 for k in graph.tail_reads)
+                for repeated in (False, True) if has_several_rows else (False,):
                     draws = [self._compared(total, first, seed, repeated) for seed in (0, 1)]
                     losses = [draw[_LOSS] for draw in draws]
                     said = _said(losses, sizes, weighted, self._tolerance)
                     if not said:
                         return _said_of_logged(draws, self._tolerance)
         except Exception as error:  # of any code, on numbers that mean nothing
-            _log.info(
-                "the loss of a batch cannot be compared with those of its parts: %s", str(error)
-            )
+            _log.info("the loss of a batch cannot be compared with those of its parts: %s", error)
             return ""
         return said
-
-    @property
-    def _has_several_rows(self) -> bool:
-        """Whether the loss's code reads layers that give several rows for a sample."""
-        graph = self.probed.graph
-        return any((graph.spec(key).rows or 0) > 1 for key in graph.tail_reads)
 
     @property
     def _tolerance(self) -> float:

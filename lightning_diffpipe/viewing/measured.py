@@ -432,12 +432,7 @@ def typical_step(samples: Sequence[MeasuredStep]) -> MeasuredStep:
 
 
 def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
-    """Returns the difference in words, what each rank did, and both timelines.
-
-    Args:
-        plan: The plan.
-        samples: Steps of one run; the typical one is shown.
-    """
+    """Returns the difference in words, what each rank did, and both timelines, of a typical step."""
     measured = typical_step(samples).timeline
     gap = explain_gap(
         plan,

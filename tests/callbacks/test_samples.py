@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
+from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages
 from lightning_diffpipe.callbacks.monitor import num_samples
 from lightning_diffpipe.callbacks.sample_images import image_grid
 from lightning_diffpipe.errors import ConfigurationError
@@ -318,36 +318,6 @@ def test_samples_of_a_batch_are_counted(batch):
     assert num_samples(trainer, batch) == 5
     trainer.strategy = SimpleNamespace(last_step=SimpleNamespace(num_samples=7))
     assert num_samples(trainer, batch) == 7
-
-
-def test_samples_per_second_are_logged_also_over_short_epochs(tmp_path):
-    """History: batches were counted from the beginning of their epoch, and validation began anew."""
-    logger = Memory()
-    throughput = Throughput(every_n_steps=5)
-    short = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 3}
-    fit(tmp_path, [throughput], logger, **short)
-    assert logger.metrics["samples_per_s"] > 0
-    assert throughput._batches == 1
-
-
-def test_validation_is_no_training(monkeypatch):
-    logger, throughput, clock = Memory(), Throughput(every_n_steps=2), iter([0.0, 1.0, 10.0, 12.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    trainer = SimpleNamespace(strategy=None, loggers=[logger], global_step=2)
-    for pause in (throughput.on_validation_start, throughput.on_train_epoch_end):
-        throughput.on_train_batch_start(trainer, None, None, 0)
-        throughput.on_train_batch_end(trainer, None, None, torch.zeros(6), 0)
-        pause(trainer, None)
-    assert logger.metrics == {"samples_per_s": 4.0}
-
-
-def test_no_steps_between_measurements_log_nothing(tmp_path):
-    """History: `trainer.log_every_n_steps=0`, which the configs hand on, divided by zero."""
-    logger = Memory()
-    fit(tmp_path, [Throughput(every_n_steps=0)], logger)
-    assert "samples_per_s" not in logger.metrics
-    with pytest.raises(ConfigurationError, match="every_n_steps must be at least 1, or 0"):
-        Throughput(every_n_steps=-1)
 
 
 def test_a_trial_run_writes_nothing(tmp_path):

@@ -160,11 +160,6 @@ class Window:
     padding: int
 
     @property
-    def is_patch(self) -> bool:
-        """Every input is read once: nothing is seen beyond a band of whole patches."""
-        return self.padding == 0 and self.reach == self.stride - 1
-
-    @property
     def below(self) -> int:
         """Inputs read after a band; negative if some of its own are not."""
         return self.reach - self.padding - self.stride + 1

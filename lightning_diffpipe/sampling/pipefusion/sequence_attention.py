@@ -57,8 +57,9 @@ class _OverRanks:
     @classmethod
     def refuse(cls, layout: Layout, num_ranks: int) -> None:
         """Raises LayoutError if so many ranks cannot share the tokens of a model."""
-        if num_ranks > 1 and not divides_text(layout):
-            counts = sorted({block.num_text for block in layout.blocks})
+        counts = sorted({block.num_text for block in layout.blocks})
+        # A rank owns the same text tokens in all blocks: ranks divide them by their number.
+        if num_ranks > 1 and len({count for count in counts if count}) > 1:
             raise LayoutError(
                 f"blocks of the model have {', '.join(map(str, counts))} text tokens, of which a rank would own "
                 "other ones in one block than in the next; take pipefusion with sequence=1, or single"
@@ -116,11 +117,6 @@ class _OverRanks:
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """Does the same without ghosts, for tokens of all ranks at some positions."""
         raise NotImplementedError
-
-
-def divides_text(layout: Layout) -> bool:
-    """Returns whether a rank owns the same text tokens in all blocks: ranks divide them by their number."""
-    return len({block.num_text for block in layout.blocks if block.num_text}) <= 1
 
 
 def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:

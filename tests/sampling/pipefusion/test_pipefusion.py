@@ -55,16 +55,6 @@ def test_one_patch_or_only_synchronous_steps_are_one_process(name, tiny_models):
     assert torch.equal(emulate(name, tiny, 4, STEPS), expected)
 
 
-def test_keys_of_another_step_are_refused_by_name(tiny_models, monkeypatch):
-    """History: a bare AssertionError with a tuple."""
-    start = KvCache.start_step
-    monkeypatch.setattr(
-        KvCache, "start_step", lambda cache, step, keep: start(cache, 2 * step, keep)
-    )
-    with pytest.raises(LayoutError, match="patch 0 would read keys of patch 1 from step 0, not 1"):
-        emulate("sd3", tiny_models("sd3"), 4, 1)
-
-
 def test_keys_of_others_are_selected_only_where_they_are_read_apart(tiny_models, monkeypatch):
     """History: a ring reads them so, and all calls of attention made the selection: seconds for long sequences."""
     keys_of = KvCache._keys_of
