@@ -15,6 +15,7 @@ each other.
 
 import contextlib
 import datetime
+import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.comm.packing import flat_bytes, take_apart
+from lightning_diffpipe.comm.packing import Apart, flat_bytes, take_apart
 from lightning_diffpipe.comm.waiting import in_words, lost
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
@@ -248,25 +249,46 @@ class Mesh:
         What is on the device of the first rank comes to those of the others, and lies there as it does here.
 
         Raises:
+            ConfigurationError: It cannot be pickled.
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         if self.layout.ranks_per_pipeline == 1:
             return value
-        is_first, source = self.local_rank == 0, self.world_rank(0)
-        apart, tensors = take_apart(value) if is_first else (None, [])
+        is_first, apart, tensors = self.local_rank == 0, None, list[Tensor]()
+        try:
+            if is_first:
+                apart, tensors = take_apart(value, self.device)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"a batch cannot be sent to the other ranks of the pipeline, of which one loads for all: {error}. "
+                "Let the collate_fn and the transfer hooks give tensors, numbers, strings and objects that can be "
+                "pickled"
+            ) from error
         with self.naming(self.pipeline_ranks):
-            apart = broadcast_object(apart, source, self.transfers)
-            tensors = tensors if is_first else apart.empty(self.device)
-            works = []
-            for tensor in tensors:
-                is_ours = tensor.device.type == self.device.type
-                group = self.pipeline_group if is_ours else self.transfers
-                if tensor.numel():
-                    flat = flat_bytes(tensor)
-                    works.append(dist.broadcast(flat, source, group=group, async_op=True))
-            for work in works:
-                work.wait()
-        return value if is_first else apart.put_together(tensors, self.device)
+            apart = broadcast_object(apart, self.world_rank(0), self.transfers)
+            received = self.put_together(apart, tensors, 0)
+        return value if is_first else received
+
+    def put_together(self, apart: Apart, tensors: Sequence[Tensor], owner: int) -> Any:
+        """Returns what the rank at a position has taken apart, on all other ranks of the pipeline; collective.
+
+        Args:
+            apart: On all ranks.
+            tensors: On the rank that has taken it apart; not read elsewhere.
+            owner: That rank.
+        """
+        watcher.note_batch()
+        is_owner, works = self.local_rank == owner, []
+        tensors = tensors if is_owner else apart.empty(self.device)
+        for tensor in tensors:
+            is_ours = tensor.device.type == self.device.type
+            group = self.pipeline_group if is_ours else self.transfers
+            if tensor.numel():
+                flat, source = flat_bytes(tensor), self.world_rank(owner)
+                works.append(dist.broadcast(flat, source, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        return None if is_owner else apart.put_together(tensors, self.device)
 
     def on_first(self, value: Any, of_world: bool = False) -> list[Any]:
         """Returns plain data of every rank of the pipeline, or the world, on its first rank; empty elsewhere."""
@@ -327,11 +349,10 @@ class Mesh:
         group = self.world if of_world else self.transfers
         dist.recv(tensor, src=owner if of_world else self.world_rank(owner), group=group)
 
-    def broadcast(self, tensor: Tensor, owner: int, on_device: bool = False) -> None:
-        """Fills a tensor with that of the rank at a position, on all ranks of the pipeline."""
+    def broadcast(self, tensor: Tensor, owner: int) -> None:
+        """Fills a tensor of the host with that of the rank at a position, on all ranks of the pipeline."""
         watcher.note_batch()
-        group = self.pipeline_group if on_device else self.transfers
-        dist.broadcast(tensor, src=self.world_rank(owner), group=group)
+        dist.broadcast(tensor, src=self.world_rank(owner), group=self.transfers)
 
     def barrier(self) -> None:
         """Waits for all ranks of the pipeline."""

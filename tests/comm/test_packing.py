@@ -5,9 +5,11 @@ from collections import namedtuple
 import pytest
 import torch
 
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, take_apart
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.planning.schedule import Placement
 
 CPU = torch.device("cpu")
 
@@ -70,7 +72,7 @@ Pair = namedtuple("Pair", "image caption")
 
 def sent(value):
     """What a receiver makes of a value."""
-    apart, tensors = take_apart(value)
+    apart, tensors = take_apart(value, CPU)
     received = apart.empty(CPU)
     for own, other in zip(tensors, received, strict=True):
         flat_bytes(other).copy_(flat_bytes(own))
@@ -114,5 +116,6 @@ def test_tensors_of_a_batch_lie_as_they_did(tensor):
 
 
 def test_what_cannot_be_pickled_is_named():
+    mesh = Mesh(RankLayout(2, Placement.of_replicas([1, 1])), 0, CPU, "gloo", 1.0)
     with pytest.raises(ConfigurationError, match=r"cannot be sent .*lambda.* can be pickled"):
-        take_apart({"later": lambda: 0})
+        mesh.handed_on({"later": lambda: 0})

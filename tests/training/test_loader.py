@@ -342,7 +342,7 @@ class Hands:
 
     def handed_on(self, value=None):
         if self.local_rank == 0:
-            self._box.put(take_apart(value))
+            self._box.put(take_apart(value, CPU))
             return value
         apart, tensors = self._box.get(timeout=10)
         received = apart.empty(CPU)
