@@ -1,7 +1,8 @@
 """Verbs by name, and values that cannot be, refused by the name that the user gave them.
 
-Hydra knows types of settings (`settings.py`). Further mistakes are found by what is built; those errors name an
-argument, and get the name of its setting.
+Types of the verbs' own settings are structured configs in Hydra's store, with which a verb's config begins
+(`defaults: [settings_train, ...]`): Hydra refuses values of other types. Further mistakes are found by what is
+built; those errors name an argument, and get the name of its setting.
 """
 
 import re
@@ -9,9 +10,11 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,6 +30,46 @@ VERBS: dict[str, tuple[str, Callable[[DictConfig], Any]]] = {}
 
 # Settings that may be given by position: `diffpipe show plan.json`.
 POSITIONS = {"show": ("plan",), "diff": ("before", "after")}
+
+_TEXT, _WHOLE = str | None, int | None
+_PROCESS: dict[str, Any] = {"seed": _WHOLE, "offline": bool, "num_threads": _WHOLE}
+TYPES: dict[str, dict[str, Any]] = {
+    "train": {
+        **_PROCESS,
+        **dict.fromkeys(("name", "ckpt_path", "save_to", "lora_from", "save_lora"), _TEXT),
+        **dict.fromkeys(("attention", "compile"), _TEXT),
+        **{"output_dir": str, "save_dtype": str, "save_lora_every_n_steps": _WHOLE},
+    },
+    "sample": {
+        **_PROCESS,
+        **dict.fromkeys(("path", "output_type", "video_format"), str),
+        **dict.fromkeys(("dtype", "pipeline_class", "base", "variant", "output"), _TEXT),
+        **{"num_inference_steps": int, "fps": int, "height": _WHOLE, "width": _WHOLE},
+        **{"guidance_scale": float | None, "timeout_s": float, "report": bool, "progress": bool},
+        **{"vae_tiling": bool, "vae_slicing": bool},
+    },
+    "profile": {
+        **_PROCESS,
+        **{"output": _TEXT, "name": _TEXT, "cluster_output": str, "precision": str, "device": str},
+        **{"sample_counts": list[int] | None, "repeats": _WHOLE, "budget_s": float},
+        **{"max_share": float, "progress": bool},
+    },
+    "plan": {"profile": _TEXT, "output": _TEXT, "explain_s": float}
+    | dict.fromkeys(("explain", "encode_first"), bool),
+    "show": {"plan": str, "profile": _TEXT, "output": _TEXT, "max_columns": int, "samples": int},
+    "data": {"tokenizer": _TEXT, "output": _TEXT, "samples": int},
+    "diff": {"before": str, "after": str},
+}
+# Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.
+_PAPER = {"path": _TEXT, "device": str, "dtype": str}
+_PAPER |= dict.fromkeys(("resolution", "num_frames", "lora_rank"), _WHOLE)
+
+for _verb, _types in TYPES.items():
+    _node = OmegaConf.structured(make_dataclass(_verb, _types.items()))
+    OmegaConf.set_struct(_node, False)  # groups stand beside them
+    ConfigStore.instance().store(name=f"settings_{_verb}", node=_node)
+_paper = make_dataclass("paper", (_PAPER | {"call": Any}).items())
+ConfigStore.instance().store(group="model", name="settings_on_paper", node=_paper)
 
 
 def verb(summary: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[DictConfig], Any]]:
