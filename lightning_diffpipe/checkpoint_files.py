@@ -282,11 +282,7 @@ def chosen(
 
 
 def require_writable(trainer: Any) -> None:
-    """Finds out before anything costly whether checkpoints can be written; for rank 0.
-
-    Raises:
-        CheckpointError: A folder cannot be made or written.
-    """
+    """Raises CheckpointError, before anything costly, if checkpoints cannot be written to a folder; for rank 0."""
     for folder in dict.fromkeys(_folders(trainer)):
         try:
             check_writable(folder / "any")

@@ -144,7 +144,6 @@ class Coroutine:
         self._go.acquire()
         try:
             if not self.is_cancelled:
-                assert self._body is not None
                 with self._settings.entered():
                     self._body()
         except _Cancelled:

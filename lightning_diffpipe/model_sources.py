@@ -393,7 +393,6 @@ class ModuleSource:
         if self.module is not None:
             return getattr(self.module, name)
         if name not in self._parts:
-            assert self.open_part is not None
             part, weights = self.open_part(name)
             load_weights(part, weights)
             self._parts[name] = part.eval()

@@ -176,8 +176,7 @@ class PipelineMonitor(L.Callback):
             and not pipeline.plan.runs_free
             and any(self._is_due(self._num_steps + batches) for batches in until_next)
         ):
-            strategy: Any = trainer.strategy
-            self._grad_norm = strategy.gradient_norm()
+            self._grad_norm = trainer.strategy.gradient_norm()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -212,7 +211,6 @@ class PipelineMonitor(L.Callback):
         if not trainer.is_global_zero or not self.samples:
             return
         plan = getattr(trainer.strategy, "plan", None)
-        assert plan is not None
         report = self.report(plan)
         rank_zero_info(
             "\nPlanned and measured, a typical step of %d:\n\n%s\n", self._num_steps, report
@@ -268,7 +266,6 @@ class PipelineMonitor(L.Callback):
     ) -> MeasuredStep | None:
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
-        assert pipeline is not None
         mesh, spans = pipeline.mesh, list(result.recording.spans)
         with mesh.naming(mesh.pipeline_ranks):
             offsets_s, noted = mesh.clock_offsets_s(), mesh.on_first(spans)
@@ -291,7 +288,6 @@ class PipelineMonitor(L.Callback):
 
     def _numbers(self, trainer: L.Trainer, sample: MeasuredStep) -> dict[str, float]:
         pipeline = _pipeline(trainer)
-        assert pipeline is not None
         planned, spent = pipeline.plan.planned, occupation(sample.timeline)
         numbers = {
             "planned_step_s": planned.iteration_s,
@@ -360,7 +356,6 @@ class PipelineMonitor(L.Callback):
 
     def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
         """Writes the image and the trace of a typical step, and gives them to loggers that take them."""
-        assert self._written_to is not None
         measured = typical_step(self.settled()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
         image, trace = self._written_to / "timeline.png", self._written_to / "trace.json"

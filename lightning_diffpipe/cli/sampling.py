@@ -196,8 +196,6 @@ def _sample(values: dict[str, Any]) -> Any:
     images, report = _draw(values, rank)
     if rank:
         return None
-    assert images is not None
-    assert report is not None
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in _written_earlier(folder):  # which might be taken for images of this run
@@ -363,8 +361,6 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
         values["path"], "single", alone=True, ema=ema, **_common(values)
     )
     reference = alone(**_request(values))
-    assert reference is not None
-    assert alone.report is not None
     reference = _as_images(reference)
     pairs = list(zip(images, reference, strict=True))
     differences = [Image.fromarray(difference(a, b)) for a, b in pairs]

@@ -104,11 +104,7 @@ def refuse_values(config: DictConfig) -> None:
 
 @contextmanager
 def named(arguments: Mapping[str, str]) -> Iterator[None]:
-    """Gives arguments in errors the names of their settings.
-
-    Args:
-        arguments: Setting by argument: `{"num_stages": "strategy.num_stages"}`.
-    """
+    """Gives arguments in errors the names of their settings, such as `{"num_stages": "strategy.num_stages"}`."""
     try:
         yield
     except DiffPipeError as error:

@@ -151,8 +151,7 @@ def start_all_gather(
 ) -> Callable[[], list[Tensor]]:
     """Sends this position's part to all peers and posts the receives of theirs, of shapes by position.
 
-    Returns:
-        A function that waits, and returns the parts of all positions, in order.
+    Returns a function that waits, and returns the parts of all positions, in order.
     """
     peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
     expected = {rank: shapes[rank] for rank in peers}
@@ -398,7 +397,6 @@ class ProcessLinks(Links):
                 group=self.groups[source, self.rank],
                 tag=self._tag(False, source, incoming.kind),
             )
-        assert work is not None
         incoming.works = [work]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
@@ -433,7 +431,6 @@ class ProcessLinks(Links):
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
         with self._naming("plain data", None if self.rank == 0 else 0):
             work = start()
-            assert work is not None
             watcher.wait(work.is_completed, "the other ranks")
             work.wait()
 

@@ -9,8 +9,7 @@ places its stages on its ranks, a stage perhaps on several:
 
 Lightning and users' hooks communicate over the default group whenever they like, so nothing here ever
 does: every message and every sum of ours runs in a group made here. Groups are made once, in the same
-order on every rank, and connected before the first step, because lazily made connections can wait for
-each other.
+order on every rank, and connected before the first step, because lazily made connections can wait for each other.
 """
 
 import contextlib
@@ -206,12 +205,7 @@ class Mesh:
     def gathered(self, numbers: Sequence[float], patient: bool = False) -> list[list[float]]:
         """Returns a few numbers of every rank of the pipeline, by position, on all of them.
 
-        Args:
-            numbers: This rank's.
-            patient: Others may be busy for long, as between steps.
-
-        Raises:
-            PipelineTimeoutError: One is gone, or did not come in time.
+        Raises PipelineTimeoutError if a rank is gone or late; `patient` where others may be busy for long.
         """
         own = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.zeros_like(own) for _ in range(self.layout.ranks_per_pipeline)]
@@ -518,16 +512,12 @@ def connected_group(
 
 def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:
     """Begins to sum a tensor over a group, in place: it is the sum once the work has been waited for."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    return work
+    return dist.all_reduce(tensor, group=group, async_op=True)
 
 
 def start_broadcast(tensor: Tensor, source: int, group: ProcessGroup | None) -> Work:
     """Begins to fill a tensor with that of a world rank, on all ranks of a group."""
-    work = dist.broadcast(tensor, source, group=group, async_op=True)
-    assert work is not None
-    return work
+    return dist.broadcast(tensor, source, group=group, async_op=True)
 
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:

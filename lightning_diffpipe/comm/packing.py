@@ -1,9 +1,8 @@
 """Several tensors of different types, sent as one message.
 
-What crosses a stage boundary is rarely one tensor: a U-Net's skips, a time embedding, masks of another
-dtype. Sending them one by one costs a rendezvous each, so a message packs them into one flat byte
-buffer. Its layout is known on both ends beforehand (shapes, dtypes and strides travel with the layer
-graph), so no header is ever sent.
+What crosses a stage boundary is rarely one tensor: a U-Net's skips, a time embedding, masks of another dtype.
+Sending them one by one costs a rendezvous each, so a message packs them into one flat byte buffer. Its layout is
+known on both ends beforehand (shapes, dtypes and strides travel with the layer graph), so no header is ever sent.
 
 Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
 laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)

@@ -160,7 +160,6 @@ class Transport:
                 group=mesh.messages[posted.source, mesh.local_rank],
                 tag=key.tag(self._num_stages),
             )
-        assert work is not None
         what = f"{key.kind} of microbatch {key.microbatch}"
         posted.begun = _AwaitedWork(self, [work], what, source=posted.source)
         return posted.begun
@@ -190,10 +189,7 @@ class Transport:
     ) -> PendingWork:
         """Returns operations that were started elsewhere, to be waited for in the same way.
 
-        Args:
-            works: The operations.
-            what: Their name in the error of a timeout.
-            then: Is called by `wait` when they are over.
+        An error of a timeout names them `what`; `wait` calls `then` when they are over.
         """
         return _AwaitedWork(self, list(works), what, then)
 

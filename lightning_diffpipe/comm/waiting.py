@@ -62,9 +62,7 @@ def naming(rank: int, what: str, peer: str, timeout_s: float) -> Iterator[None]:
 def in_thread(function: Callable[[], _Result], name: str) -> Future[_Result]:
     """Calls a function that may never return, as one of a store beyond a dead link, in a thread of its own.
 
-    Args:
-        function: Is left alone where nobody waits for it any more; Python ends without it.
-        name: Of the thread.
+    It is left alone where nobody waits for it any more; Python ends without it.
     """
     future: Future[_Result] = Future()
     threading.Thread(target=_settle, args=(future, [function]), name=name, daemon=True).start()

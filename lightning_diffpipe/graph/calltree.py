@@ -330,7 +330,6 @@ class CallTree(TorchDispatchMode):
 
     def _repeated(self, call: Call, node: CallNode) -> Any:
         """Notes what was seen in a call of an equal module."""
-        assert call.known is not None
         seen, inside = call.known.notes
         vars(node).update(vars(_renamed(seen, "", call.name)))
         self.names += (call.name + name for name in inside)

@@ -328,7 +328,6 @@ class Provenance(TorchDispatchMode):
     @contextlib.contextmanager
     def observed(self) -> Iterator[Observed]:
         """Notes what a call inside a layer does."""
-        assert self.current is not None
         observed, record = Observed(), self.current
         cost, drew, record.drew = record.cost, record.drew, False
         self._observed.append(observed)
@@ -341,7 +340,6 @@ class Provenance(TorchDispatchMode):
 
     def repeat(self, read: list[Tensor], made: list[Tensor], cost: int, drew: bool) -> None:
         """Notes what a call in a layer does that is not run: what it reads and makes, as operators would."""
-        assert self.current is not None
         raw = self._raw(read) | ({None} if drew else set())
         outside = self._outside(raw)
         self.current.reads |= outside

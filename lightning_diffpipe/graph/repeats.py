@@ -230,7 +230,6 @@ class Call:
 
     def result(self) -> tuple[Any, list[Tensor]]:
         """Returns what the call returns, as the known one did, and the tensors that were made for it."""
-        assert self.known is not None
         out: list[Any] = []
         new: list[Tensor] = []
         for leaf in self.known.leaves:

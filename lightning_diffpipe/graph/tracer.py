@@ -252,8 +252,6 @@ class Tracer:
     def _repeated(self, call: Call) -> Any:
         """Notes what a call does that is not run, and returns what it would return."""
         record = self.provenance.current
-        assert record is not None
-        assert call.known is not None
         notes: _CallNotes = call.known.notes
         out, made = call.result()
         read = [*(call.leaves[i] for i in notes.arguments), *(call.state[k] for k in notes.state)]
@@ -268,7 +266,6 @@ class Tracer:
     @contextlib.contextmanager
     def _fine_call(self, name: str) -> Iterator[None]:
         record = self.provenance.current
-        assert record is not None
         self._in_fine = True
         self.fine_names.append(name)
         record.num_fine += 1

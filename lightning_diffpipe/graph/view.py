@@ -432,8 +432,7 @@ class StageView(View):
         Args:
             call: Runs the user's step, e.g. `lambda: module.training_step(microbatch, 0)`.
             seed: Seed of the glue; the same on all stages for one microbatch.
-            received: Tensors from the stage before (`cut.received`) and from frozen layers
-                (`cut.frozen_received`).
+            received: Tensors from the stage before (`cut.received`) and from frozen layers (`cut.frozen_received`).
             log: Gets what the step logs, on the last stage; logging on others is muted. None leaves the step's own
                 logging alone.
 

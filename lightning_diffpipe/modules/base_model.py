@@ -8,8 +8,7 @@
 A checkpoint of a model of 12 billion weights then has megabytes, not 24 GB. `Lora(store_all=True)` keeps all in it.
 
 Samples are as they were read, and compared in the coarser type of both: a run may have another precision than the
-run before. An optimizer changes all values of a tensor, so another state of a training is
-noticed.
+run before. An optimizer changes all values of a tensor, so another state of a training is noticed.
 """
 
 from __future__ import annotations

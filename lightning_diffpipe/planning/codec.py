@@ -175,10 +175,9 @@ def stored(default: Any = MISSING, **how: object) -> Any:
 
     Args:
         default: Of the field.
-        how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is
-            written at its default as well; `never=True`, if it is neither read nor written; `read` and `write`,
-            if its form depends on other fields: functions of the whole object's node, or of the object, and of
-            the field's key.
+        how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is written
+            at its default as well; `never=True`, if it is neither read nor written; `read` and `write`, if its form
+            depends on other fields: functions of the whole object's node, or of the object, and of the field's key.
     """
     return field(default=default, metadata=how)
 

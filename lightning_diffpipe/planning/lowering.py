@@ -60,9 +60,8 @@ def lower(
 
     Args:
         schedule: Compute instructions only; its order on each rank is kept.
-        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it
-            empty if there is none, or if the programs already contain their `Encode`
-            instructions.
+        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it empty if there is
+            none, or if the programs already contain their `Encode` instructions.
         num_ahead: Messages of an edge that are posted already while one is worked on.
     """
     schedule = with_collectives(schedule, frozen_parts)

@@ -1,10 +1,9 @@
 """Cutting a chain of layers into stages, each on one or more ranks.
 
-A stage is a run of consecutive layers. Its time on one microbatch bounds the pace of the whole
-pipeline, its gradients must be summed over its replicas; a good cut makes both small at once. Two
-maxima over stages do not compose into one number, so that the dynamic program keeps for each
-state the Pareto front of (slowest stage, longest synchronisation) instead of the best sum: with
-the sum alone it would miss the optimum.
+A stage is a run of consecutive layers. Its time on one microbatch bounds the pace of the whole pipeline, its
+gradients must be summed over its replicas; a good cut makes both small at once. Two maxima over stages do not
+compose into one number, so that the dynamic program keeps for each state the Pareto front of (slowest stage,
+longest synchronisation) instead of the best sum: with the sum alone it would miss the optimum.
 
 Several backbones that are trained by one step are chains, each cut into a stage for every rank, in opposite
 directions. What one chain leaves idle the other uses, so that the stages of both on a rank count together:
@@ -411,11 +410,7 @@ def chain_cuts(
 ) -> tuple[int, ...]:
     """Cuts all chains, neighbours in pairs, so that the fullest rank has as little as can be.
 
-    Returns:
-        The first layer of every stage.
-
-    Raises:
-        PartitionError: A chain has fewer layers than stages.
+    Returns the first layer of every stage; raises PartitionError if a chain has fewer layers than stages.
     """
     firsts: list[int] = []
     chains = list(pairwise((*starts, len(weights))))

@@ -112,12 +112,9 @@ def graph_of_device(subject: Subject) -> LayerGraph:
 
 
 def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
-    """Returns whether encoders give the same when they run on some samples only, by their names.
+    """Returns by name whether encoders give the same when they run on some samples only; None if unknown.
 
     They run where the module is, on the samples that were probed: together, and one by one.
-
-    Returns:
-        None for an encoder where that could not be found out.
     """
     module, step, small = subject.module, subject.step, subject.probed
     with undisturbed(module):

@@ -18,11 +18,10 @@ and what a group of samples costs it; from time to time all ranks exchange both 
     busy    rank 0 |=========|              groups   5
             rank 1 |=============|                   3        busy + groups x group_s: equal
 
-What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved
-slower are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a
-validation or a checkpoint between two steps says nothing about bubbles. Where frozen work runs several batches
-early, ranks need to be together over several batches only, and may take two groups of one batch and three of the
-next:
+What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved slower
+are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a validation or
+a checkpoint between two steps says nothing about bubbles. Where frozen work runs several batches early, ranks need
+to be together over several batches only, and may take two groups of one batch and three of the next:
 
     period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  3 2 2 2
                                               rank 1 takes 7 of 16:  1 2 2 2

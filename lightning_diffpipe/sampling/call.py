@@ -545,7 +545,6 @@ def dry_run_of(call: PipelineCall) -> Call:
             f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
         )
     here, record = found.pipeline, found.pipeline.record
-    assert record is not None
     in_loop = record.in_loop
     if in_loop:  # which of these are controls?
         record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
@@ -718,7 +717,6 @@ def _copies(call: Call) -> bool:
 def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
     """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
     here = _quiet(call.pipeline)
-    assert here.record is not None
     known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
     reason: Exception | None = None
     for num_more, arguments in with_more_samples(here.arguments, known):

@@ -95,13 +95,11 @@ class PipelineCall:
     @property
     def needed(self) -> list[str]:
         """Parts besides the first denoiser that every rank needs, since the loop calls them."""
-        assert self.record is not None
         return [*self.denoisers[1:], *sorted(self.record.in_loop)]
 
     @property
     def controls(self) -> dict[str, nn.Module]:
         """Parts whose answers only a denoiser reads, such as ControlNets."""
-        assert self.record is not None
         return {name: self.parts[name] for name in self.record.controls}
 
     def run(
@@ -169,7 +167,6 @@ class PipelineCall:
 
         @functools.wraps(method)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            assert record is not None
             before = {known: len(answers) for known, answers in record.answers.items()}
             answer = method(*args, **kwargs)
             for known, answers in list(record.answers.items()):
@@ -181,7 +178,6 @@ class PipelineCall:
 
         @functools.wraps(method)
         def replayed(*args: Any, **kwargs: Any) -> Any:
-            assert self.record is not None
             turns[path] += 1
             answers = self.record.answers.get(path, [])
             if turns[path] > len(answers):
@@ -198,7 +194,6 @@ class PipelineCall:
             own.pop(name, None)
         if isinstance(shell, nn.Module):
             own["_modules"] = {}
-        assert self.record is not None
         return {
             "pipeline": shell,
             "method": self.method,
@@ -216,7 +211,6 @@ class PipelineCall:
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
         """Returns the same on another rank, with its parts, and with functions, which do not travel."""
-        assert self.record is not None
         arguments = moved(restored(self.arguments, device), device)
         twin = copy.copy(self.pipeline)
         if isinstance(twin, nn.Module):
@@ -699,7 +693,6 @@ class PipelineLoop(Loop):
         if self._branch is None:
             return prediction
         assert isinstance(self._event, _Denoise)
-        assert self.exchange is not None
         event = self._event
         both = []
         for values in self.exchange(take(prediction).contiguous()):

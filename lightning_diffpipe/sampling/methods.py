@@ -191,7 +191,6 @@ def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
     """Builds the sampler of a rank; raises ConfigurationError for options that the method does not take."""
-    assert options.mesh is not None
     warmup: Any = options.synchronous_steps
     try:
         match options.method:
@@ -345,7 +344,6 @@ def free_memory(device: torch.device) -> int | None:
 def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
     mesh, patches = options.mesh, 1
-    assert mesh is not None
     if options.method == "pipefusion":
         patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
@@ -376,7 +374,6 @@ class Worker:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        assert options.mesh is not None
         self.options, self.world = options, world
         self.place = MeshLinks(
             options.mesh, world.rank, device, world.backend, timeout_s,

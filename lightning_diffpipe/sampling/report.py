@@ -85,7 +85,6 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         warmup_steps = next((steps for steps in found if steps is not None), None)
     patches = None
     if options.method == "pipefusion":
-        assert options.mesh is not None
         patches = options.num_patches or options.mesh.parallel
     return SamplingReport(
         method=options.method,

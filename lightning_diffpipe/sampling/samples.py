@@ -141,13 +141,9 @@ def with_more_samples(
 
 
 def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
-    """Compares what is given for some samples and for more.
+    """Compares what is given for some samples and for more; returns rows for each sample, by place; 0 if shared.
 
-    Returns:
-        Rows for each sample, by place; 0 of what all samples share.
-
-    Raises:
-        NotApartError: Something has samples otherwise than in rows.
+    Raises NotApartError if something has samples otherwise than in rows.
     """
     if isinstance(one, Tensor) and isinstance(more, Tensor):
         sizes, sizes_more = list(one.shape), list(more.shape)

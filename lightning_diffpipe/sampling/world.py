@@ -176,12 +176,9 @@ class World:
 
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
-    """Joins the default process group, making it from the environment if a launcher has set that.
+    """Joins the default process group, making it from the environment if a launcher has set that; collective.
 
-    Collective.
-
-    Raises:
-        PipelineTimeoutError: A rank was lost, or did not come.
+    Raises PipelineTimeoutError if a rank was lost, or did not come.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():

@@ -170,7 +170,6 @@ class CheckpointHooks(ParallelStrategy):
         if leave_to_base is not None:
             leave_to_base(checkpoint)
         if shards:
-            assert self.pipeline is not None
             if not _is_local_file_protocol(filepath):
                 raise CheckpointError(
                     f"cannot write shards to {filepath}: every rank writes a part, to a folder that all of them "
@@ -192,7 +191,6 @@ class CheckpointHooks(ParallelStrategy):
             GraphError: The last step was not the one that was probed, and weights may be NaN.
         """
         module, self._saves_shards = self.lightning_module, False
-        assert module is not None
         # Callbacks may save in their `on_exception`, when other ranks stand in the middle of a step. Lightning asks
         # them before it tells the strategy, and an error of theirs would be all that it tells, so the first one is
         # noted here. On SIGTERM all ranks have agreed on a batch to stop after.
@@ -264,7 +262,6 @@ class CheckpointHooks(ParallelStrategy):
         if not any(number for (number,) in mesh.gathered([len(own)], patient=True)):
             return
         bad = sorted({name for each in gathered_objects(own, mesh.transfers) for name in each})
-        assert self.lightning_module is not None
         step = self.lightning_module.trainer.global_step
         with raised_by_all():
             raise DivergenceError(
@@ -367,7 +364,6 @@ class CheckpointHooks(ParallelStrategy):
             pipeline.count_as_unchanged()
             return
         module = self.lightning_module
-        assert module is not None
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(module)  # or what is loaded would be rounded
         try:

@@ -90,7 +90,6 @@ class MetricSync:
             for _, metric in sorted(self.trained.items()) if apart else ():
                 if any(metric._persistent.values()):
                     cache = metric._copy_state_dict()
-                    assert mesh is not None
                     _merge(metric, mesh)
                     stack.callback(vars(metric).update, cache)
             yield

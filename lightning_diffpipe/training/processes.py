@@ -89,7 +89,6 @@ class ProcessHooks(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device this rank computes on."""
-        assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -105,7 +104,6 @@ class ProcessHooks(ParallelStrategy):
         )
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         self._launcher.check_run = self.check_run
 
@@ -142,7 +140,6 @@ class ProcessHooks(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
         self._backend = self._backend or _get_default_process_group_backend_for_device(
             self.root_device
         )

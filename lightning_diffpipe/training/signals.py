@@ -175,10 +175,7 @@ class LockStep:
         until.enter_context(patched(epochs, **of_epochs))
 
     def stop_together(self, last: bool = False) -> None:
-        """Ends training if any rank got a signal to stop; every rank calls it before each batch.
-
-        Args:
-            last: After the last batch.
+        """Ends training if any rank got a signal to stop; each rank calls it before batches and after the last.
 
         Raises:
             SIGTERMException: One did.

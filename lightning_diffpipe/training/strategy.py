@@ -101,8 +101,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         schedule: `"1f1b"`, `"1f1b_deep"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, `"v"`, `"zero_bubble_v"`,
             `"bidirectional"` (several backbones), or `"auto"`. Without flushes, which trains on weights that are
             some batches old: `"pipedream"` (weight stashing), `"pipedream_vertical_sync"` or `"pipedream_2bw"`.
-        num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or
-            `"auto"`.
+        num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
         filling: Where frozen layers run. `"shares"` runs those of the next batches while a rank waits;
@@ -236,7 +235,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @property
     def _trainer(self) -> Any:
-        assert self.lightning_module is not None
         return self.lightning_module.trainer
 
     @property
@@ -297,8 +295,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def setup(self, trainer: Any) -> None:
         """Plans the pipeline and puts this rank's part of the module on its device."""
-        assert self.accelerator is not None
-        assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         with raised_by_all():
@@ -372,7 +368,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
-        assert module is not None
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
         batch, self._arguments = first_batch(trainer, self)
@@ -428,7 +423,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
-        assert self._metric_sync is not None
         quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
         with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
@@ -439,7 +433,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def model_to_device(self) -> None:
         """Moves a module that is not cut; a pipeline has placed its own part already."""
         if self.pipeline is None:
-            assert self.lightning_module is not None
             self.lightning_module.to(self.root_device)
 
     @contextlib.contextmanager
@@ -455,7 +448,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             ConfigurationError: A pipeline's share of the training data makes no batch.
         """
         dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
-        assert mesh is not None
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
         length = mesh.handed_on(sized_len(dataloader))
         training = trainer.state.stage == RunningStage.TRAINING
@@ -557,7 +549,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Logs the results of batches that have come back, and looks whether training diverges."""
         results, self._finished = self._finished, []
         for result in results:
-            assert result.batch_index is not None
             self._look_at(result, result.batch_index)
             self._trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
@@ -596,8 +587,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _look_at(self, result: StepResult, number: int, ends_window: bool = True) -> None:
         """Looks whether training diverges, and logs here what the last stage has logged."""
-        assert self.lightning_module is not None
-        assert self._metric_sync is not None
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
         watch.after_step(result.loss, number, ends_window)
@@ -629,7 +618,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Puts the gradients of the schedule back; nothing is left to compute."""
-        assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if not self._running.plan.runs_free:  # else it has stepped already

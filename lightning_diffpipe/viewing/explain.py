@@ -56,8 +56,7 @@ class Explanation:
 
     Attributes:
         plan: The plan explained.
-        parts: What would be saved without each part, largest first. Parts overlap, so that they need
-            not add up.
+        parts: What would be saved without each part, largest first. Parts overlap, so that they need not add up.
         changes: What could be changed, best first; only what helps. Empty without a profile.
     """
 

@@ -266,7 +266,6 @@ class PipeFusionRun:
         links = self._links
         last = links.num_ranks - 1
         if self._is_last:
-            assert before is not None
             now = self._given(latents, turn.step + 1)
             squares = torch.stack([x.double().square().sum() for x in (now - before, now)])
             num_ranks = self._sequence.num_ranks

@@ -255,7 +255,6 @@ class Ring(_OverRanks):
             total = merged(total, attention_part(q, k, v, part, scale))
             if turn < n - 1:
                 k, v = unpack(coming.wait(), shapes)
-        assert total is not None
         return total[0].to(q.dtype)
 
 

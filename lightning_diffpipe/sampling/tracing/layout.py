@@ -101,7 +101,6 @@ class Selection:
 
     def _index_on(self, device: torch.device) -> Tensor:
         """Returns the index on a device; copied there once, as the host waits for a copy."""
-        assert self.index is not None
         if self._there is None or self._there.device != device:
             self._there = self.index.to(device)
         return self._there
