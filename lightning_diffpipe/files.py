@@ -22,11 +22,7 @@ _ABANDONED_S = 3600.0
 
 
 def check_writable(path: Path) -> None:
-    """Finds out before long work whether its result can be written; leaves no file.
-
-    Raises:
-        OSError: The path is a folder, or its folder can neither be made nor written; has the path.
-    """
+    """Raises OSError with the path, before long work, if its result could not be written there; leaves no file."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     nearest = next(folder for folder in path.absolute().parents if folder.exists())

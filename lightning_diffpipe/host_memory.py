@@ -50,11 +50,7 @@ def available_bytes() -> float:
 
 
 def keep_freed_memory() -> bool:
-    """Asks glibc to keep freed memory; does nothing elsewhere, or where the user has set it.
-
-    Returns:
-        Whether it was asked.
-    """
+    """Asks glibc, if it is there, to keep freed memory unless the user has set it; returns whether it was asked."""
     if not sys.platform.startswith("linux") or any(
         name.startswith("MALLOC_") for name in os.environ
     ):

@@ -210,11 +210,7 @@ def _lora_on_this_machine(path: str) -> str:
 
 
 def model_folder(path: str) -> Path:
-    """Finds the folder of a path or a hub id.
-
-    Raises:
-        ConfigurationError: There is no such model on this machine.
-    """
+    """Finds the folder of a path or hub id; raises ConfigurationError if there is no such model on this machine."""
     if (Path(path) / "model_index.json").is_file():
         return Path(path)
     snapshot = None if Path(path).is_dir() else _snapshot(path)

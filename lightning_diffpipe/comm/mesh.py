@@ -159,11 +159,7 @@ class Mesh:
         return self.pipeline_ranks[local_rank]
 
     def connect(self, edges: Iterable[tuple[int, int]] = ()) -> None:
-        """Makes this rank's groups; every rank of the world must call it at the same time.
-
-        Args:
-            edges: Directed edges (from, to) between positions of a pipeline that carry messages.
-        """
+        """Makes this rank's groups, for messages on `edges` (from, to) of positions; every rank calls it."""
         layout = self.layout
         for pipeline in range(layout.num_pipelines):
             ranks = layout.pipeline_ranks(pipeline)
@@ -214,11 +210,7 @@ class Mesh:
         return [row.tolist() for row in rows]
 
     def summed_over_pipelines(self, number: float) -> float:
-        """Returns the sum of a number of every pipeline, on all of them.
-
-        Raises:
-            PipelineTimeoutError: A rank is gone, or did not come in time.
-        """
+        """Returns the sum of a number of all pipelines, on all; raises PipelineTimeoutError for a lost rank."""
         layout = self.layout
         if layout.num_pipelines == 1:
             return number

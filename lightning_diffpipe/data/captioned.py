@@ -51,14 +51,7 @@ class Batch(_Tensors):
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Stacks images, or videos, and lists captions.
-
-    Args:
-        samples: `B` samples whose images or videos have one size; all of them with conditions and sizes, or none.
-
-    Returns:
-        The batch.
-    """
+    """Stacks `B` images, or videos, of one size, and lists captions; all have conditions and sizes, or none has."""
     batch: Batch = {"caption": [sample["caption"] for sample in samples]}
     for name in samples[0]:
         if name != "caption":
@@ -75,11 +68,7 @@ def share_of(name: str) -> float:
 def edges(image: Tensor) -> Tensor:
     """Returns how steep grey levels are (Sobel's gradient): 0 in even areas, 1 between black and white.
 
-    Args:
-        image: `(3, H, W)` in [-1, 1].
-
-    Returns:
-        `(3, H, W)` in [0, 1], three times the same.
+    The image is `(3, H, W)` in [-1, 1]; what is returned `(3, H, W)` in [0, 1], three times the same.
     """
     grey = F.pad(image.mean(0)[None], (1, 1, 1, 1), mode="replicate")[0]
     # Slices: a convolution of one small image takes five times as long.

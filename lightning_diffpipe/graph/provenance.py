@@ -240,11 +240,7 @@ class Provenance(TorchDispatchMode):
         return tags
 
     def of(self, tree: Any) -> set[Any]:
-        """Returns tags of all tensors in a tree.
-
-        Raises:
-            LeakError: One of them lives inside a layer that is not the current one.
-        """
+        """Returns tags of all tensors in a tree; raises LeakError if one lives inside another layer than this."""
         return self._outside(self._raw(tensors_in(tree)))
 
     def _outside(self, tags: set[Any]) -> set[Any]:

@@ -113,11 +113,7 @@ class ModuleSplit:
         return cls(type(module).__name__, split_batch, count if callable(count) else None)
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cuts a batch, and looks whether the module gave what it was asked for.
-
-        Raises:
-            ConfigurationError: It gave another number of batches, or others sizes.
-        """
+        """Cuts a batch; raises ConfigurationError if the module gave another number of batches, or others sizes."""
         parts = list(self.split_batch(batch, list(sizes)))
         found = [count_samples(part, self) for part in parts]
         if found != list(sizes):
@@ -369,11 +365,7 @@ def batch_signature(batch: Any) -> str:
 
 
 def loss_of(out: Any) -> Tensor:
-    """Returns the loss among what a step returned.
-
-    Raises:
-        GraphError: There is none, it is no scalar, or no gradient can flow from it.
-    """
+    """Returns the loss that a step returned; raises GraphError if it is missing, no scalar, or without graph."""
     loss = out.get("loss") if isinstance(out, Mapping) else out
     if not isinstance(loss, Tensor):
         raise GraphError(

@@ -200,11 +200,7 @@ class Versions:
         self.note()
 
     def note(self, before_update: bool = False) -> None:
-        """Notes the present versions: changes count from now on.
-
-        Args:
-            before_update: The optimizer's step comes next, and with it whatever follows trained weights.
-        """
+        """Notes the present versions: changes count from now on; `before_update` if the optimizer steps next."""
         before, self._noted = self._noted, self._now()
         if not _same(before, self._noted):  # pieces lie where the tensors lay
             there = [tensor for tensor in self._noted[0] if tensor is not None]

@@ -100,9 +100,8 @@ class CascadedDiffusion(PartsModule):
     ) -> dict[str, Tensor]:
         """Computes the losses of the base and of the upscaler, and their sum.
 
-        Args:
-            batch: `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size; and `caption`, B strings.
-            generator: Of the noise in validation; None in training.
+        The batch has `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size, and `caption`, B strings; the
+        generator is that of the noise in validation, None in training.
         """
         images = batch["image"]
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)

@@ -114,12 +114,7 @@ class Optimization:
         return may_be_divided(optimizer)
 
     def factor(self, step: int, num_steps: float) -> float:
-        """Returns the learning rate at a step, as a share of `lr`.
-
-        Args:
-            step: Optimizer steps taken so far.
-            num_steps: Steps of the whole run; infinity where nobody knows.
-        """
+        """Returns the learning rate, as a share of `lr`, after `step` of `num_steps` steps (inf if unknown)."""
         warmup = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         if self.decay == "constant" or math.isinf(num_steps):
             return warmup

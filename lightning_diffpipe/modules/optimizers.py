@@ -83,12 +83,7 @@ class Prodigy(Optimizer):
     def sum_over_ranks(
         self, counted: Iterable[nn.Parameter], reduce: Callable[[Tensor], Tensor]
     ) -> None:
-        """Adds up the sums of several ranks from now on.
-
-        Args:
-            counted: Parameters that this rank counts, and no other one.
-            reduce: Returns the sum of a tensor over ranks, on all of them.
-        """
+        """Sums over ranks by `reduce` from now on; no other rank counts the parameters `counted`."""
         self._counted, self._reduce = {id(p) for p in counted}, reduce
 
     @torch.no_grad()

@@ -130,11 +130,7 @@ class Partition:
 
 
 def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
-    """Refuses what no partition can do.
-
-    Raises:
-        PartitionError: Fewer layers, or fewer ranks, than stages.
-    """
+    """Raises PartitionError for fewer layers, or fewer ranks, than stages."""
     if not 1 <= num_stages <= num_layers:
         raise PartitionError(
             f"cannot cut {num_layers} layers into {num_stages} stages; "

@@ -292,11 +292,7 @@ class PipelinePlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def validate(self) -> None:
-        """Checks that its parts belong together, the laws of its schedule and that it ends.
-
-        Raises:
-            PlanError: Names what is wrong.
-        """
+        """Raises PlanError if its parts do not belong together, its schedule breaks a law, or it never ends."""
         _check_options(self)
         _check_encodes(self)
         _check_costs(self)
@@ -388,11 +384,7 @@ SAME_STEP = 1e-6
 
 
 def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: str) -> None:
-    """Checks that the layers that a plan cuts are those of a model.
-
-    Raises:
-        PlanError: The plan cuts others; names the first that differs.
-    """
+    """Raises PlanError if the layers that a plan cuts are not those of a model; names the first that differs."""
     if plan.num_layers != len(names):
         raise PlanError(
             f"the plan cuts {plan.num_layers} layers, but {what} has {len(names)}; {remedy}"

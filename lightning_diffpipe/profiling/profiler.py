@@ -134,14 +134,7 @@ def in_precision(step: Step, precision: str, device: str) -> Step:
 def bar(
     wanted: bool, what: str = "profiling", *, counted: bool = True, stays: bool = True
 ) -> Iterator[Progress | None]:
-    """Shows a progress bar on standard error, if `wanted`.
-
-    Args:
-        wanted: Whether there shall be one.
-        what: What takes a while.
-        counted: Whether it will be called with how far that is.
-        stays: Whether it is left there in the end.
-    """
+    """Shows a progress bar on standard error, if `wanted`; with the share if `counted`, for good if it `stays`."""
     if not wanted:
         yield None
         return

@@ -84,11 +84,7 @@ class OptimizerSharding:
         self._mesh, self._parameters, self._holders = mesh, parameters, holders
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Divides an optimizer's steps; from now on each is a collective call of the holders of its parameters.
-
-        Returns:
-            Undoes it.
-        """
+        """Divides an optimizer's steps, now each a collective call of the holders; returns what undoes it."""
         members = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in self._parameters.items() if id(p) in members}
         foreign = [p for name, p in named.items() if name not in self.stepped_here]

@@ -277,11 +277,7 @@ def take_over(
 
 
 def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> None:
-    """Says in few words why a state dict does not fit a module.
-
-    Raises:
-        CheckpointError: Names are missing or unknown, or shapes differ.
-    """
+    """Raises CheckpointError that says in few words why a state dict does not fit: other names, or other shapes."""
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unknown):
         raise CheckpointError(

@@ -210,11 +210,7 @@ class PartitionedStepCache:
             ) from error
 
     def require_unchanged(self, microbatch: Any, arguments: tuple[Any, ...]) -> None:
-        """Traces a microbatch again and compares with how it was cut.
-
-        Raises:
-            GraphError: The step has changed since; says what.
-        """
+        """Traces a microbatch again; raises GraphError, with what has changed, if it was cut otherwise."""
 
         def step(module: nn.Module, batch: Any) -> Any:
             return self._planned_step(module, batch, *arguments)

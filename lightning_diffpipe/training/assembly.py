@@ -258,11 +258,7 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
 
 
 def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
-    """Returns where a plan cuts the trained path of a graph.
-
-    Raises:
-        PlanError: The plan was made for other layers; names the first difference.
-    """
+    """Returns where a plan cuts the trained path of a graph; raises PlanError with the first other layer."""
     remedy = "make a plan for this module, or leave strategy.plan out"
     check_layers(plan, graph.path_names, "this module", remedy)
     return plan.first_layers[1:]

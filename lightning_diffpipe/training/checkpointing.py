@@ -126,11 +126,7 @@ class CheckpointHooks(ParallelStrategy):
             arguments["ckpt_path"] = found
 
     def require_same_checkpoint(self) -> None:
-        """Refuses ranks that see other files than rank 0, as without a folder for all machines.
-
-        Raises:
-            CheckpointError: They found another checkpoint behind "last", or none.
-        """
+        """Raises CheckpointError if a rank found another checkpoint, or none, as without a folder for all."""
         if self.world_size == 1 or not self._found_last:
             return
         paths = gathered_objects(self._found_last[0], group=None)

@@ -442,11 +442,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Lets one rank of a pipeline read the batches that one process would.
-
-        Raises:
-            ConfigurationError: A pipeline's share of the training data makes no batch.
-        """
+        """Lets one rank read a pipeline's batches as one process would; raises ConfigurationError without any."""
         dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
         length = mesh.handed_on(sized_len(dataloader))

@@ -104,9 +104,7 @@ HEADER = ("layer", "forward", "backward", "parameters", "boundary", "activations
 def cost_table(profile: ModelProfile, samples: int = 1) -> str:
     """Draws a table for each backbone and encoder, with a row for each layer.
 
-    Args:
-        profile: The profile to show.
-        samples: Times are for so many; boundary and activation bytes and operations are of one.
+    Times are for so many samples; boundary and activation bytes and operations are of one.
     """
     times = f"times of {samples} sample{'' if samples == 1 else 's'}"
     parts = [f"{profile.name}: {times}; boundary, activations and operations (forward) of one"]

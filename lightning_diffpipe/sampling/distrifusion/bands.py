@@ -42,11 +42,7 @@ class Bands:
 
     @classmethod
     def split(cls, num_rows: int, num_bands: int, unit: int, rank: int) -> Bands:
-        """Cuts rows into balanced bands of whole units, larger ones first.
-
-        Raises:
-            ConfigurationError: The rows are no whole units, or there are fewer units than bands.
-        """
+        """Cuts rows into balanced bands of whole units, larger first; else raises ConfigurationError."""
         units, rest = divmod(num_rows, unit)
         if rest:
             raise ConfigurationError(
@@ -169,11 +165,7 @@ class Window:
         return (size + 2 * self.padding - self.reach - 1) // self.stride + 1
 
     def halo(self, rows: int) -> tuple[int, int]:
-        """Returns the rows that a band needs of its neighbours, above and below.
-
-        Raises:
-            GraphError: The window does not fit bands of so many rows.
-        """
+        """Returns the rows that a band needs from above and below; raises GraphError for bands of too few rows."""
         if rows % self.stride:
             raise unsupported(f"a convolution of stride {self.stride} on a band of {rows} rows")
         if self.padding and self.below < 0:
