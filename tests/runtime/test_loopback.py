@@ -241,13 +241,7 @@ def test_denoisers_of_diffusers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("tied weights", "long skips") else pytest.mark.slow)
-        for name in TOWERS
-    ],
-)
+@pytest.mark.parametrize("name", TOWERS)
 def test_towers(name):
     make, max_share = TOWERS[name]
     generator = torch.Generator().manual_seed(1)
@@ -257,7 +251,7 @@ def test_towers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b_deep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b_deep"])
 def test_unequal_replicas_and_other_schedules(schedule):
     batches = [rows(5).double() for _ in range(5)]
     with in_double():

@@ -84,15 +84,10 @@ def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warmup_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("warmup_steps", [0, 2])
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    [
-        ("sd3", 2),
-        ("sd3", 3),  # of four samples
-        pytest.param("dit", 2, marks=pytest.mark.slow),
-        pytest.param("pixart, two calls", 1, marks=pytest.mark.slow),
-    ],
+    [("sd3", 2), ("sd3", 3), ("dit", 2), ("pixart, two calls", 1)],  # "sd3" of four samples
 )
 def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tiny_models):
     tiny = tiny_models(name)
@@ -137,11 +132,7 @@ def test_branches_of_guidance_follow_each_other_unless_the_image_is_exact(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settled", "found", "num_ranks"),
-    [
-        pytest.param(10.0, 1, 1, marks=pytest.mark.slow),
-        (None, 3, 3),
-        pytest.param(0.0, 5, 2, marks=pytest.mark.slow),
-    ],
+    [(10.0, 1, 1), (None, 3, 3), (0.0, 5, 2)],
 )
 def test_an_automatic_warmup_ends_on_all_ranks_alike(settled, found, num_ranks, tiny_models):
     """At the first decision, at a later one, never: the bits of as many synchronous steps."""
