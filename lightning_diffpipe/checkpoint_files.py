@@ -2,7 +2,7 @@
 
     before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
     start of fit              folders can be written
-    every save                a file is written beside its place, then moved there
+    every save                a file is written next to its place, then moved there
     end of fit                one more is written, after the last step (`FinalCheckpoint`)
 
 Lightning finds `ckpt_path="last"` by the name `last.ckpt`. While a callback saves, there is a moment without one,
@@ -30,12 +30,12 @@ from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
 from lightning_diffpipe.files import check_writable, remove_abandoned, replacing
 
 _ENDING = ModelCheckpoint.FILE_EXTENSION
-# What training goes on from, beside the weights.
+# What training goes on from, besides the weights.
 _STATES = ("optimizer_states", "lr_schedulers", "loops")
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Checkpoints that are whole or not there, written straight beside their place.
+    """Checkpoints that are whole or not there, written straight next to their place.
 
     Lightning's own are made in memory first, then in the folder for temporary files, and copied from there, where a
     full disk or the end of the process leaves half of one under its final name.
@@ -270,7 +270,7 @@ def chosen(
         return None
     named = path in ("best", "hpc") or str(path).startswith("registry")
     if path is None and fits and trainer.global_step == 0:
-        with contextlib.suppress(CheckpointError):  # no harm in beginning anew
+        with contextlib.suppress(CheckpointError):  # no harm in starting over
             if found := newest(files_of(trainer)):
                 rank_zero_warn(
                     f"training begins at step 0, though {found[0]} is there, an earlier run's at step "
@@ -295,7 +295,7 @@ def require_writable(trainer: Any) -> None:
 
 
 def keep_last(trainer: Any) -> None:
-    """Makes a resumed run go on with its `last.ckpt`, where Lightning writes `last-v1.ckpt` beside it.
+    """Makes a resumed run go on with its `last.ckpt`, where Lightning writes `last-v1.ckpt` next to it.
 
     The first checkpoint of a run does not know yet that there will be a `last.ckpt`, and a run that goes on from it
     finds the name taken.

@@ -109,7 +109,7 @@ class Coroutine:
         self._go.release()
         try:
             self._back.acquire()
-        except BaseException:  # interrupted: it must not run on beside us
+        except BaseException:  # interrupted: it must not run on alongside us
             self.is_cancelled = True
             self._back.acquire(timeout=_GRACE_S)  # it may never come back
             raise

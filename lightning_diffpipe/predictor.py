@@ -149,7 +149,7 @@ class Predictor:
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
-                encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
+                encoder is the pipeline's, the folder `image_encoder` next to a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
             further: The mesh and options of the method, see `MethodOptions`; or a part of the pipeline, the same on
                 all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None`.
@@ -216,7 +216,7 @@ class Predictor:
             height: In pixels; None takes the pipeline's default.
             width: In pixels.
             on_step: Called with (steps done, steps) after each denoising step of this rank. What it raises ends the
-                request, on all ranks; ranks connect anew for the next one.
+                request, on all ranks; ranks connect again for the next one.
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:

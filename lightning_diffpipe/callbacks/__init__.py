@@ -1,4 +1,4 @@
-"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, samples, adapters."""
+"""Callbacks: frozen work in bubbles, measured and planned, averaged weights, samples, adapters."""
 
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA

@@ -16,7 +16,7 @@ was cut short by a crash of the machine, or damaged, is named in a warning, remo
 
 Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
 one, and are loaded for a sample that is new, a layer at a time, or where validation and drawings call them. With
-`encode_first` all samples are stored before training, so that a rank never holds encoders beside gradients,
+`encode_first` all samples are stored before training, so that a rank never holds encoders next to gradients,
 optimizer states and activations, and plans count so.
 """
 
@@ -109,7 +109,7 @@ class EncodingCache(L.Callback):
         self._found_before = (0, 0)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Starts anew."""
+        """Starts over."""
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -76,7 +76,7 @@ class _StepTimes:
 class PipelineMonitor(L.Callback):
     """Measures bubbles, filling, throughput and utilisation, and explains the way from plan to measurement.
 
-    Logged through every logger, beside their planned values where there are any: `pipeline/step_s`,
+    Logged through every logger, next to their planned values where there are any: `pipeline/step_s`,
     `samples_per_s`, `mfu`, `bubble_ratio`, `idle_s` of each rank, and `before_s`, `filled_s` and
     `leftover_s`, the frozen work of a rank on average before, during and after the pipeline; `grad_norm`; and of
     each rank the bytes of messages that it sent in a step, and its memory. With another strategy than diffpipe:
@@ -268,16 +268,16 @@ class PipelineMonitor(L.Callback):
         pipeline = _pipeline(trainer)
         mesh, spans = pipeline.mesh, list(result.recording.spans)
         with mesh.naming(mesh.pipeline_ranks):
-            offsets_s, noted = mesh.clock_offsets_s(), mesh.on_first(spans)
-        if not noted or not spans:
+            offsets_s, recorded = mesh.clock_offsets_s(), mesh.on_first(spans)
+        if not recorded or not spans:
             return None
         if pipeline.plan.runs_free:  # each rank's step begins at a time of its own
-            offsets_s = [min(span.start_s for span in spans) for spans in noted]
+            offsets_s = [min(span.start_s for span in spans) for spans in recorded]
             ended_s -= offsets_s[0]
-        timeline = measured_timeline(noted, offsets_s, pipeline.plan.placement)
+        timeline = measured_timeline(recorded, offsets_s, pipeline.plan.placement)
         began_s = min(
             span.start_s - ahead_s
-            for spans, ahead_s in zip(noted, offsets_s, strict=True)
+            for spans, ahead_s in zip(recorded, offsets_s, strict=True)
             for span in spans
         )
         after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
@@ -381,7 +381,7 @@ def run_folder(trainer: L.Trainer) -> Path | None:
     logger: Any = trainer.loggers[0]
     own: tuple[str, ...] = ()
     if trainer.is_global_zero and Path(folder).resolve() == Path.cwd():
-        _ = getattr(logger, "experiment", None)  # the run's name is known once it has begun
+        _ = getattr(logger, "experiment", None)  # the run's name is known once it has started
         own = (str(logger.name), str(logger.version))
     return Path(folder, *trainer.strategy.broadcast(own))
 

@@ -408,18 +408,18 @@ class StageDrawer:
             homes.append([rank for rank, size in enumerate(held) if size == max(held)])
         # Replicas of a stage have the same blocks, and all ranks frozen ones: of ranges that fit, the most equal
         # ones, by the squares of their sizes.
-        num_ranks, begun = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
+        num_ranks, started = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
         for rank in range(num_ranks):
             ended = dict[int, tuple[int, list[int]]]()  # by the number of blocks given so far
-            for start, (squares, positions) in begun.items():
+            for start, (squares, positions) in started.items():
                 for stop in range(start + 1, len(homes) + 1):
                     if rank not in homes[stop - 1]:
                         break
                     found = squares + (stop - start) ** 2, [*positions, stop]
                     ended[stop] = min(ended.get(stop, found), found)
-            begun = ended
-        if len(homes) in begun:
-            return tuple(begun[len(homes)][1][:-1])
+            started = ended
+        if len(homes) in started:
+            return tuple(started[len(homes)][1][:-1])
         there = ", ".join(
             f"{len(list(blocks))} on rank {' and '.join(map(str, home))}"
             for home, blocks in itertools.groupby(homes)

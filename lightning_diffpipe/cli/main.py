@@ -92,12 +92,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = VERBS[name]
     whole = list(sys.argv)
-    begun, failure = False, None
+    started, failure = False, None
 
     @functools.wraps(function)
     def task(config: DictConfig) -> Any:
-        nonlocal begun, failure
-        sys.argv, begun = whole, True
+        nonlocal started, failure
+        sys.argv, started = whole, True
         if own_rank():  # it may have composed its config a second later, and rank 0's folder counts
             with contextlib.suppress(OSError):  # the same folder, where something is
                 Path(HydraConfig.get().runtime.output_dir).rmdir()
@@ -119,18 +119,18 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     try:
         _call(name, task)
     except OSError as error:
-        if begun or error.filename is None or isinstance(error, HydraException):
+        if started or error.filename is None or isinstance(error, HydraException):
             raise
         raise ConfigurationError(
             f"cannot begin a run: {error.strerror}: {error.filename}; its folder must be one that can be "
             "written, so choose another one with hydra.run.dir=FOLDER, or start elsewhere"
         ) from error
     except yaml.YAMLError as error:
-        if begun:
+        if started:
             raise
         raise ConfigurationError(f"cannot read a config: {error}") from error
     except ValueError as error:
-        if begun or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
+        if started or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
             raise
         # Flags that do not go together, or the option of a group that is no name.
         raise ConfigurationError(f"{error} ({' '.join(arguments)})") from error

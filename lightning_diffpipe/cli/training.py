@@ -254,7 +254,7 @@ def _require_last_checkpoints(config: DictConfig) -> None:
 
 
 def _callbacks_that_save(config: DictConfig) -> list[Any]:
-    """Returns callbacks for `save_to` and `save_lora` beside those of the group."""
+    """Returns callbacks for `save_to` and `save_lora` besides those of the group."""
     from lightning_diffpipe.callbacks import FinalCheckpoint, SaveLora
 
     found: list[Any] = []
@@ -448,7 +448,7 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
 
 @verb("measure some steps of a training beside their plan: diffpipe bench experiment=glyphs")
 def bench(config: DictConfig) -> Any:
-    """Trains as `train` would, but saves and logs nothing, and prints measured numbers beside planned ones."""
+    """Trains as `train` would, but saves and logs nothing, and prints measured numbers next to planned ones."""
     from lightning_diffpipe.callbacks import PipelineMonitor
     from lightning_diffpipe.viewing.measured import number_table
 

@@ -66,7 +66,7 @@ _PAPER |= dict.fromkeys(("resolution", "num_frames", "lora_rank"), _WHOLE)
 
 for _verb, _types in TYPES.items():
     _node = OmegaConf.structured(make_dataclass(_verb, _types.items()))
-    OmegaConf.set_struct(_node, False)  # groups stand beside them
+    OmegaConf.set_struct(_node, False)  # groups stand next to them
     ConfigStore.instance().store(name=f"settings_{_verb}", node=_node)
 _paper = make_dataclass("paper", (_PAPER | {"call": Any}).items())
 ConfigStore.instance().store(group="model", name="settings_on_paper", node=_paper)

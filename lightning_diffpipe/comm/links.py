@@ -91,7 +91,7 @@ class Incoming(Protocol):
     """A tensor under way."""
 
     def begin(self) -> None:
-        """Begins the receive, after those of earlier messages on its edge, if it has not begun."""
+        """Begins the receive, after those of earlier messages on its edge, if it has not started."""
 
     def wait(self) -> Tensor:
         """Blocks until it is here, or raises PipelineTimeoutError in the end. May be called once."""
@@ -130,7 +130,7 @@ class Links(Protocol):
             shapes: Shapes of what comes, by sender.
             kind: What it is.
         """
-        # One by one, as receives that have begun are in nobody's way.
+        # One by one, as receives that have started are in nobody's way.
         incoming = {peer: self.receive(shape, peer, kind) for peer, shape in shapes.items()}
         for peer, tensor in outgoing.items():
             self.send(tensor, peer, kind)
@@ -234,7 +234,7 @@ class ProcessLinks(Links):
         self.rank = self.ranks.index(dist.get_rank())
         self.traffic = Traffic()
         self.occupies_device = self.backend != "gloo"
-        self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not begun
+        self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not started
         self._streams = SideStreams()
         self._turns: Counter[tuple[bool, int, str]] = Counter()
         self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
@@ -387,7 +387,7 @@ class ProcessLinks(Links):
         return _FromProcess(self, buffer, memory, shape, source, kind)
 
     def _begin_next(self, source: int) -> None:
-        """Begins the first posted receive of an edge that has not begun."""
+        """Begins the first posted receive of an edge that has not started."""
         incoming = self._posted[source].popleft()
         memory = self._streams.receiving(source, incoming.buffer, incoming.memory)
         with self._naming(incoming.kind, source), memory:

@@ -76,7 +76,7 @@ class _Posted:
     source: int
     staging: Tensor | None
     memory: torch.cuda.Event | None
-    begun: _AwaitedWork | None = None
+    started: _AwaitedWork | None = None
 
 
 class Transport:
@@ -91,7 +91,7 @@ class Transport:
         self._mesh = mesh
         self._streams = SideStreams()
         self._posted: dict[MessageKey, _Posted] = {}
-        self._next: dict[int, deque[MessageKey]] = defaultdict(deque)  # by sender, not begun
+        self._next: dict[int, deque[MessageKey]] = defaultdict(deque)  # by sender, not started
         self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
         # gloo moves host memory only; buffers of a GPU then travel by way of the host.
         self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
@@ -161,18 +161,18 @@ class Transport:
                 tag=key.tag(self._num_stages),
             )
         what = f"{key.kind} of microbatch {key.microbatch}"
-        posted.begun = _AwaitedWork(self, [work], what, source=posted.source)
-        return posted.begun
+        posted.started = _AwaitedWork(self, [work], what, source=posted.source)
+        return posted.started
 
     def is_ready(self, key: MessageKey) -> bool:
         """Returns whether `wait` would return at once; asking starts to wait, in a thread."""
-        begun = self._posted[key].begun
-        return begun is None or begun.is_ready()
+        started = self._posted[key].started
+        return started is None or started.is_ready()
 
     def wait(self, key: MessageKey) -> Tensor:
         """Returns the buffer of a posted receive with its message, or raises PipelineTimeoutError."""
         posted = self._posted[key]
-        (posted.begun or self._begin(key)).wait()
+        (posted.started or self._begin(key)).wait()
         del self._posted[key]
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)

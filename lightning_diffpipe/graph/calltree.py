@@ -231,7 +231,7 @@ class CallTree(TorchDispatchMode):
 
     Args:
         root: The module whose step runs.
-        look: What shall be noted of arguments and output of a call.
+        look: What shall be recorded of arguments and output of a call.
         repeats: Recognises calls that have run in other places.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Chains: several backbones that one step trains beside each other, found by what they read.
+"""Chains: several backbones that one step trains next to each other, found by what they read.
 
 A cascade's base and super-resolution denoiser know nothing of each other: no trained layer of one reads what the
 other gives, they share no trained parameter, and each adds a term of its own to the loss. Then the end of each

@@ -170,7 +170,7 @@ class StepProbe:
         raise GraphError(f"values leave layers without being returned: {sorted(leaky)[:5]}")
 
     def discover_named(self, names: Collection[str]) -> LayerGraph:
-        """Takes modules of these names for layers; what lies beside them has layers as coarse as can be.
+        """Takes modules of these names for layers; what lies next to them has layers as coarse as can be.
 
         Raises:
             LayerLeakError: One of them must be expanded.
@@ -270,8 +270,8 @@ class StepProbe:
         (hooks_before, notes_before), (hooks, notes) = self._hooked, _hooks_and_notes(self.module)
         self._hooked = hooks, notes
         more = sorted(hooks - hooks_before)
-        noted = [note for note, is_true in notes.items() if is_true and note not in notes_before]
-        if more and not noted:
+        recorded = [note for note, is_true in notes.items() if is_true and note not in notes_before]
+        if more and not recorded:
             raise GraphError(
                 f"the step puts a hook on {more[0][0] or 'the module'}, and leaves it there. It runs several times "
                 "before training, after which attributes are what they were, and later for every microbatch; put "

@@ -258,7 +258,7 @@ class LayerGraph:
             gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: Which parts of the batch it was planned with have one entry per sample, or how the module cuts it.
-        weighted: The step returns a weight beside its loss.
+        weighted: The step returns a weight besides its loss.
     """
 
     layers: tuple[Layer, ...]

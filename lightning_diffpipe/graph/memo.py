@@ -10,7 +10,7 @@ needs a number, and an argument that differs (another crop, a dropped caption) i
 
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
 twice with different seeds; a VAE's posterior is drawn after its layers, so that its moments are stored and every
-epoch draws anew.
+epoch draws again.
 """
 
 import hashlib

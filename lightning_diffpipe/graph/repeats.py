@@ -74,7 +74,7 @@ class Known:
     Attributes:
         spec: Structure of what it returned.
         leaves: Leaves of that.
-        notes: What its observer has noted.
+        notes: What its observer has recorded.
     """
 
     spec: Any
@@ -249,7 +249,7 @@ class Call:
 
         Args:
             out: The result.
-            notes: What its observer has noted; None if it saw what other calls cannot be taken to do.
+            notes: What its observer has recorded; None if it saw what other calls cannot be taken to do.
         """
         ran = None
         with contextlib.suppress(_UnlikeError):

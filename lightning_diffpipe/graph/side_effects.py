@@ -387,7 +387,7 @@ class AttributeWrites:
         found = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)
-            # One that is set anew after the last layer may be anything but a first 1.
+            # One that is set again after the last layer may be anything but a first 1.
             counts = before is not _MISSING or attribute in self._at_layer or now == 1
             if type(now) is int and isinstance(before, int) and before != now and counts:
                 # Where layers are stubs, what they count is there after the last one only.

@@ -6,7 +6,7 @@ a tensor. A pipeline runs it on one microbatch again and again, for every stage 
 that to probe it. So each run gets containers of its own, and copies of those tensors that the probe saw written;
 all others are shared, as copies would cost memory.
 
-Out come a loss, maybe a weight beside it, and what `self.log` was given.
+Out come a loss, maybe a weight besides it, and what `self.log` was given.
 
 Which parts of a batch have one entry per sample is known from its form: tensors and arrays with so many rows,
 lists with so many entries, tuples of so many strings. A collate function may as well have put tensors of all

@@ -1,4 +1,4 @@
-"""Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon beside AdamW.
+"""Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon next to AdamW.
 
 Prodigy finds one step size from two sums over all parameters. A rank of a pipeline has those of its own stage, so
 sums of all ranks are added before it is computed (`sum_over_ranks`, which the strategy calls). The host
@@ -184,7 +184,7 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         loss = _loss_of(closure)
-        # `load_state_dict` makes both anew.
+        # `load_state_dict` makes both again.
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.state, part.param_groups = self.state, [group]
             part.step()

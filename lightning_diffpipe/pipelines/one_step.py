@@ -380,7 +380,7 @@ _dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictio
 
 
 def _dtype_of(part: Any) -> torch.dtype:
-    """Returns the type of a part, for which diffusers looks at every module; anew if its first weight changes."""
+    """Returns the type of a part, for which diffusers looks at every module; again if its first weight changes."""
     first = next(part.parameters()).dtype
     if part not in _dtypes or _dtypes[part][0] != first:
         _dtypes[part] = first, part.dtype

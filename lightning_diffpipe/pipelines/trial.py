@@ -158,7 +158,7 @@ class Trial:
         self._calls.clear()
         found: list[Tensor] = []
 
-        def noted(shape: Sequence[int]) -> Tensor:
+        def recorded(shape: Sequence[int]) -> Tensor:
             self._drawn.append(tuple(shape))
             return draw(shape).to(self._device)
 
@@ -170,7 +170,7 @@ class Trial:
         discrete = "beta_schedule" in self._parts["scheduler"].config
         timesteps = torch.tensor(times, device=self._device)
         self._step.run(
-            noted,
+            recorded,
             timesteps.long() if discrete else timesteps,
             [self._step.neutral] * len(times),
             self._image(torch.ones(len(times))) | dict(further or {}),

@@ -232,8 +232,8 @@ def receives_due(schedule: Schedule) -> Due:
         >>> {str(at): [str(receive) for receive in receives] for at, receives in of_rank[0].items()}
         {'0g0?1': ['0g0<1'], '0g1?1': ['0g1<1']}
     """
-    sent, begun = set[Message](), set[Message]()
-    hosts = [_Host(rank, program, sent, begun) for rank, program in enumerate(schedule.programs)]
+    sent, started = set[Message](), set[Message]()
+    hosts = [_Host(rank, program, sent, started) for rank, program in enumerate(schedule.programs)]
     while any(host.goes_on() for host in hosts) or any(host.begins_early() for host in hosts):
         pass
     return tuple({at: tuple(receives) for at, receives in host.due.items()} for host in hosts)
@@ -243,16 +243,16 @@ class _Host:
     """A rank that waits for its device before every instruction; `due` maps instructions to receives that begin."""
 
     def __init__(
-        self, rank: int, program: Program, sent: set[Message], begun: set[Message]
+        self, rank: int, program: Program, sent: set[Message], started: set[Message]
     ) -> None:
         self.due: dict[Instruction, list[Receive]] = {}
-        self._rank, self._program, self._sent, self._begun = rank, program, sent, begun
+        self._rank, self._program, self._sent, self._started = rank, program, sent, started
         self._position = 0
-        self._posted: dict[int, deque[Message]] = defaultdict(deque)  # by sender, not begun
+        self._posted: dict[int, deque[Message]] = defaultdict(deque)  # by sender, not started
         self._under_way: list[Message] = []
 
     def goes_on(self) -> bool:
-        """Runs until something that it has begun needs another rank; says whether it did anything."""
+        """Runs until something that it has started needs another rank; says whether it did anything."""
         did = False
         while self._position < len(self._program):
             instruction = self._program[self._position]
@@ -262,10 +262,10 @@ class _Host:
                 posted = self._posted[instruction.from_rank]
                 if message in posted:
                     did = True
-                    while message not in self._begun:
+                    while message not in self._started:
                         self._begin(posted.popleft())
             self._under_way = [
-                m for m in self._under_way if m not in self._sent or m not in self._begun
+                m for m in self._under_way if m not in self._sent or m not in self._started
             ]
             if self._under_way:
                 break
@@ -291,4 +291,4 @@ class _Host:
     def _begin(self, message: Message) -> None:
         self.due.setdefault(self._program[self._position], []).append(message.receive())
         self._under_way.append(message)
-        self._begun.add(message)
+        self._started.add(message)

@@ -83,7 +83,7 @@ class Engine:
         # Walking through a large module takes milliseconds.
         self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
-        self._window_is_apart: bool | None = None  # of the accumulation window that has begun
+        self._window_is_apart: bool | None = None  # of the accumulation window that has started
         self._image = image
         self._clock = clock_for(layout.mesh.device)
         self._prepared: PreparedBatches | None = None

@@ -177,7 +177,7 @@ def switches_weights(optimizer: Any) -> bool:
 def steps_apart(optimizer: Optimizer) -> bool | None:
     """Returns whether an optimizer steps each parameter by its own gradient alone, and by a copy of it.
 
-    A copy of the optimizer steps small parameters, each of which has another beside it in its group, once with the
+    A copy of the optimizer steps small parameters, each of which has another next to it in its group, once with the
     gradients of all and once without those of the others. Parameters, states, and what the optimizer knows of no
     parameter in particular, must come out the same to the last bit.
 
@@ -202,7 +202,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
-    """Returns what is known of small parameters after steps, with gradients of those beside them or without."""
+    """Returns what is known of small parameters after steps, with gradients of those next to them or without."""
     small: dict[int, Any] = {}
     for each in with_wrapped([optimizer]):
         for tensor in pytree.tree_leaves([group["params"] for group in each.param_groups]):

@@ -175,7 +175,7 @@ class GradientReducer:
 class Reduction:
     """Gradients on their way to be summed; a `PendingWork`.
 
-    A bucket is begun whenever one is over, so that all are waited for in turn, however many there are.
+    A bucket is started whenever one is over, so that all are waited for in turn, however many there are.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ where a rank has run its program, and no rank waits for it idly: frozen layers r
 
 Which numbers those are (names and options of `self.log`) is known on the last stage only, and a microbatch may
 log what others do not. The table has columns for all names that were ever agreed on. Whether there are others, and
-which of the known ones were logged, is summed beside it, between hosts, so that no GPU is asked. Where
+which of the known ones were logged, is summed with it, between hosts, so that no GPU is asked. Where
 there are new ones, for most modules once, they are gathered and the table is summed again.
 
 Of a step that trains several chains, every chain ends with the code after the last layer, on its own rank, and

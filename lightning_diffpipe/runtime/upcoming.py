@@ -6,7 +6,7 @@
 A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
 it. When it is due it must hold the same objects, and tensors to which nobody has written since.
 
-With one batch known, a rank that has done its share of it idles beside another that has not, in every step: ranks
+With one batch known, a rank that has done its share of it idles next to another that has not, in every step: ranks
 are never done at the same moment. With two it goes on with the batch after it, and has less to do in the next step.
 So ranks are together on average only, and waits are empty when there is no work, rather than when it is another
 rank's. That is ours; DiffusionPipe (see `bubbles.py`) fills bubbles with frozen layers of the next batch only.

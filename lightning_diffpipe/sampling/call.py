@@ -117,7 +117,7 @@ class Call:
         index: Which of the branches this rank computes.
         random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
             drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
-        loop: The one that draws here, once it has begun.
+        loop: The one that draws here, once it has started.
         stepped: Schedulers of patches of the request that began last, once they have stepped.
         samples_in: Which rows are of which sample, where that was observed (`told_apart`).
     """
@@ -229,9 +229,9 @@ class Call:
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls or "listed" in self.steps[0][0]:
             model = Controlled(model, controls)
-        begun, stepped = list[PipelineLoop](), list[PatchSchedulers]()
+        started, stepped = list[PipelineLoop](), list[PatchSchedulers]()
         if self.phases[0].start:
-            begun, (stepped,) = [*self.loop], self.stepped
+            started, (stepped,) = [*self.loop], self.stepped
         self.stepped[:] = [stepped]
         options = self.of_own_rows(self.step_arguments)
         return Request(
@@ -243,18 +243,18 @@ class Call:
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
-            begin=lambda: self._begin(model, exchange, begun),
+            begin=lambda: self._begin(model, exchange, started),
             stepped=stepped,
         )
 
     def _begin(
-        self, model: nn.Module, exchange: ExchangeBranches | None, begun: list[PipelineLoop]
+        self, model: nn.Module, exchange: ExchangeBranches | None, started: list[PipelineLoop]
     ) -> PipelineLoop:
-        """Begins a loop, or goes on with the next of those that have begun with another denoiser."""
+        """Begins a loop, or goes on with the next of those that have started with another denoiser."""
         compute = partial(self._compute, model)
-        if begun:
-            begun[0].change(self, compute)
-            return begun.pop(0)
+        if started:
+            started[0].change(self, compute)
+            return started.pop(0)
         # All loops of a request begin with the same numbers, as if there were one; the first is the one that ends
         # the call.
         is_first = not self.loop
@@ -458,7 +458,7 @@ class Call:
             self.close()
 
     def close(self) -> None:
-        """Ends all loops that have begun."""
+        """Ends all loops that have started."""
         self.stepped.clear()
         while self.loop:
             self.loop.pop().close()
@@ -583,11 +583,11 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
     timesteps: list[Any] = []
     waiting: dict[str, list[dict[str, Any]]] = {}
     processors = attention_processors(call.parts)
-    begun = has_more = False
+    started = has_more = False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal begun, has_more
-        begun = True
+        nonlocal started, has_more
+        started = True
         record.in_loop |= record.asked_last
         waiting.setdefault(name, []).append(copied(arguments))  # the pipeline may write into them
         out = predicted_zeros(call.parts[name], arguments, _NAN)
@@ -623,7 +623,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
         values = dict(arguments, **{roles[0]: prediction.nan_to_num()})
         return plain(**values)
 
-    _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: begun)
+    _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: started)
     return found, timesteps
 
 

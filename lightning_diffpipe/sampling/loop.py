@@ -115,7 +115,7 @@ class PipelineCall:
             on_denoise: (denoiser, arguments by name) -> what it returns.
             on_step: (scheduler, its own step, arguments of that by name) -> what it returns.
             record: Record into this, instead of answering from the one that is there.
-            is_looping: Whether the loop has begun, for the record.
+            is_looping: Whether the loop has started, for the record.
 
         Returns:
             What the pipeline returns.

@@ -46,7 +46,7 @@ class PatchSchedulers:
         self._noise = _NoiseOfWhole(axis)
 
     def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
-        """Returns those of the steps before, if there are any; else these, which are noted.
+        """Returns those of the steps before, if there are any; else these, which are recorded.
 
         Raises:
             ConfigurationError: They step other rows.

@@ -78,7 +78,7 @@ def assemble(
         probed: The module and its step; layers unfolded.
         plan: What all ranks do.
         process: Where this rank runs.
-        options: What the user decided beside the plan: `check_finite`, `verify`.
+        options: What the user decided besides the plan: `check_finite`, `verify`.
         seed: Seed of the run.
 
     Raises:
@@ -188,7 +188,7 @@ def _cut_as_planned(
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
         refuse_own_generators(graph)
-    # Frozen parts are laid out anew for each batch, whose last one may be smaller.
+    # Frozen parts are laid out again for each batch, whose last one may be smaller.
     programs = tuple(
         tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
         for program in plan.schedule.programs

@@ -189,7 +189,7 @@ class CheckpointHooks(ParallelStrategy):
         module, self._saves_shards = self.lightning_module, False
         # Callbacks may save in their `on_exception`, when other ranks stand in the middle of a step. Lightning asks
         # them before it tells the strategy, and an error of theirs would be all that it tells, so the first one is
-        # noted here. On SIGTERM all ranks have agreed on a batch to stop after.
+        # recorded here. On SIGTERM all ranks have agreed on a batch to stop after.
         is_divided = self.pipeline is not None and self.world_size > 1
         first = sys.exc_info()[1] if is_divided and module.trainer.interrupted else None
         if first is not None and not isinstance(first, SIGTERMException):

@@ -127,7 +127,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             fields as a mapping.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
             planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
-            float32 beside bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
+            float32 next to bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
             Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         busy_timeout_s: Longest time, in seconds, in which a rank between two steps may give no sign of progress (a

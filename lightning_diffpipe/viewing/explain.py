@@ -238,7 +238,7 @@ def _tries(
     chosen = evaluator.group_size(Proposal.of(plan, joined(profile)).shape) or max(
         plan.microbatch_sizes
     )
-    if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs anew
+    if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs again
         same, options = {}, plan.options
     free = {**same, "num_replicas": "auto", "partition": "auto"}
     any_shape = dict.fromkeys(("num_stages", "num_microbatches", "data_parallel"), "auto") | free

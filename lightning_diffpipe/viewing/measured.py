@@ -464,7 +464,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def number_table(numbers: Mapping[str, float]) -> str:
-    """Draws a table of the numbers that a monitor logs, planned beside measured.
+    """Draws a table of the numbers that a monitor logs, planned and measured.
 
     Args:
         numbers: By name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with

@@ -149,7 +149,7 @@ class DistriFusionRun(Run):
     """Everything that lives as long as one request.
 
     Attributes:
-        settings: Of the model; one of others is looked at anew.
+        settings: Of the model; one of others is looked at again.
     """
 
     sampler: DistriFusion
@@ -315,11 +315,11 @@ def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:
                 profiles.append((getattr(func, "__name__", str(func)), means))
             return out
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        with Noting():  # inside of what answers functions on bands, so that their answers are noted
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with Noting():  # inside of what answers functions on bands, so that it sees their answers
             return call.forward(*args, **kwargs)
 
-    run(call._replace(forward=noted))
+    run(call._replace(forward=recorded))
     return profiles
 
 

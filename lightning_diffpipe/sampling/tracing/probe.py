@@ -376,7 +376,7 @@ class LayoutStore:
 
 
 def _key(request: Request) -> _Key:
-    # A model whose attention processors were exchanged since is looked at anew.
+    # A model whose attention processors were exchanged since is looked at again.
     return request.latents.shape, request.latents.dtype, settings_digest(request.model)
 
 
