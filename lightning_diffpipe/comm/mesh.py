@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.comm.packing import Apart, flat_bytes, take_apart
+from lightning_diffpipe.comm.packing import PickledValue, flat_bytes, pickled_value
 from lightning_diffpipe.comm.waiting import in_words, lost
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
@@ -240,10 +240,10 @@ class Mesh:
         """
         if self.layout.ranks_per_pipeline == 1:
             return value
-        is_first, apart, tensors = self.local_rank == 0, None, list[Tensor]()
+        is_first, pickled, tensors = self.local_rank == 0, None, list[Tensor]()
         try:
             if is_first:
-                apart, tensors = take_apart(value, self.device)
+                pickled, tensors = pickled_value(value, self.device)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ConfigurationError(
                 f"a batch cannot be sent to the other ranks of the pipeline, of which one loads for all: {error}. "
@@ -251,21 +251,21 @@ class Mesh:
                 "pickled"
             ) from error
         with self.naming(self.pipeline_ranks):
-            apart = broadcast_object(apart, self.world_rank(0), self.transfers)
-            received = self.put_together(apart, tensors, 0)
+            pickled = broadcast_object(pickled, self.world_rank(0), self.transfers)
+            received = self.put_together(pickled, tensors, 0)
         return value if is_first else received
 
-    def put_together(self, apart: Apart, tensors: Sequence[Tensor], owner: int) -> Any:
-        """Returns what the rank at a position has taken apart, on all other ranks of the pipeline; collective.
+    def put_together(self, pickled: PickledValue, tensors: Sequence[Tensor], owner: int) -> Any:
+        """Returns a value that the rank at a position has pickled, on all other ranks of the pipeline; collective.
 
         Args:
-            apart: On all ranks.
-            tensors: On the rank that has taken it apart; not read elsewhere.
+            pickled: On all ranks.
+            tensors: On the rank that has pickled it; not read elsewhere.
             owner: That rank.
         """
         watcher.note_batch()
         is_owner, works = self.local_rank == owner, []
-        tensors = tensors if is_owner else apart.empty(self.device)
+        tensors = tensors if is_owner else pickled.empty(self.device)
         for tensor in tensors:
             is_ours = tensor.device.type == self.device.type
             group = self.pipeline_group if is_ours else self.transfers
@@ -274,7 +274,7 @@ class Mesh:
                 works.append(dist.broadcast(flat, source, group=group, async_op=True))
         for work in works:
             work.wait()
-        return None if is_owner else apart.put_together(tensors, self.device)
+        return None if is_owner else pickled.put_together(tensors, self.device)
 
     def on_first(self, value: Any, of_world: bool = False) -> list[Any]:
         """Returns plain data of every rank of the pipeline, or the world, on its first rank; empty elsewhere."""

@@ -9,8 +9,8 @@ laid a tensor out differently would draw other noise. Sampling needs no strides:
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
 Batches of a data loader, and results of layers in evaluation, are anything that can be pickled. Their tensors
-travel apart from the pickle, by any backend, and lie at the receiver as they do at the sender (`take_apart`,
-`Apart`), wherever they are, in containers or deep inside an object such as a distribution: pickled along, they
+travel outside the pickle, by any backend, and lie at the receiver as they do at the sender (`pickled_value`),
+wherever they are, in containers or deep inside an object such as a distribution: pickled along, they
 would come back on the device that their sender has.
 """
 
@@ -166,7 +166,7 @@ def as_received(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Apart:
+class PickledValue:
     """A value without its tensors, on its way to other ranks.
 
     Attributes:
@@ -192,10 +192,10 @@ class Apart:
         return _Unpickler(self.pickled, tensors, device).load()
 
 
-def take_apart(
+def pickled_value(
     value: Any, device: torch.device, keeps_gradients: bool = True
-) -> tuple[Apart, list[Tensor]]:
-    """Returns a value for other ranks: a pickle, and its tensors, which travel apart from it.
+) -> tuple[PickledValue, list[Tensor]]:
+    """Returns a value for other ranks: a pickle, and its tensors, which travel outside it.
 
     Tensors that are not dense, and those of classes of their own, stay in the pickle.
 
@@ -209,7 +209,7 @@ def take_apart(
     """
     pickler = _Pickler(device, keeps_gradients)
     pickler.dump(value)
-    return Apart(pickler.file.getvalue(), tuple(pickler.specs)), pickler.tensors
+    return PickledValue(pickler.file.getvalue(), tuple(pickler.specs)), pickler.tensors
 
 
 class _Pickler(pickle.Pickler):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
-from lightning_diffpipe.comm.packing import take_apart
+from lightning_diffpipe.comm.packing import pickled_value
 from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
@@ -252,23 +252,23 @@ class RelayChannel:
             ForeignLayerError: It is of a type that cannot travel; on all ranks.
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
-        mesh, apart, tensors = self._mesh, None, list[Tensor]()
+        mesh, pickled, tensors = self._mesh, None, list[Tensor]()
         runs = mesh.local_rank == owner
         if runs:
             try:
-                apart, tensors = take_apart(output, mesh.device, keeps_gradients=False)
+                pickled, tensors = pickled_value(output, mesh.device, keeps_gradients=False)
             except Exception as error:  # of any kind, from code of the object's own
-                apart = (
+                pickled = (
                     f"a layer returns a {type(output).__name__}, which cannot be handed to the ranks that have not "
                     f"run it ({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
                 )
         with mesh.naming(mesh.pipeline_ranks):  # which may be busy between two steps
-            apart = broadcast_object(apart, mesh.world_rank(owner), mesh.transfers)
-            if isinstance(apart, str):
-                raise ForeignLayerError(apart)
+            pickled = broadcast_object(pickled, mesh.world_rank(owner), mesh.transfers)
+            if isinstance(pickled, str):
+                raise ForeignLayerError(pickled)
             # In a broadcast the owner does not wait for all, and tensors are waited for no longer than `timeout_s`.
-            if apart.specs:
+            if pickled.specs:
                 mesh.barrier()
         with mesh.naming(mesh.pipeline_ranks, patient=False):
-            received = mesh.put_together(apart, tensors, owner)
+            received = mesh.put_together(pickled, tensors, owner)
         return output if runs else received

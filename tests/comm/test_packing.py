@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, take_apart
+from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, pickled_value
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.planning.schedule import Placement
@@ -72,11 +72,11 @@ Pair = namedtuple("Pair", "image caption")
 
 def sent(value):
     """What a receiver makes of a value."""
-    apart, tensors = take_apart(value, CPU)
-    received = apart.empty(CPU)
+    pickled, tensors = pickled_value(value, CPU)
+    received = pickled.empty(CPU)
     for own, other in zip(tensors, received, strict=True):
         flat_bytes(other).copy_(flat_bytes(own))
-    return apart.put_together(received, CPU)
+    return pickled.put_together(received, CPU)
 
 
 @pytest.mark.parametrize(
