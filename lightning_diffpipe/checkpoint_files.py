@@ -2,14 +2,12 @@
 
     before processes start    `ckpt_path` is looked at: "last" is the newest file that can be read
     start of fit              folders can be written
-    every save                a file is written beside its place, then moved there
+    every save                a file is written next to its place, then moved there
     end of fit                one more is written, after the last step (`FinalCheckpoint`)
 
 Lightning finds `ckpt_path="last"` by the name `last.ckpt`. While a callback saves, there is a moment without one,
 or with a link to a file that is gone, and whoever was killed then began at step 0. So any checkpoint counts here.
 """
-
-from __future__ import annotations
 
 import contextlib
 import sys
@@ -32,12 +30,12 @@ from lightning_diffpipe.errors import CheckpointError, MissingCheckpointError
 from lightning_diffpipe.files import check_writable, remove_abandoned, replacing
 
 _ENDING = ModelCheckpoint.FILE_EXTENSION
-# What training goes on from, beside the weights.
+# What training goes on from, besides the weights.
 _STATES = ("optimizer_states", "lr_schedulers", "loops")
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Checkpoints that are whole or not there, written straight beside their place.
+    """Checkpoints that are whole or not there, written straight next to their place.
 
     Lightning's own are made in memory first, then in the folder for temporary files, and copied from there, where a
     full disk or the end of the process leaves half of one under its final name.
@@ -272,7 +270,7 @@ def chosen(
         return None
     named = path in ("best", "hpc") or str(path).startswith("registry")
     if path is None and fits and trainer.global_step == 0:
-        with contextlib.suppress(CheckpointError):  # no harm in beginning anew
+        with contextlib.suppress(CheckpointError):  # no harm in starting over
             if found := newest(files_of(trainer)):
                 rank_zero_warn(
                     f"training begins at step 0, though {found[0]} is there, an earlier run's at step "
@@ -284,11 +282,7 @@ def chosen(
 
 
 def require_writable(trainer: Any) -> None:
-    """Finds out before anything costly whether checkpoints can be written; for rank 0.
-
-    Raises:
-        CheckpointError: A folder cannot be made or written.
-    """
+    """Raises CheckpointError, before anything costly, if checkpoints cannot be written to a folder; for rank 0."""
     for folder in dict.fromkeys(_folders(trainer)):
         try:
             check_writable(folder / "any")
@@ -301,7 +295,7 @@ def require_writable(trainer: Any) -> None:
 
 
 def keep_last(trainer: Any) -> None:
-    """Makes a resumed run go on with its `last.ckpt`, where Lightning writes `last-v1.ckpt` beside it.
+    """Makes a resumed run go on with its `last.ckpt`, where Lightning writes `last-v1.ckpt` next to it.
 
     The first checkpoint of a run does not know yet that there will be a `last.ckpt`, and a run that goes on from it
     finds the name taken.

@@ -6,14 +6,12 @@ A file needs the whole model, and all optimizer states, in the memory of rank 0'
     .metadata                         names and shapes of all, whichever rank has written them
     meta.pt                           everything else, with the names of tensors in their places
 
-It is written beside its place and moved there when all ranks are done. Nothing in it depends on how the module was
+It is written next to its place and moved there when all ranks are done. Nothing in it depends on how the module was
 divided, so any number of ranks reads it. `python -m lightning_diffpipe.checkpoint_shards FOLDER FILE` makes an
 ordinary file of it. Weights are called `model.<name>`, as in Lightning's own sharded checkpoints, so that its tool
 (`python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`) finds them; optimizer states in its file are
 found by what reads folders here.
 """
-
-from __future__ import annotations
 
 import shutil
 import sys

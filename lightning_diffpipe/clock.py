@@ -4,8 +4,6 @@ The host's clock shows the time at once. On a GPU kernels run after they were as
 an event in the stream, and seconds are known once the device has caught up.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

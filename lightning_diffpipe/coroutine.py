@@ -96,11 +96,7 @@ class Coroutine:
         self._back.acquire()
 
     def resume(self) -> None:
-        """Lets it run until it pauses or ends.
-
-        Raises:
-            BaseException: What it raised.
-        """
+        """Lets it run until it pauses or ends; raises what it raised."""
         if self.done:
             return
         if not self._is_started:
@@ -113,7 +109,7 @@ class Coroutine:
         self._go.release()
         try:
             self._back.acquire()
-        except BaseException:  # interrupted: it must not run on beside us
+        except BaseException:  # interrupted: it must not run on alongside us
             self.is_cancelled = True
             self._back.acquire(timeout=_GRACE_S)  # it may never come back
             raise
@@ -148,7 +144,6 @@ class Coroutine:
         self._go.acquire()
         try:
             if not self.is_cancelled:
-                assert self._body is not None
                 with self._settings.entered():
                     self._body()
         except _Cancelled:

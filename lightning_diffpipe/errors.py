@@ -25,8 +25,6 @@ Where several ranks raise the same error, one may print it for all; an error of 
 rank, as no other knows it. `raised_by_all` marks the first kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import traceback
@@ -195,11 +193,7 @@ def require_number(
 
 
 def require_flags(**values: Any) -> None:
-    """Refuses arguments that are neither true nor false.
-
-    Raises:
-        ConfigurationError: One is.
-    """
+    """Raises ConfigurationError for an argument that is neither true nor false."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name} must be true or false; got {value!r}")

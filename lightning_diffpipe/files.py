@@ -1,11 +1,9 @@
-"""Files that are whole or not there: written beside their place, then put into it.
+"""Files that are whole or not there: written next to their place, then put into it.
 
 Ranks, jobs and machines may write the same file at once, and any of them may be killed meanwhile, or find the disk
 full. A reader finds one of their files, never half of one. Others may read what is written, as far as the user's
 umask lets them.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -24,11 +22,7 @@ _ABANDONED_S = 3600.0
 
 
 def check_writable(path: Path) -> None:
-    """Finds out before long work whether its result can be written; leaves no file.
-
-    Raises:
-        OSError: The path is a folder, or its folder can neither be made nor written; has the path.
-    """
+    """Raises OSError with the path, before long work, if its result could not be written there; leaves no file."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
@@ -38,7 +32,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a file beside a path, to which it is moved at the end; after an error nothing is left of it.
+    """Opens a file next to a path, to which it is moved at the end; after an error nothing is left of it.
 
     Args:
         path: Where the file shall be; what is there is replaced, also a link.
@@ -66,7 +60,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Writes a file beside its place, then puts it there; arguments and errors as of `replacing`."""
+    """Writes a file next to its place, then puts it there; arguments and errors as of `replacing`."""
     with replacing(path, durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

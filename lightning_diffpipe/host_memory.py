@@ -12,8 +12,6 @@ Source:
     mallopt(3)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math
@@ -58,11 +56,7 @@ def trim() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Asks glibc to keep freed memory; does nothing elsewhere, or where the user has set it.
-
-    Returns:
-        Whether it was asked.
-    """
+    """Asks glibc, if it is there, to keep freed memory unless the user has set it; returns whether it was asked."""
     if not sys.platform.startswith("linux") or any(
         name.startswith("MALLOC_") for name in os.environ
     ):

@@ -169,11 +169,7 @@ def _refuse_self_conditioning(hparams: Mapping[str, Any], origin: str) -> None:
 
 
 def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
-    """Refuses to leave a ControlNet out silently.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Raises ConfigurationError if there is a ControlNet, which would be left out silently."""
     if "controlnet" in parts:
         raise ConfigurationError(
             f"{origin} has a ControlNet, which takes an image. Draw in one process: "
@@ -184,11 +180,7 @@ def _refuse_controlnet(parts: Collection[str], origin: str) -> None:
 
 
 def source_of_module(module: LatentDiffusion | CascadedDiffusion) -> ModuleSource:
-    """Returns a module in memory, with its weights.
-
-    Raises:
-        ConfigurationError: Weights of it are on other ranks.
-    """
+    """Returns the source of a module in memory; raises ConfigurationError if weights are on other ranks."""
     names = [name for name, p in module.named_parameters() if is_placeholder(p)]
     if names:
         raise ConfigurationError(
@@ -212,11 +204,7 @@ def _snapshot(hub_id: str) -> Path | None:
 
 
 def _lora_on_this_machine(path: str) -> str:
-    """Returns the path of a file or folder, or for a hub id that of its folder.
-
-    Raises:
-        CheckpointError: There is neither.
-    """
+    """Returns the path of a LoRA file or folder, or the folder of a hub id; raises CheckpointError for neither."""
     found = path if Path(path).exists() else _snapshot(path)
     if found is None:
         raise CheckpointError(
@@ -226,11 +214,7 @@ def _lora_on_this_machine(path: str) -> str:
 
 
 def model_folder(path: str) -> Path:
-    """Finds the folder of a path or a hub id.
-
-    Raises:
-        ConfigurationError: There is no such model on this machine.
-    """
+    """Finds the folder of a path or hub id; raises ConfigurationError if there is no such model on this machine."""
     if (Path(path) / "model_index.json").is_file():
         return Path(path)
     snapshot = None if Path(path).is_dir() else _snapshot(path)
@@ -409,7 +393,6 @@ class ModuleSource:
         if self.module is not None:
             return getattr(self.module, name)
         if name not in self._parts:
-            assert self.open_part is not None
             part, weights = self.open_part(name)
             load_weights(part, weights)
             self._parts[name] = part.eval()

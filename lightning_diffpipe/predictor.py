@@ -18,8 +18,6 @@ Sources:
     DistriFusion, Li et al. (CVPR 2024), https://arxiv.org/abs/2402.19481
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -152,7 +150,7 @@ class Predictor:
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
-                encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
+                encoder is the pipeline's, the folder `image_encoder` next to a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
             quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
                 `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
@@ -223,7 +221,7 @@ class Predictor:
             height: In pixels; None takes the pipeline's default.
             width: In pixels.
             on_step: Called with (steps done, steps) after each denoising step of this rank. What it raises ends the
-                request, on all ranks; ranks connect anew for the next one.
+                request, on all ranks; ranks connect again for the next one.
             options: Further arguments of the pipeline's `__call__`, such as `negative_prompt`.
 
         Returns:
@@ -488,11 +486,7 @@ def _opened(
     world: World,
     loading: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Opens a model on all ranks, which have the same arguments, model and weights unless it is in memory.
-
-    Raises:
-        ConfigurationError: One has others, or the model cannot be opened; on all ranks.
-    """
+    """Opens a model on all ranks, which must have equal arguments, and weights unless it is in memory."""
 
     def open_it() -> Source:
         fitted(options, world.num_ranks)
@@ -521,11 +515,7 @@ def _is_part(name: str, value: Any) -> bool:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Returns where to compute; among several processes the GPU of this one, which becomes the current one.
-
-    Raises:
-        ConfigurationError: There is no such device.
-    """
+    """Returns where to compute; among several processes the GPU of this one, which becomes the current one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,7 +1,5 @@
 """One torch thread, fixed seeds, and golden files that can be rewritten."""
 
-from __future__ import annotations
-
 import gc
 import os
 from importlib.metadata import version
@@ -14,11 +12,7 @@ os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELI
 
 # Laws are tried with the same examples each time: nothing fails by chance beside what it has nothing to do with.
 # HYPOTHESIS_PROFILE=random draws others, and more (`make test-random`). A busy machine is no reason to fail.
-_PATIENT = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow],
-    "print_blob": True,
-}
+_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("tests", derandomize=True, **_PATIENT)
 settings.register_profile("random", max_examples=2000, **_PATIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))

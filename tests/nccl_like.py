@@ -11,8 +11,6 @@
     device.synchronize()        # anywhere, in place of torch.cuda.synchronize()
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ process that hands out. Every wait has a deadline: a hanging test prints the sta
 in minutes, never in an hour.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

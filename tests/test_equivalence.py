@@ -17,16 +17,10 @@ from tests.zoo.write_table import PATH, facts, row
 
 FAST = ("UNet2DModel",)
 COMMON = (
-    "UNet2DConditionModel",
-    "ControlNetModel with locked U-Net",
-    "DiTTransformer2DModel",
-    "PixArtTransformer2DModel",
-    "SD3Transformer2DModel",
-    "FluxTransformer2DModel",
-    "HunyuanDiT2DModel",
-    "WanTransformer3DModel",
-    "CogVideoXTransformer3DModel",
-)
+    "UNet2DConditionModel", "ControlNetModel with locked U-Net", "DiTTransformer2DModel",
+    "PixArtTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer2DModel", "HunyuanDiT2DModel",
+    "WanTransformer3DModel", "CogVideoXTransformer3DModel",
+)  # fmt: skip
 BUILT = [
     pytest.param(
         name,

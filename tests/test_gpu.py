@@ -26,10 +26,7 @@ from tests.distributed.scenarios import (
 from tests.predictor.tiny_pipelines import stable_diffusion
 from tests.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = torch.device("cuda", 0)
 TRAINER = {"accelerator": "gpu", "max_steps": 3, "max_epochs": -1}
 

@@ -133,7 +133,7 @@ MODELS = re.compile(
 )
 # file -> why its code names models
 OF_MODELS = {
-    "modules/latent_diffusion.py": "the step of the built-in models; all others are trained by their own call",
+    "modules/latent_diffusion.py": "the step of the built-in models; all others are trained by their own call"
 }
 
 
@@ -171,12 +171,8 @@ finally:
 def modules_after(code: str, *arguments: str, cwd: Path) -> set[str]:
     """Top-level modules that a process of its own has imported in the end; it prints them last."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        timeout=60,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-c", code, *arguments], cwd=cwd, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return set(json.loads(done.stdout.splitlines()[-1]))
 

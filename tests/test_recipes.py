@@ -45,27 +45,16 @@ RECIPES = {
         [
             f"model.transformer.{size}"
             for size in (
-                "num_layers=2",
-                "num_attention_heads=2",
-                "attention_head_dim=8",
-                "cross_attention_dim=16",
-                "caption_channels=16",
-                "sample_size=16",
+                "num_layers=2", "num_attention_heads=2", "attention_head_dim=8", "cross_attention_dim=16",
+                "caption_channels=16", "sample_size=16",
             )
         ],
     ),
-}
+}  # fmt: skip
 SMALL = (
-    "trainer=cpu",
-    "trainer.max_steps=2",
-    "logger=none",
-    "offline=true",
-    "num_threads=1",
-    "data.resolution=32",
-    "data.batch_size=4",
-    "data.num_workers=0",
-    "data.validation_share=0",
-)
+    "trainer=cpu", "trainer.max_steps=2", "logger=none", "offline=true", "num_threads=1", "data.resolution=32",
+    "data.batch_size=4", "data.num_workers=0", "data.validation_share=0",
+)  # fmt: skip
 DRAWN = (
     "callbacks.samples.every_n_steps=2",
     "callbacks.samples.prompts=[a cat 1]",
@@ -104,15 +93,9 @@ def arguments_of(name, tmp_path, images):
     build(pipeline, tmp_path / "parts").save_pretrained(tmp_path / "model")
     saved = "save_lora" if name.endswith("_lora") else "save_to"
     return [
-        "train",
-        f"experiment={name}",
-        f"model.path={tmp_path / 'model'}",
-        f"data.folder={images}",
-        f"{saved}={tmp_path / 'saved'}",
-        f"hydra.run.dir={tmp_path / 'run'}",
-        *SMALL,
-        *further,
-    ]
+        "train", f"experiment={name}", f"model.path={tmp_path / 'model'}", f"data.folder={images}",
+        f"{saved}={tmp_path / 'saved'}", f"hydra.run.dir={tmp_path / 'run'}", *SMALL, *further,
+    ]  # fmt: skip
 
 
 def opens_in_diffusers(name, tmp_path):

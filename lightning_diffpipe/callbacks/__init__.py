@@ -1,9 +1,9 @@
-"""Callbacks: frozen work in bubbles, measured beside planned, averaged weights, samples, adapters, throughput."""
+"""Callbacks: frozen work in bubbles, measured and planned, averaged weights, samples, adapters."""
 
 from lightning_diffpipe.callbacks.bubble_filling import BubbleFilling
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.encoding_cache import EncodingCache
-from lightning_diffpipe.callbacks.monitor import PipelineMonitor, Throughput
+from lightning_diffpipe.callbacks.monitor import PipelineMonitor
 from lightning_diffpipe.callbacks.sample_images import SampleImages
 from lightning_diffpipe.callbacks.save_lora import SaveLora
 from lightning_diffpipe.checkpoint_files import FinalCheckpoint
@@ -16,5 +16,4 @@ __all__ = [
     "PipelineMonitor",
     "SampleImages",
     "SaveLora",
-    "Throughput",
 ]

@@ -18,9 +18,7 @@ Source:
     DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248
 """
 
-from __future__ import annotations
-
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -79,7 +77,7 @@ class BubbleFilling(L.Callback):
         """Checks that there will be bubbles."""
         if stage != "fit":
             return
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if not hasattr(strategy, "lookahead_batches"):
             raise ConfigurationError(
                 f"BubbleFilling needs strategy='diffpipe'; {type(strategy).__name__} has no "
@@ -89,7 +87,7 @@ class BubbleFilling(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Switches filling on, if the plan fills."""
-        pipeline = _pipeline(trainer)
+        pipeline = trainer.strategy.pipeline
         if not pipeline.fills:
             return
         adapts = not (
@@ -105,7 +103,7 @@ class BubbleFilling(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Shows the strategy the batches that come next, each once."""
-        pipeline, strategy = _pipeline(trainer), cast(Any, trainer.strategy)
+        strategy, pipeline = trainer.strategy, trainer.strategy.pipeline
         if not pipeline.fills:
             return
         loop, left = trainer.fit_loop.epoch_loop, 0
@@ -118,7 +116,7 @@ class BubbleFilling(L.Callback):
                 until_last = (trainer.max_steps - trainer.global_step) * window
                 left = min(left, until_last - loop.batch_idx % window - 1)
             left = max(0, int(min(left, strategy.lookahead_batches)))
-        feed: Any = trainer.fit_loop._combined_loader
+        feed = trainer.fit_loop._combined_loader
         ahead = enumerate(feed.ahead(left, strategy.root_device), 1)
         strategy.upcoming = [(later, batch) for later, batch in ahead if later > known]
 
@@ -127,7 +125,3 @@ class BubbleFilling(L.Callback):
         pipeline: Pipeline | None = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             pipeline.engine.drop_prepared()
-
-
-def _pipeline(trainer: L.Trainer) -> Pipeline:
-    return cast(Pipeline, cast(Any, trainer.strategy).pipeline)

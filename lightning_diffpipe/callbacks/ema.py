@@ -11,8 +11,6 @@ after the n-th optimizer step. The averages take the place of the weights in val
 `averaged()`, which `SampleImages` uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -16,11 +16,9 @@ was cut short by a crash of the machine, or damaged, is named in a warning, remo
 
 Once all samples are stored, encoders leave memory: their parameters are those of their files, or are written to
 one, and are loaded for a sample that is new, a layer at a time, or where validation and drawings call them. With
-`encode_first` all samples are stored before training, so that a rank never holds encoders beside gradients,
+`encode_first` all samples are stored before training, so that a rank never holds encoders next to gradients,
 optimizer states and activations, and plans count so.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -28,7 +26,7 @@ import warnings
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
@@ -111,7 +109,7 @@ class EncodingCache(L.Callback):
         self._found_before = (0, 0)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Starts anew."""
+        """Starts over."""
         self.memo, self._store, self._passes, self._found_before = None, None, 0, (0, 0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -151,7 +149,7 @@ class EncodingCache(L.Callback):
         Raises:
             ConfigurationError: They cannot be stored; on all ranks.
         """
-        feed = cast(Any, trainer.fit_loop._combined_loader)
+        feed = trainer.fit_loop._combined_loader
         asked = feed.every_sample()
         if asked is None:
             _refuse(
@@ -170,8 +168,6 @@ class EncodingCache(L.Callback):
                 refusal = self._begin_with(trainer, pipeline, batch, again)
             elif batch is not None:
                 self._encode(trainer, pipeline, batch, number)
-            assert self.memo is not None
-            assert self._store is not None
             if refusal := next(filter(None, _of_all(trainer, refusal or self._store.why_full)), ""):
                 _refuse(f"stores all samples before training, but {refusal}")
         self._require_shared(trainer)
@@ -189,14 +185,12 @@ class EncodingCache(L.Callback):
         if batch is not None:  # without a store, in which layers that mix samples would not be seen
             self._run(trainer, pipeline, batch, 0)
         self._begin(trainer, pipeline, batch)
-        assert self.memo is not None
         if batch is None:
             return ""
         if not self.memo.names:
             reasons = "; ".join(f"{name} {why}" for name, why in sorted(self.refused.items()))
             return f"there is nothing to store: {reasons or 'no layer is frozen'}. Leave it out"
         self._encode(trainer, pipeline, batch, 0)
-        assert self._store is not None
         if self._store.why_full:
             return self._store.why_full
         before = self.memo.statistics.made.copy()
@@ -212,7 +206,6 @@ class EncodingCache(L.Callback):
 
     def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
         """Stores the encodings of a batch, with several draws of what the step draws, such as dropped captions."""
-        assert self.memo is not None
         draw, last_new, made = 0, 0, self.memo.statistics.made
         while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
             before = made.total()
@@ -230,7 +223,7 @@ class EncodingCache(L.Callback):
 
     def _require_shared(self, trainer: L.Trainer) -> None:
         """Refuses a folder of one rank that others do not see."""
-        store = cast(EncodingStore, self._store)
+        store = self._store
         keys = filter(None, _of_all(trainer, store.last_key))
         if not all(_of_all(trainer, all(store.path(key).exists() for key in keys))):
             _refuse(
@@ -332,8 +325,7 @@ def _frozen_view(pipeline: Pipeline, partitioned: PartitionedStep) -> FrozenView
 def _covers_data(trainer: L.Trainer) -> bool:
     """Returns whether every pass brings most of the samples; unknown of streams and samplers without a length."""
     combined = trainer.fit_loop._combined_loader
-    assert combined is not None
-    strategy: Any = trainer.strategy
+    strategy = trainer.strategy
     share = 1 / strategy.distributed_sampler_kwargs["num_replicas"]
     for loader in combined.flattened:
         data = getattr(loader, "dataset", None)

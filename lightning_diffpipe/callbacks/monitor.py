@@ -8,11 +8,7 @@ Every rank stamps its instructions anyway. Now and then, at the same step on all
 that one step are brought to the first rank, where clocks are aligned and waits taken out. So a number that
 is logged describes one whole step, and the steps between pay nothing. Images take longer than a step
 may, and are drawn only as long as drawing stays below a given share of the run.
-
-`Throughput` logs samples per second alone, with any strategy.
 """
-
-from __future__ import annotations
 
 import contextlib
 import statistics
@@ -80,7 +76,7 @@ class _StepTimes:
 class PipelineMonitor(L.Callback):
     """Measures bubbles, filling, throughput and utilisation, and explains the way from plan to measurement.
 
-    Logged through every logger, beside their planned values where there are any: `pipeline/step_s`,
+    Logged through every logger, next to their planned values where there are any: `pipeline/step_s`,
     `samples_per_s`, `mfu`, `bubble_ratio`, `idle_s` of each rank, and `before_s`, `filled_s` and
     `leftover_s`, the frozen work of a rank on average before, during and after the pipeline; `grad_norm`; and of
     each rank the bytes of messages that it sent in a step, and its memory. With another strategy than diffpipe:
@@ -180,16 +176,10 @@ class PipelineMonitor(L.Callback):
             and not pipeline.plan.runs_free
             and any(self._is_due(self._num_steps + batches) for batches in until_next)
         ):
-            strategy: Any = trainer.strategy
-            self._grad_norm = strategy.gradient_norm()
+            self._grad_norm = trainer.strategy.gradient_norm()
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the step; at every n-th one all ranks look closely at it."""
         clock = self._clock
@@ -221,7 +211,6 @@ class PipelineMonitor(L.Callback):
         if not trainer.is_global_zero or not self.samples:
             return
         plan = getattr(trainer.strategy, "plan", None)
-        assert plan is not None
         report = self.report(plan)
         rank_zero_info(
             "\nPlanned and measured, a typical step of %d:\n\n%s\n", self._num_steps, report
@@ -266,10 +255,7 @@ class PipelineMonitor(L.Callback):
         if not self._interval.seconds:
             return {}
         rate = self._interval.samples / self._interval.seconds
-        numbers = {
-            "samples_per_s": rate,
-            "step_s": self._interval.seconds / self._interval.steps,
-        }
+        numbers = {"samples_per_s": rate, "step_s": self._interval.seconds / self._interval.steps}
         peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
         if peak and self._flops:
             numbers["mfu"] = self._flops * rate / (peak * trainer.world_size)
@@ -280,19 +266,18 @@ class PipelineMonitor(L.Callback):
     ) -> MeasuredStep | None:
         """Brings one step's stamps together; a collective call of the ranks of a pipeline."""
         pipeline = _pipeline(trainer)
-        assert pipeline is not None
         mesh, spans = pipeline.mesh, list(result.recording.spans)
         with mesh.naming(mesh.pipeline_ranks):
-            offsets_s, noted = mesh.clock_offsets_s(), mesh.on_first(spans)
-        if not noted or not spans:
+            offsets_s, recorded = mesh.clock_offsets_s(), mesh.on_first(spans)
+        if not recorded or not spans:
             return None
         if pipeline.plan.runs_free:  # each rank's step begins at a time of its own
-            offsets_s = [min(span.start_s for span in spans) for spans in noted]
+            offsets_s = [min(span.start_s for span in spans) for spans in recorded]
             ended_s -= offsets_s[0]
-        timeline = measured_timeline(noted, offsets_s, pipeline.plan.placement)
+        timeline = measured_timeline(recorded, offsets_s, pipeline.plan.placement)
         began_s = min(
             span.start_s - ahead_s
-            for spans, ahead_s in zip(noted, offsets_s, strict=True)
+            for spans, ahead_s in zip(recorded, offsets_s, strict=True)
             for span in spans
         )
         after_s = max(ended_s - began_s - timeline.iteration_s, 0.0)
@@ -303,7 +288,6 @@ class PipelineMonitor(L.Callback):
 
     def _numbers(self, trainer: L.Trainer, sample: MeasuredStep) -> dict[str, float]:
         pipeline = _pipeline(trainer)
-        assert pipeline is not None
         planned, spent = pipeline.plan.planned, occupation(sample.timeline)
         numbers = {
             "planned_step_s": planned.iteration_s,
@@ -352,15 +336,12 @@ class PipelineMonitor(L.Callback):
         """Writes the plan, and what it was made from unless it was given, for `diffpipe show` and `plan`."""
         if self._written_to is None:
             return
-        texts = {"plan": pipeline.plan.to_json()}
+        made: dict[str, Any] = {"plan": pipeline.plan}
         if pipeline.basis is not None:
-            texts |= {
-                "profile": pipeline.basis.profile.to_json(),
-                "cluster": pipeline.basis.cluster.to_json(),
-            }
+            made |= {"profile": pipeline.basis.profile, "cluster": pipeline.basis.cluster}
         with _going_on(self._written_to):
-            for name, text in texts.items():
-                write_atomically(self._written_to / f"{name}.json", text)
+            for name, each in made.items():
+                write_atomically(self._written_to / f"{name}.json", each.to_json())
                 _log_artifact(trainer, self._written_to / f"{name}.json", name)
 
     def _draw_now_and_then(self, trainer: L.Trainer) -> None:
@@ -375,7 +356,6 @@ class PipelineMonitor(L.Callback):
 
     def _draw(self, trainer: L.Trainer, plan: PipelinePlan) -> None:
         """Writes the image and the trace of a typical step, and gives them to loggers that take them."""
-        assert self._written_to is not None
         measured = typical_step(self.settled()).timeline
         planned = {} if plan.costs is None else {"planned": plan.timeline}
         image, trace = self._written_to / "timeline.png", self._written_to / "trace.json"
@@ -401,7 +381,7 @@ def run_folder(trainer: L.Trainer) -> Path | None:
     logger: Any = trainer.loggers[0]
     own: tuple[str, ...] = ()
     if trainer.is_global_zero and Path(folder).resolve() == Path.cwd():
-        _ = getattr(logger, "experiment", None)  # the run's name is known once it has begun
+        _ = getattr(logger, "experiment", None)  # the run's name is known once it has started
         own = (str(logger.name), str(logger.version))
     return Path(folder, *trainer.strategy.broadcast(own))
 
@@ -443,71 +423,3 @@ def num_pipelines(trainer: L.Trainer) -> int:
     """Returns the number of batches that are trained side by side."""
     kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(kwargs.get("num_replicas", 1))
-
-
-class Throughput(L.Callback):
-    """Logs `samples_per_s` every few batches; validation and what happens between epochs is not counted.
-
-    The clock is read on the host and nothing waits for the device, so with CUDA the value is right on
-    average over many steps only.
-
-    Args:
-        every_n_steps: Batches per measurement, also over ends of epochs; 0 logs nothing.
-
-    Raises:
-        ConfigurationError: It is negative.
-    """
-
-    def __init__(self, every_n_steps: int = 20) -> None:
-        if every_n_steps < 0:
-            raise ConfigurationError(
-                f"every_n_steps must be at least 1, or 0 to log nothing; got {every_n_steps}"
-            )
-        self.every_n_steps = every_n_steps
-        self._reset()
-
-    def _reset(self) -> None:
-        self._batches = self._samples = 0
-        self._elapsed_s = 0.0
-        self._since_s: float | None = None
-
-    def _stop_clock(self) -> None:
-        if self._since_s is not None:
-            self._elapsed_s += time.perf_counter() - self._since_s
-            self._since_s = None
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forgets the run before."""
-        self._reset()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Starts the clock where it stands."""
-        if self._since_s is None:
-            self._since_s = time.perf_counter()
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Counts samples, and logs on the last batch of a measurement."""
-        self._batches += 1
-        self._samples += num_samples(trainer, batch)
-        if self._batches != self.every_n_steps:
-            return
-        self._stop_clock()
-        rate = self._samples * num_pipelines(trainer) / self._elapsed_s
-        for logger in trainer.loggers:
-            logger.log_metrics({"samples_per_s": rate}, step=trainer.global_step)
-        self._reset()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stops the clock until the next batch."""
-        self._stop_clock()
-
-    on_train_epoch_end = on_validation_start

@@ -16,8 +16,6 @@ patch the samples follow each other through the stages in shares, and nothing is
 all samples do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -36,12 +34,7 @@ from torch import Tensor, nn
 from lightning_diffpipe.callbacks.ema import EMA
 from lightning_diffpipe.callbacks.monitor import run_folder
 from lightning_diffpipe.comm.links import ProcessLinks
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    GraphError,
-    PartitionError,
-    require_number,
-)
+from lightning_diffpipe.errors import ConfigurationError, GraphError, PartitionError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder, lent_to_placeholders, rounded
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 from lightning_diffpipe.sampling.call import Call
@@ -178,11 +171,7 @@ class SampleImages(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Takes captions of the first batch, if there are no others.
-
-        Raises:
-            ConfigurationError: It has none.
-        """
+        """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
             captions, conditions = there.get(_draws_from(pl_module), []), there.get("condition")
@@ -357,11 +346,7 @@ class StageDrawer:
         self._names = {p: name for name, p in pipeline.module.named_parameters()}
 
     def sample(self, call: Call) -> Tensor:
-        """Returns final latents, on all ranks.
-
-        Raises:
-            _RefusedError: PipeFusion cannot run this call on these stages.
-        """
+        """Returns final latents on all ranks, or raises _RefusedError if PipeFusion cannot run on these stages."""
         layout, mesh = self._mesh.layout, self._mesh
         pipelines = [layout.pipeline_ranks(p) for p in range(layout.num_pipelines)]
         links = ProcessLinks.connect(
@@ -423,18 +408,18 @@ class StageDrawer:
             homes.append([rank for rank, size in enumerate(held) if size == max(held)])
         # Replicas of a stage have the same blocks, and all ranks frozen ones: of ranges that fit, the most equal
         # ones, by the squares of their sizes.
-        num_ranks, begun = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
+        num_ranks, started = self._mesh.layout.ranks_per_pipeline, {0: (0, list[int]())}
         for rank in range(num_ranks):
             ended = dict[int, tuple[int, list[int]]]()  # by the number of blocks given so far
-            for start, (squares, positions) in begun.items():
+            for start, (squares, positions) in started.items():
                 for stop in range(start + 1, len(homes) + 1):
                     if rank not in homes[stop - 1]:
                         break
                     found = squares + (stop - start) ** 2, [*positions, stop]
                     ended[stop] = min(ended.get(stop, found), found)
-            begun = ended
-        if len(homes) in begun:
-            return tuple(begun[len(homes)][1][:-1])
+            started = ended
+        if len(homes) in started:
+            return tuple(started[len(homes)][1][:-1])
         there = ", ".join(
             f"{len(list(blocks))} on rank {' and '.join(map(str, home))}"
             for home, blocks in itertools.groupby(homes)

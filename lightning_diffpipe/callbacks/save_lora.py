@@ -3,8 +3,6 @@
 A checkpoint has what training needs to go on; these files have the adapters alone, averaged if there are averages.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

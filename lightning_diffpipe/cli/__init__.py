@@ -1,10 +1,8 @@
 """`diffpipe`: every verb of this package on the command line, configured with Hydra.
 
     launch     processes: what holds for one (offline, threads, seed, log), and several for a verb
-    settings   types of the verbs' own settings, for Hydra
-    values     verbs by name; values that cannot be are refused by the name the user gave them
-    training   train
-    bench      bench
+    values     verbs by name, types of their settings; what cannot be is refused by the name the user gave it
+    training   train, bench
     sampling   sample
     plans      profile, plan, show, diff
     data       data
@@ -19,7 +17,10 @@ import gc
 # What is imported stays: to look for what does not is a tenth of the time to the first line.
 gc.disable()
 
-from lightning_diffpipe.cli import bench, data, plans, sampling, settings, training  # noqa: E402, F401  register
+from lightning_diffpipe.cli import training  # noqa: E402, F401  its verbs come first
+
+# isort: split
+from lightning_diffpipe.cli import data, plans, sampling  # noqa: E402, F401  register
 from lightning_diffpipe.cli.main import main  # noqa: E402
 from lightning_diffpipe.cli.values import VERBS  # noqa: E402
 

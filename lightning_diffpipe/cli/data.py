@@ -1,7 +1,5 @@
 """`diffpipe data`: what of a folder is trained on, found out by reading all of it once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

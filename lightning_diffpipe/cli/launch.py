@@ -5,8 +5,6 @@ error, or is killed, the others find out by a broken connection or a timeout and
 killed. Under `torchrun` and `srun` the processes are there already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -24,11 +22,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DiffPipeError,
-    raised_by_all,
-)
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
 _GRACE_S = 15.0
 
@@ -125,11 +119,7 @@ def prepare(config: DictConfig) -> None:
 
 
 def module_of(config: DictConfig) -> Any:
-    """Makes the module of the group `model`.
-
-    Raises:
-        ConfigurationError: It is one that can only be planned with.
-    """
+    """Makes the module of the group `model`, or raises ConfigurationError if it can only be planned with."""
     if "_target_" not in config.model:
         raise ConfigurationError(
             f"model={config.model.path} is known on paper only, without weights: plan with it (diffpipe "
@@ -171,11 +161,7 @@ def _ended_with(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def num_ranks_of(values: dict[str, Any]) -> int:
-    """Returns how many processes `trainer.devices` asks for.
-
-    Raises:
-        ConfigurationError: It is no number of processes.
-    """
+    """Returns the number of processes in `trainer.devices`, or raises ConfigurationError if it is none."""
     num_ranks = values["trainer"]["devices"]
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
         raise ConfigurationError(
@@ -277,14 +263,9 @@ def on_ranks(num_ranks: int, function: Callable[[], Any]) -> Any:
 
 
 def _start_others(num_ranks: int, port: int) -> list[subprocess.Popen[bytes]]:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
     folder = HydraConfig.get().runtime.output_dir
     arguments = [*sys.argv[1:], f"hydra.run.dir={quoted(folder)}"]
     command = [sys.executable, "-m", "lightning_diffpipe.cli", *arguments]

@@ -4,8 +4,6 @@ Hydra reads the arguments after the verb; the verb itself is hidden from Hydra w
 put back before the function runs, because Lightning starts further processes with `sys.argv`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -33,12 +31,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
-from lightning_diffpipe.cli.launch import (
-    announce_loading,
-    own_rank,
-    print_to_nobody,
-    quoted,
-)
+from lightning_diffpipe.cli.launch import announce_loading, own_rank, print_to_nobody, quoted
 from lightning_diffpipe.cli.values import (
     POSITIONS,
     VERBS,
@@ -52,10 +45,7 @@ _VALUED = (  # flags of Hydra that take a value
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
     *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
 )
-_FLAGS = (
-    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"),
-    *_VALUED,
-)
+_FLAGS = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"), *_VALUED)
 # Of those the ones that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
@@ -64,18 +54,14 @@ _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`, and `--as plot` `as=plot`.
+    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
 
     A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as argparse
     reads settings in one stretch only.
     """
     names = list(POSITIONS.get(name, ()))
     settings, flags, before = list[str](), list[str](), ""
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--as":
-            argument = f"as={next(rest, '')}"
-        argument = re.sub("^--as=", "as=", argument)
+    for argument in arguments:
         is_value = before in _VALUED and not (before in ("--info", "-i") and "=" in argument)
         if is_value or argument.startswith("-"):
             flags.append(argument)
@@ -89,11 +75,7 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
 
 @raised_by_all()
 def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Refuses flags that Hydra does not have, or not for commands with verbs, which it would answer with pages.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Raises ConfigurationError for a flag that Hydra lacks, or has only for commands without verbs."""
     for before, argument in pairwise(["", *arguments]):
         flag, equals, _ = argument.partition("=")
         is_value = before in _VALUED and not equals
@@ -110,12 +92,12 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = VERBS[name]
     whole = list(sys.argv)
-    begun, failure = False, None
+    started, failure = False, None
 
     @functools.wraps(function)
     def task(config: DictConfig) -> Any:
-        nonlocal begun, failure
-        sys.argv, begun = whole, True
+        nonlocal started, failure
+        sys.argv, started = whole, True
         if own_rank():  # it may have composed its config a second later, and rank 0's folder counts
             with contextlib.suppress(OSError):  # the same folder, where something is
                 Path(HydraConfig.get().runtime.output_dir).rmdir()
@@ -137,18 +119,18 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     try:
         _call(name, task)
     except OSError as error:
-        if begun or error.filename is None or isinstance(error, HydraException):
+        if started or error.filename is None or isinstance(error, HydraException):
             raise
         raise ConfigurationError(
             f"cannot begin a run: {error.strerror}: {error.filename}; its folder must be one that can be "
             "written, so choose another one with hydra.run.dir=FOLDER, or start elsewhere"
         ) from error
     except yaml.YAMLError as error:
-        if begun:
+        if started:
             raise
         raise ConfigurationError(f"cannot read a config: {error}") from error
     except ValueError as error:
-        if begun or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
+        if started or isinstance(error, DiffPipeError | HydraException | OmegaConfBaseException):
             raise
         # Flags that do not go together, or the option of a group that is no name.
         raise ConfigurationError(f"{error} ({' '.join(arguments)})") from error
@@ -159,11 +141,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
 
 def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
-    """Refuses `~setting` where something needs the setting, which would be missed later by another name.
-
-    Raises:
-        ConfigurationError: One is not there any more, and is no group that may be empty.
-    """
+    """Raises ConfigurationError for `~setting` where something needs the setting."""
     for argument in arguments:
         name = argument.removeprefix("~").partition("=")[0]
         is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
@@ -212,15 +190,11 @@ def _print_help(config: DictConfig) -> None:
     """Prints the help of a verb as its config says, with the groups that it has."""
     own = HydraConfig.get().runtime.choices
     folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.name in own]
-    options = {
-        folder.name: sorted(
-            file.name.removesuffix(".yaml")
-            for file in folder.iterdir()
-            if file.name.endswith(".yaml")
-        )
-        for folder in sorted(folders, key=lambda each: each.name)
-    }
-    groups = [f"{group}: {', '.join(names)}\n" for group, names in options.items() if names]
+    groups = list[str]()
+    for folder in sorted(folders, key=lambda each: each.name):
+        names = (file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
+        options = sorted(name.removesuffix(".yaml") for name in names)
+        groups += [f"{folder.name}: {', '.join(options)}\n"] if options else []
     template = string.Template(HydraConfig.get().help.template)
     print(template.substitute(APP_CONFIG_GROUPS="".join(groups), CONFIG=OmegaConf.to_yaml(config)))
 

@@ -1,7 +1,5 @@
 """`diffpipe profile`, `plan`, `show` and `diff`."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace
@@ -48,18 +46,9 @@ def profile(config: DictConfig) -> Any:
     batch = next(iter(loader), None)
     if batch is None:
         raise ConfigurationError(why_empty(loader))
-    result = measure(
-        module,
-        batch,
-        step=in_precision(default_step(module), config.precision, config.device),
-        device=config.device,
-        sample_counts=config.sample_counts,
-        repeats=config.repeats,
-        budget_s=config.budget_s,
-        name=config.name,
-        max_share=config.max_share,
-        progress=config.progress,
-    )
+    step = in_precision(default_step(module), config.precision, config.device)
+    names = "device", "sample_counts", "repeats", "budget_s", "name", "max_share", "progress"
+    result = measure(module, batch, step=step, **{name: config[name] for name in names})
     _write(config.output, result.to_json())
     layers, frozen = result.layers, result.frozen_layers
     for samples, _ in layers[0].forward_s.points:
@@ -222,11 +211,8 @@ def show(config: DictConfig) -> None:
 
     values = plain(config)
     form, output = values["as"], values["output"]
-    form = {"chrome": "trace", "plot": "image"}.get(form, form)
     if form not in ("report", "timeline", "trace", "image"):
-        raise ConfigurationError(
-            f"as={form!r}; choose report, timeline, trace (or chrome) or image (or plot)"
-        )
+        raise ConfigurationError(f"as={form!r}; choose report, timeline, trace or image")
     if (output is None) == (form in ("trace", "image")):
         hint = "is a file: add output=FILE" if output is None else "is printed: leave out output"
         raise ConfigurationError(f"as={form} {hint}")

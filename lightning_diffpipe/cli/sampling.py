@@ -1,7 +1,5 @@
 """`diffpipe sample`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -97,11 +95,7 @@ def _refuse_values(values: dict[str, Any]) -> None:
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns further arguments of the pipeline's call, with the images among them.
-
-    Raises:
-        ConfigurationError: An argument is none of the call's, or given twice, or an image cannot be read.
-    """
+    """Returns further arguments of the pipeline's call, images too, or raises ConfigurationError."""
     options = dict(values["options"] or {})
     for group in ("options", "images"):
         for name, value in (values[group] or {}).items():
@@ -148,11 +142,7 @@ def _opened(name: str, file: Any) -> Any:
 
 
 def _refuse_by_model(values: dict[str, Any]) -> None:
-    """Refuses what the model cannot draw by its files, before there are several processes.
-
-    Raises:
-        ConfigurationError: The model is missing or broken, or takes no such request; or no encoder is there.
-    """
+    """Raises ConfigurationError for what a model cannot sample by its files, before processes start."""
     import torch
 
     from lightning_diffpipe.model_sources import check_request, open_source
@@ -164,12 +154,8 @@ def _refuse_by_model(values: dict[str, Any]) -> None:
     source = open_source(values["path"], False, cpu, ema=ema, vae=vae, **_opening(values))
     options = {name: request.pop(name) for name in values["options"]}
     with named({"num_patches": "sampler.num_patches", "method": "sampler"}):
-        check_request(
-            source,
-            Settings(**request, options=options),
-            sampler["method"],
-            sampler.get("num_patches"),
-        )
+        settings = Settings(**request, options=options)
+        check_request(source, settings, sampler["method"], sampler.get("num_patches"))
     makes_video = isinstance(source, DiffusersFolder) and source.draws_videos
     if makes_video and (values["output_type"], values["video_format"]) == ("pil", "mp4"):
         _require_encoder()
@@ -188,15 +174,7 @@ def _require_encoder() -> Any:
 
 @raised_by_all()
 def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
-    """Refuses a sampler or request that no model could be sampled with, before processes start.
-
-    Args:
-        values: Settings of the verb.
-        num_ranks: Processes that will sample.
-
-    Raises:
-        ConfigurationError: One of them; names its setting.
-    """
+    """Raises ConfigurationError for what no model could be sampled with, before processes start."""
     from lightning_diffpipe.sampling.methods import MethodOptions, fitted
     from lightning_diffpipe.sampling.source import Settings
 
@@ -218,8 +196,6 @@ def _sample(values: dict[str, Any]) -> Any:
     images, report = _draw(values, rank)
     if rank:
         return None
-    assert images is not None
-    assert report is not None
     folder = Path(values["output"])
     folder.mkdir(parents=True, exist_ok=True)
     for name in _written_earlier(folder):  # which might be taken for images of this run
@@ -307,13 +283,7 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _write(drawn: Any, path: Path, fps: int) -> None:
-    """Writes one of a request as the ending of its file says.
-
-    Args:
-        drawn: An image, the frames of a video, an array, or a tensor.
-        path: Of the file.
-        fps: Frames that a video shows in a second.
-    """
+    """Writes an image, the frames of a video, an array or a tensor, as the ending of the file says."""
     if path.suffix == ".npy":
         import numpy as np
 
@@ -391,8 +361,6 @@ def _compare(images: list[Any], values: dict[str, Any], folder: Path) -> dict[st
         values["path"], "single", alone=True, ema=ema, **_common(values)
     )
     reference = alone(**_request(values))
-    assert reference is not None
-    assert alone.report is not None
     reference = _as_images(reference)
     pairs = list(zip(images, reference, strict=True))
     differences = [Image.fromarray(difference(a, b)) for a, b in pairs]

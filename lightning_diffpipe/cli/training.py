@@ -1,6 +1,4 @@
-"""`diffpipe train`."""
-
-from __future__ import annotations
+"""`diffpipe train`, and `diffpipe bench`, which measures some steps of a training."""
 
 import importlib.util
 import inspect
@@ -32,15 +30,12 @@ from lightning_diffpipe.errors import (
 )
 
 _RUN_ID = "wandb_run_id"
+_BENCH_STEPS = 30
 _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
-    """Yields the `_target_` nodes of a dictionary group, such as `callbacks`.
-
-    Raises:
-        ConfigurationError: The group is missing, or has an entry that is nothing to build.
-    """
+    """Yields the `_target_` nodes of a group such as `callbacks`; raises ConfigurationError for other entries."""
     if config.get(group) is None:
         raise ConfigurationError(f"there is no {group}; take {group}=none for an empty one")
     for name, node in config[group].items():
@@ -117,15 +112,6 @@ def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | N
             ) from error
 
 
-def _data_of(config: DictConfig) -> Any:
-    """Builds the data, and looks on rank 0 at what they list."""
-    data = hydra.utils.instantiate(config.data)
-    if hasattr(data, "read_files") and own_rank() == 0:
-        with named({"folder": "data.folder"}):
-            data.read_files()
-    return data
-
-
 @raised_by_all()
 def _require_sizes(module: Any, data: Any, config: DictConfig) -> None:
     """Refuses images of a size that the module cannot learn from."""
@@ -182,11 +168,7 @@ def _run_to_go_on_with(config: DictConfig, node: DictConfig) -> dict[str, str]:
 
 
 def _require_checkpoint(config: DictConfig) -> None:
-    """Looks before processes start whether there is, or may be, a file to go on from.
-
-    Raises:
-        CheckpointError: The file is missing or cannot be read, or a run would begin anew beside another's.
-    """
+    """Raises CheckpointError, before processes start, unless the run can begin or go on as asked."""
     from lightning_diffpipe.checkpoint_files import look_at, newest
 
     path = config.ckpt_path
@@ -253,11 +235,7 @@ def _require_files(config: DictConfig) -> None:
 
 @raised_by_all()
 def _require_last_checkpoints(config: DictConfig) -> None:
-    """Refuses `ckpt_path=last` where no run could find one, so that each would begin anew.
-
-    Raises:
-        ConfigurationError: No callback writes such checkpoints, or each run has a folder of its own for them.
-    """
+    """Raises ConfigurationError for `ckpt_path=last` where no run could find a last checkpoint."""
     nodes = [node for node in _nodes(config, "callbacks") if node.get("save_last")]
     if not nodes or not config.trainer.enable_checkpointing:
         raise ConfigurationError(
@@ -276,7 +254,7 @@ def _require_last_checkpoints(config: DictConfig) -> None:
 
 
 def _callbacks_that_save(config: DictConfig) -> list[Any]:
-    """Returns callbacks for `save_to` and `save_lora` beside those of the group."""
+    """Returns callbacks for `save_to` and `save_lora` besides those of the group."""
     from lightning_diffpipe.callbacks import FinalCheckpoint, SaveLora
 
     found: list[Any] = []
@@ -298,9 +276,8 @@ def _require_lora(config: DictConfig) -> None:
 
     if config.model.get("lora") is not None and "_target_" in config.model:
         target = hydra.utils.get_object(config.model._target_)
-        module_class = getattr(
-            target, "__self__", target
-        )  # of a class method such as from_pretrained
+        # Of a class method such as from_pretrained.
+        module_class = getattr(target, "__self__", target)
         known = inspect.signature(module_class).parameters.values()
         if not any(p.name == "lora" or p.kind is p.VAR_KEYWORD for p in known):
             raise ConfigurationError(
@@ -320,11 +297,7 @@ def _require_lora(config: DictConfig) -> None:
 
 
 def _require_optimizer(config: DictConfig) -> None:
-    """Refuses an optimizer whose package is missing, or that nothing would take.
-
-    Raises:
-        ConfigurationError: Names the package, or the module.
-    """
+    """Raises ConfigurationError for an optimizer whose package is missing, or that nothing would take."""
     found = config.model.get("optimization")
     node = OmegaConf.is_dict(found) and found.get("optimizer")
     if not node:
@@ -345,11 +318,7 @@ def _require_optimizer(config: DictConfig) -> None:
 
 
 def _speed_up(config: DictConfig, module: Any) -> None:
-    """Chooses the kernels of the denoiser's attention, and compiles its blocks, as `attention` and `compile` say.
-
-    Raises:
-        ConfigurationError: The denoiser cannot, or there is none; says why.
-    """
+    """Chooses kernels of attention, and compiles blocks, as `attention` and `compile` say."""
     if config.compile not in (None, "blocks"):
         raise ConfigurationError(
             f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
@@ -416,7 +385,10 @@ def run_training(config: DictConfig) -> Any:
     trainer = _build_trainer(config, logs_config)  # before weights are read, which may take minutes
     with raised_by_all():
         trainer.callbacks += _callbacks_that_save(config)  # after that which averages weights
-    data = _data_of(config)
+    data = hydra.utils.instantiate(config.data)
+    if hasattr(data, "read_files") and own_rank() == 0:  # looks at what is listed
+        with named({"folder": "data.folder"}):
+            data.read_files()
     module = module_of(config)
     _require_sizes(module, data, config)
     with raised_by_all():  # what cannot be written is refused now
@@ -445,11 +417,7 @@ def run_training(config: DictConfig) -> Any:
 
 
 def _last_checkpoint(trainer: Any) -> Path:
-    """Returns what a run ended with: its final checkpoint, or the one it went on from if nothing was left to train.
-
-    Raises:
-        ConfigurationError: There was nothing to train, and nothing to go on from.
-    """
+    """Returns the final checkpoint of a run, or the one it went on from if nothing was left to train."""
     from lightning_diffpipe.callbacks import FinalCheckpoint
 
     for callback in trainer.callbacks:
@@ -476,3 +444,39 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
     if config.save_lora is not None:
         module.save_lora(config.save_lora, config.save_lora_names)
         print(f"wrote the adapters to {config.save_lora}")
+
+
+@verb("measure some steps of a training beside their plan: diffpipe bench experiment=glyphs")
+def bench(config: DictConfig) -> Any:
+    """Trains as `train` would, but saves and logs nothing, and prints measured numbers next to planned ones."""
+    from lightning_diffpipe.callbacks import PipelineMonitor
+    from lightning_diffpipe.viewing.measured import number_table
+
+    given = {override.partition("=")[0] for override in HydraConfig.get().overrides.task}
+    OmegaConf.set_struct(config, False)
+    if "trainer.max_steps" not in given:
+        config.trainer.max_steps = _BENCH_STEPS
+    require_number("trainer.max_steps", config.trainer.max_steps, 5, whole=True)
+    config.trainer.update(
+        enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0
+    )
+    config.update(logger={}, save_to=None, save_lora=None, save_lora_every_n_steps=None)
+    monitor = {
+        "_target_": "lightning_diffpipe.PipelineMonitor",
+        "every_n_steps": config.trainer.max_steps,  # the first looks come by themselves
+        "folder": str(Path(config.output_dir) / "pipeline"),
+    }
+    # Others count in the plan (averages, stored encodings).
+    others = {
+        name: node
+        for name, node in (config.get("callbacks") or {}).items()
+        if OmegaConf.is_dict(node) and not str(node.get("_target_")).endswith(".PipelineMonitor")
+    }
+    config.callbacks = {**others, "bench": monitor}
+    trainer = run_training(config)
+    (found,) = (each for each in trainer.callbacks if isinstance(each, PipelineMonitor))
+    if trainer.is_global_zero:
+        print(number_table(found.numbers))
+        if Path(monitor["folder"]).exists():  # of a pipeline
+            print(f"\n{monitor['folder']} has the plan, its timeline and a trace")
+    return found.numbers

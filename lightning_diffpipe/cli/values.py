@@ -1,19 +1,20 @@
 """Verbs by name, and values that cannot be, refused by the name that the user gave them.
 
-Hydra knows types of settings (`settings.py`). Further mistakes are found by what is built; those errors name an
-argument, and get the name of its setting.
+Types of the verbs' own settings are structured configs in Hydra's store, with which a verb's config begins
+(`defaults: [settings_train, ...]`): Hydra refuses values of other types. Further mistakes are found by what is
+built; those errors name an argument, and get the name of its setting.
 """
-
-from __future__ import annotations
 
 import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,13 +31,49 @@ VERBS: dict[str, tuple[str, Callable[[DictConfig], Any]]] = {}
 # Settings that may be given by position: `diffpipe show plan.json`.
 POSITIONS = {"show": ("plan",), "diff": ("before", "after")}
 
+_TEXT, _WHOLE = str | None, int | None
+_PROCESS: dict[str, Any] = {"seed": _WHOLE, "offline": bool, "num_threads": _WHOLE}
+TYPES: dict[str, dict[str, Any]] = {
+    "train": {
+        **_PROCESS,
+        **dict.fromkeys(("name", "ckpt_path", "save_to", "lora_from", "save_lora"), _TEXT),
+        **dict.fromkeys(("attention", "compile"), _TEXT),
+        **{"output_dir": str, "save_dtype": str, "save_lora_every_n_steps": _WHOLE},
+    },
+    "sample": {
+        **_PROCESS,
+        **dict.fromkeys(("path", "output_type", "video_format"), str),
+        **dict.fromkeys(("dtype", "pipeline_class", "base", "variant", "output"), _TEXT),
+        **{"num_inference_steps": int, "fps": int, "height": _WHOLE, "width": _WHOLE},
+        **{"guidance_scale": float | None, "timeout_s": float, "report": bool, "progress": bool},
+        **{"vae_tiling": bool, "vae_slicing": bool, "quantization": Any},
+    },
+    "profile": {
+        **_PROCESS,
+        **{"output": _TEXT, "name": _TEXT, "cluster_output": str, "precision": str, "device": str},
+        **{"sample_counts": list[int] | None, "repeats": _WHOLE, "budget_s": float},
+        **{"max_share": float, "progress": bool},
+    },
+    "plan": {"profile": _TEXT, "output": _TEXT, "explain_s": float}
+    | dict.fromkeys(("explain", "encode_first"), bool),
+    "show": {"plan": str, "profile": _TEXT, "output": _TEXT, "max_columns": int, "samples": int},
+    "data": {"tokenizer": _TEXT, "output": _TEXT, "samples": int},
+    "diff": {"before": str, "after": str},
+}
+# Of the group `model`, where it is for `diffpipe plan`: arguments of `ModelOnPaper`.
+_PAPER = {"path": _TEXT, "device": str, "dtype": str}
+_PAPER |= dict.fromkeys(("resolution", "num_frames", "lora_rank"), _WHOLE)
+
+for _verb, _types in TYPES.items():
+    _node = OmegaConf.structured(make_dataclass(_verb, _types.items()))
+    OmegaConf.set_struct(_node, False)  # groups stand next to them
+    ConfigStore.instance().store(name=f"settings_{_verb}", node=_node)
+_paper = make_dataclass("paper", (_PAPER | {"call": Any, "quantization": Any}).items())
+ConfigStore.instance().store(group="model", name="settings_on_paper", node=_paper)
+
 
 def verb(summary: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[DictConfig], Any]]:
-    """Registers a function as a verb of the command line.
-
-    Args:
-        summary: One line for `diffpipe --help`.
-    """
+    """Registers a function as a verb, with a line for `diffpipe --help`."""
 
     def register(function: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         VERBS[function.__name__] = (summary, function)
@@ -51,11 +88,7 @@ _POSITIVE = ("num_inference_steps", "height", "width", "timeout_s", "repeats", "
 
 @raised_by_all()
 def refuse_values(config: DictConfig) -> None:
-    """Refuses numbers of a verb that are out of range, before anything is built.
-
-    Raises:
-        ConfigurationError: One of them; names it as the user did.
-    """
+    """Raises ConfigurationError for a number of a verb that is out of range, before anything is built."""
     for name in _POSITIVE:
         if config.get(name) is not None:
             require_number(name, config[name], above=0)
@@ -71,11 +104,7 @@ def refuse_values(config: DictConfig) -> None:
 
 @contextmanager
 def named(arguments: Mapping[str, str]) -> Iterator[None]:
-    """Gives arguments in errors the names of their settings.
-
-    Args:
-        arguments: Setting by argument: `{"num_stages": "strategy.num_stages"}`.
-    """
+    """Gives arguments in errors the names of their settings, such as `{"num_stages": "strategy.num_stages"}`."""
     try:
         yield
     except DiffPipeError as error:
@@ -139,15 +168,7 @@ def file_errors(verb: str, path: str) -> Iterator[None]:
 
 
 def require_writable(path: str | Path, called: str | None = None) -> None:
-    """Finds out before long work whether its result can be written.
-
-    Args:
-        path: Of a file.
-        called: What the error calls it; the path if not given.
-
-    Raises:
-        ConfigurationError: It cannot be written.
-    """
+    """Raises ConfigurationError, before long work, if its result cannot be written; calls the path `called`."""
     from lightning_diffpipe.files import check_writable
 
     with file_errors("write", called or str(path)):
@@ -155,25 +176,13 @@ def require_writable(path: str | Path, called: str | None = None) -> None:
 
 
 def require_writable_folder(setting: str, path: str | None) -> None:
-    """Finds out on rank 0 whether the folder of a setting can be written, which need not be there.
-
-    Args:
-        setting: Its name, for the error.
-        path: Of the folder; None is no folder.
-
-    Raises:
-        ConfigurationError: It cannot be written.
-    """
+    """Raises ConfigurationError on rank 0 if the folder of a setting, which need not exist, cannot be written."""
     if path is not None and own_rank() == 0:
         require_writable(Path(path) / "any", f"{setting}={path}")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Resolves a config to plain values.
-
-    Raises:
-        MissingMandatoryValue: The user has to say something more.
-    """
+    """Returns a config as plain values; raises MissingMandatoryValue if one has to be given."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

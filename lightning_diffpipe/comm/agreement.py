@@ -14,8 +14,6 @@ Between steps ranks may be busy for long, saving or drawing. Rank 0, which does 
 patiently as for weights; another rank is missed in the step, after `timeout_s`. One that is gone is missed at once.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,11 +83,7 @@ class Agreement:
         return decision
 
     def of_first(self, decision: bool) -> bool:
-        """Returns what rank 0 has decided, whatever others would.
-
-        Raises:
-            PipelineTimeoutError: As `of_any`.
-        """
+        """Returns what rank 0 has decided, whatever others would; raises PipelineTimeoutError as `of_any` does."""
         self._await_all(self._sent)
         return self._pass_down(decision)
 

@@ -8,8 +8,6 @@ so that relative errors count, since small messages matter as much as large ones
 get rank 0's answer, so that they plan the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -279,13 +277,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def with_memory(cluster: Cluster, group: dist.ProcessGroup | None, device: torch.device) -> Cluster:
-    """Returns a cluster with what a plan may use on every rank: its `memory_bytes`. A collective call.
-
-    Args:
-        cluster: Without memory.
-        group: The ranks; None means one rank.
-        device: Of this rank.
-    """
+    """Returns a cluster with `memory_bytes`, what a plan may use on each rank of a group; a collective call."""
     own = memory_bytes(device)
     found = [own] if group is None else gathered_objects(own, group)
     limits = [limit for limit in found if limit is not None]

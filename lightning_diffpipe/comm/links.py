@@ -91,14 +91,10 @@ class Incoming(Protocol):
     """A tensor under way."""
 
     def begin(self) -> None:
-        """Begins the receive, after those of earlier messages on its edge, if it has not begun."""
+        """Begins the receive, after those of earlier messages on its edge, if it has not started."""
 
     def wait(self) -> Tensor:
-        """Blocks until it is here. May be called once.
-
-        Raises:
-            PipelineTimeoutError: It did not come in time, or the peer is gone.
-        """
+        """Blocks until it is here, or raises PipelineTimeoutError in the end. May be called once."""
 
 
 class Links(Protocol):
@@ -134,7 +130,7 @@ class Links(Protocol):
             shapes: Shapes of what comes, by sender.
             kind: What it is.
         """
-        # One by one, as receives that have begun are in nobody's way.
+        # One by one, as receives that have started are in nobody's way.
         incoming = {peer: self.receive(shape, peer, kind) for peer, shape in shapes.items()}
         for peer, tensor in outgoing.items():
             self.send(tensor, peer, kind)
@@ -155,8 +151,7 @@ def start_all_gather(
 ) -> Callable[[], list[Tensor]]:
     """Sends this position's part to all peers and posts the receives of theirs, of shapes by position.
 
-    Returns:
-        A function that waits, and returns the parts of all positions, in order.
+    Returns a function that waits, and returns the parts of all positions, in order.
     """
     peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
     expected = {rank: shapes[rank] for rank in peers}
@@ -239,7 +234,7 @@ class ProcessLinks(Links):
         self.rank = self.ranks.index(dist.get_rank())
         self.traffic = Traffic()
         self.occupies_device = self.backend != "gloo"
-        self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not begun
+        self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not started
         self._streams = SideStreams()
         self._turns: Counter[tuple[bool, int, str]] = Counter()
         self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
@@ -392,7 +387,7 @@ class ProcessLinks(Links):
         return _FromProcess(self, buffer, memory, shape, source, kind)
 
     def _begin_next(self, source: int) -> None:
-        """Begins the first posted receive of an edge that has not begun."""
+        """Begins the first posted receive of an edge that has not started."""
         incoming = self._posted[source].popleft()
         memory = self._streams.receiving(source, incoming.buffer, incoming.memory)
         with self._naming(incoming.kind, source), memory:
@@ -402,7 +397,6 @@ class ProcessLinks(Links):
                 group=self.groups[source, self.rank],
                 tag=self._tag(False, source, incoming.kind),
             )
-        assert work is not None
         incoming.works = [work]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
@@ -437,7 +431,6 @@ class ProcessLinks(Links):
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
         with self._naming("plain data", None if self.rank == 0 else 0):
             work = start()
-            assert work is not None
             watcher.wait(work.is_completed, "the other ranks")
             work.wait()
 

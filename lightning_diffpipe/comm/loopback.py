@@ -67,14 +67,7 @@ class LoopbackNetwork:
         self._failed: int | None = None
 
     def run(self, function: Callable[[LoopbackLinks], Any]) -> list[Any]:
-        """Calls `function(links)` once for each position, each in a thread of its own.
-
-        Returns:
-            What each returned.
-
-        Raises:
-            Exception: The first that was raised on any position; the others are stopped.
-        """
+        """Calls `function(links)` for each position in a thread; returns all results, or raises the first error."""
 
         def main(links: LoopbackLinks) -> Any:
             try:

@@ -9,14 +9,12 @@ places its stages on its ranks, a stage perhaps on several:
 
 Lightning and users' hooks communicate over the default group whenever they like, so nothing here ever
 does: every message and every sum of ours runs in a group made here. Groups are made once, in the same
-order on every rank, and connected before the first step, because lazily made connections can wait for
-each other.
+order on every rank, and connected before the first step, because lazily made connections can wait for each other.
 """
-
-from __future__ import annotations
 
 import contextlib
 import datetime
+import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_diffpipe.comm.packing import flat_bytes, take_apart
+from lightning_diffpipe.comm.packing import PickledValue, flat_bytes, pickled_value
 from lightning_diffpipe.comm.waiting import in_words, lost
 from lightning_diffpipe.comm.watcher import watcher
 from lightning_diffpipe.errors import ConfigurationError, PipelineTimeoutError
@@ -161,11 +159,7 @@ class Mesh:
         return self.pipeline_ranks[local_rank]
 
     def connect(self, edges: Iterable[tuple[int, int]] = ()) -> None:
-        """Makes this rank's groups; every rank of the world must call it at the same time.
-
-        Args:
-            edges: Directed edges (from, to) between positions of a pipeline that carry messages.
-        """
+        """Makes this rank's groups, for messages on `edges` (from, to) of positions; every rank calls it."""
         layout = self.layout
         for pipeline in range(layout.num_pipelines):
             ranks = layout.pipeline_ranks(pipeline)
@@ -207,12 +201,7 @@ class Mesh:
     def gathered(self, numbers: Sequence[float], patient: bool = False) -> list[list[float]]:
         """Returns a few numbers of every rank of the pipeline, by position, on all of them.
 
-        Args:
-            numbers: This rank's.
-            patient: Others may be busy for long, as between steps.
-
-        Raises:
-            PipelineTimeoutError: One is gone, or did not come in time.
+        Raises PipelineTimeoutError if a rank is gone or late; `patient` where others may be busy for long.
         """
         own = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.zeros_like(own) for _ in range(self.layout.ranks_per_pipeline)]
@@ -221,11 +210,7 @@ class Mesh:
         return [row.tolist() for row in rows]
 
     def summed_over_pipelines(self, number: float) -> float:
-        """Returns the sum of a number of every pipeline, on all of them.
-
-        Raises:
-            PipelineTimeoutError: A rank is gone, or did not come in time.
-        """
+        """Returns the sum of a number of all pipelines, on all; raises PipelineTimeoutError for a lost rank."""
         layout = self.layout
         if layout.num_pipelines == 1:
             return number
@@ -250,25 +235,46 @@ class Mesh:
         What is on the device of the first rank comes to those of the others, and lies there as it does here.
 
         Raises:
+            ConfigurationError: It cannot be pickled.
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         if self.layout.ranks_per_pipeline == 1:
             return value
-        is_first, source = self.local_rank == 0, self.world_rank(0)
-        apart, tensors = take_apart(value) if is_first else (None, [])
+        is_first, pickled, tensors = self.local_rank == 0, None, list[Tensor]()
+        try:
+            if is_first:
+                pickled, tensors = pickled_value(value, self.device)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"a batch cannot be sent to the other ranks of the pipeline, of which one loads for all: {error}. "
+                "Let the collate_fn and the transfer hooks give tensors, numbers, strings and objects that can be "
+                "pickled"
+            ) from error
         with self.naming(self.pipeline_ranks):
-            apart = broadcast_object(apart, source, self.transfers)
-            tensors = tensors if is_first else apart.empty(self.device)
-            works = []
-            for tensor in tensors:
-                is_ours = tensor.device.type == self.device.type
-                group = self.pipeline_group if is_ours else self.transfers
-                if tensor.numel():
-                    flat = flat_bytes(tensor)
-                    works.append(dist.broadcast(flat, source, group=group, async_op=True))
-            for work in works:
-                work.wait()
-        return value if is_first else apart.put_together(tensors, self.device)
+            pickled = broadcast_object(pickled, self.world_rank(0), self.transfers)
+            received = self.put_together(pickled, tensors, 0)
+        return value if is_first else received
+
+    def put_together(self, pickled: PickledValue, tensors: Sequence[Tensor], owner: int) -> Any:
+        """Returns a value that the rank at a position has pickled, on all other ranks of the pipeline; collective.
+
+        Args:
+            pickled: On all ranks.
+            tensors: On the rank that has pickled it; not read elsewhere.
+            owner: That rank.
+        """
+        watcher.note_batch()
+        is_owner, works = self.local_rank == owner, []
+        tensors = tensors if is_owner else pickled.empty(self.device)
+        for tensor in tensors:
+            is_ours = tensor.device.type == self.device.type
+            group = self.pipeline_group if is_ours else self.transfers
+            if tensor.numel():
+                flat, source = flat_bytes(tensor), self.world_rank(owner)
+                works.append(dist.broadcast(flat, source, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        return None if is_owner else pickled.put_together(tensors, self.device)
 
     def on_first(self, value: Any, of_world: bool = False) -> list[Any]:
         """Returns plain data of every rank of the pipeline, or the world, on its first rank; empty elsewhere."""
@@ -329,11 +335,10 @@ class Mesh:
         group = self.world if of_world else self.transfers
         dist.recv(tensor, src=owner if of_world else self.world_rank(owner), group=group)
 
-    def broadcast(self, tensor: Tensor, owner: int, on_device: bool = False) -> None:
-        """Fills a tensor with that of the rank at a position, on all ranks of the pipeline."""
+    def broadcast(self, tensor: Tensor, owner: int) -> None:
+        """Fills a tensor of the host with that of the rank at a position, on all ranks of the pipeline."""
         watcher.note_batch()
-        group = self.pipeline_group if on_device else self.transfers
-        dist.broadcast(tensor, src=self.world_rank(owner), group=group)
+        dist.broadcast(tensor, src=self.world_rank(owner), group=self.transfers)
 
     def barrier(self) -> None:
         """Waits for all ranks of the pipeline."""
@@ -499,16 +504,12 @@ def connected_group(
 
 def start_sum(tensor: Tensor, group: ProcessGroup | None) -> Work:
     """Begins to sum a tensor over a group, in place: it is the sum once the work has been waited for."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    return work
+    return dist.all_reduce(tensor, group=group, async_op=True)
 
 
 def start_broadcast(tensor: Tensor, source: int, group: ProcessGroup | None) -> Work:
     """Begins to fill a tensor with that of a world rank, on all ranks of a group."""
-    work = dist.broadcast(tensor, source, group=group, async_op=True)
-    assert work is not None
-    return work
+    return dist.broadcast(tensor, source, group=group, async_op=True)
 
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup | None) -> Any:

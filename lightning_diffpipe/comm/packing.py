@@ -1,16 +1,17 @@
 """Several tensors of different types, sent as one message.
 
-What crosses a stage boundary is rarely one tensor: a U-Net's skips, a time embedding, masks of another
-dtype. Sending them one by one costs a rendezvous each, so a message packs them into one flat byte
-buffer. Its layout is known on both ends beforehand (shapes, dtypes and strides travel with the layer
-graph), so no header is ever sent.
+What crosses a stage boundary is rarely one tensor: a U-Net's skips, a time embedding, masks of another dtype.
+Sending them one by one costs a rendezvous each, so a message packs them into one flat byte buffer. Its layout is
+known on both ends beforehand (shapes, dtypes and strides travel with the layer graph), so no header is ever sent.
 
 Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
 laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
-Batches of a data loader are anything that can be pickled. Their tensors travel beside the pickle, by any backend,
-and lie at the receiver as they do at the sender (`take_apart`, `Apart`).
+Batches of a data loader, and results of layers in evaluation, are anything that can be pickled. Their tensors
+travel outside the pickle, by any backend, and lie at the receiver as they do at the sender (`pickled_value`),
+wherever they are, in containers or deep inside an object such as a distribution: pickled along, they
+would come back on the device that their sender has.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
 
+_DEVICE = "device"  # of a rank, each its own
 _ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any offset
 
 
@@ -165,12 +166,12 @@ def as_received(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Apart:
+class PickledValue:
     """A value without its tensors, on its way to other ranks.
 
     Attributes:
         pickled: The value, with numbers in place of tensors.
-        specs: Of these tensors, strides as they are; "cpu", or the device of each rank.
+        specs: Of these tensors, strides as they are; on the host, or on the device of each rank.
     """
 
     pickled: bytes
@@ -181,7 +182,7 @@ class Apart:
         return [
             torch.empty_strided(
                 spec.shape, spec.stride, dtype=spec.dtype,
-                device="cpu" if spec.device == "cpu" else device, requires_grad=spec.requires_grad,
+                device=device if spec.device == _DEVICE else "cpu", requires_grad=spec.requires_grad,
             )
             for spec in self.specs
         ]  # fmt: skip
@@ -191,42 +192,47 @@ class Apart:
         return _Unpickler(self.pickled, tensors, device).load()
 
 
-def take_apart(value: Any) -> tuple[Apart, list[Tensor]]:
-    """Returns a value for other ranks: a pickle, and its tensors, which travel beside it.
+def pickled_value(
+    value: Any, device: torch.device, keeps_gradients: bool = True
+) -> tuple[PickledValue, list[Tensor]]:
+    """Returns a value for other ranks: a pickle, and its tensors, which travel outside it.
 
     Tensors that are not dense, and those of classes of their own, stay in the pickle.
 
+    Args:
+        value: Whatever can be pickled.
+        device: Of this rank, for which receivers take theirs.
+        keeps_gradients: Tensors need gradients where they do here; else none does.
+
     Raises:
-        ConfigurationError: It cannot be pickled.
+        Exception: It cannot be pickled; of any type, from code of the value's own.
     """
-    pickler = _Pickler()
-    try:
-        pickler.dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"a batch cannot be sent to the other ranks of the pipeline, of which one loads for all: {error}. Let "
-            "the collate_fn and the transfer hooks give tensors, numbers, strings and objects that can be pickled"
-        ) from error
-    return Apart(pickler.file.getvalue(), tuple(pickler.specs)), pickler.tensors
+    pickler = _Pickler(device, keeps_gradients)
+    pickler.dump(value)
+    return PickledValue(pickler.file.getvalue(), tuple(pickler.specs)), pickler.tensors
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value but for its dense tensors, each of which gets a number."""
+    """Pickles a value but for its dense tensors, each of which gets a number, and the device of this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, keeps_gradients: bool) -> None:
         self.file = io.BytesIO()
         super().__init__(self.file, pickle.HIGHEST_PROTOCOL)
+        self._device, self._keeps_gradients = device.type, keeps_gradients
         self.tensors: list[Tensor] = []
         self.specs: list[TensorSpec] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # so that no other object gets the id of a numbered one
 
     def persistent_id(self, value: Any) -> Any:
-        """Returns what stands in the pickle for a tensor; None for anything else."""
+        """Returns what stands in the pickle for a tensor or the device; None for anything else."""
+        if isinstance(value, torch.device) and value.type == self._device:
+            return _DEVICE
         if not isinstance(value, Tensor):
             return None
         odd = type(value) is not Tensor or value.layout != torch.strided or value.is_quantized
-        if odd or value.grad_fn is not None or value.is_conj() or value.is_neg() or value.is_meta:
+        odd = odd or value.is_conj() or value.is_neg() or value.is_meta
+        if odd or (self._keeps_gradients and value.grad_fn is not None):
             return (value.cpu(),) if value.device.type not in ("cpu", "meta") else None
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.tensors)
@@ -236,9 +242,9 @@ class _Pickler(pickle.Pickler):
                 dense = dense.contiguous()
             shape, stride = tuple(dense.shape), tuple(dense.stride())
             self.tensors.append(dense)
-            self.specs.append(
-                TensorSpec(shape, stride, dense.dtype, dense.device.type, value.requires_grad)
-            )
+            where = _DEVICE if dense.device.type == self._device else "cpu"
+            needs_gradient = value.requires_grad and self._keeps_gradients
+            self.specs.append(TensorSpec(shape, stride, dense.dtype, where, needs_gradient))
         return self._numbers[id(value)]
 
 
@@ -247,7 +253,9 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(pickled))
         self._tensors, self._device = tensors, device
 
-    def persistent_load(self, stands: Any) -> Tensor:
+    def persistent_load(self, stands: Any) -> Any:
+        if stands == _DEVICE:
+            return self._device
         return self._tensors[stands] if isinstance(stands, int) else stands[0].to(self._device)
 
 

@@ -12,8 +12,6 @@ Then every rank builds the module by itself. Rank 0's weights count where they d
 asked for (`agree`); what one rank refuses, all refuse, with the same words (`on_all_ranks`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -219,11 +217,7 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> An
 
 
 def require_equal(digest: str, group: dist.ProcessGroup | None) -> None:
-    """Refuses ranks that see other layers than rank 0, by the digest of their graphs.
-
-    Raises:
-        ConfigurationError: There are some; names them.
-    """
+    """Raises ConfigurationError on ranks that see other layers than rank 0, by the digests of their graphs."""
     if group is None:
         return
     digests = gathered_objects(digest, group)

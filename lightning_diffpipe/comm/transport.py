@@ -76,7 +76,7 @@ class _Posted:
     source: int
     staging: Tensor | None
     memory: torch.cuda.Event | None
-    begun: _AwaitedWork | None = None
+    started: _AwaitedWork | None = None
 
 
 class Transport:
@@ -91,7 +91,7 @@ class Transport:
         self._mesh = mesh
         self._streams = SideStreams()
         self._posted: dict[MessageKey, _Posted] = {}
-        self._next: dict[int, deque[MessageKey]] = defaultdict(deque)  # by sender, not begun
+        self._next: dict[int, deque[MessageKey]] = defaultdict(deque)  # by sender, not started
         self._sent: dict[MessageKey, tuple[dist.Work, Tensor]] = {}
         # gloo moves host memory only; buffers of a GPU then travel by way of the host.
         self._stages_on_host = mesh.backend == "gloo" and mesh.device.type != "cpu"
@@ -160,24 +160,19 @@ class Transport:
                 group=mesh.messages[posted.source, mesh.local_rank],
                 tag=key.tag(self._num_stages),
             )
-        assert work is not None
         what = f"{key.kind} of microbatch {key.microbatch}"
-        posted.begun = _AwaitedWork(self, [work], what, source=posted.source)
-        return posted.begun
+        posted.started = _AwaitedWork(self, [work], what, source=posted.source)
+        return posted.started
 
     def is_ready(self, key: MessageKey) -> bool:
         """Returns whether `wait` would return at once; asking starts to wait, in a thread."""
-        begun = self._posted[key].begun
-        return begun is None or begun.is_ready()
+        started = self._posted[key].started
+        return started is None or started.is_ready()
 
     def wait(self, key: MessageKey) -> Tensor:
-        """Waits for a posted receive, and hands out the buffer with its message.
-
-        Raises:
-            PipelineTimeoutError: Nothing came within the mesh's `timeout_s`, or the peer is gone.
-        """
+        """Returns the buffer of a posted receive with its message, or raises PipelineTimeoutError."""
         posted = self._posted[key]
-        (posted.begun or self._begin(key)).wait()
+        (posted.started or self._begin(key)).wait()
         del self._posted[key]
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
@@ -194,10 +189,7 @@ class Transport:
     ) -> PendingWork:
         """Returns operations that were started elsewhere, to be waited for in the same way.
 
-        Args:
-            works: The operations.
-            what: Their name in the error of a timeout.
-            then: Is called by `wait` when they are over.
+        An error of a timeout names them `what`; `wait` calls `then` when they are over.
         """
         return _AwaitedWork(self, list(works), what, then)
 
@@ -253,11 +245,7 @@ class Transport:
         self._sent.clear()
 
     def await_works(self, works: Sequence[dist.Work], what: str, source: int | None = None) -> None:
-        """Waits for operations, one after the other.
-
-        Raises:
-            PipelineTimeoutError: One is not over within the mesh's `timeout_s`, or the peer is gone.
-        """
+        """Waits for operations, one after the other; raises PipelineTimeoutError if one is not over in time."""
         peer = "a peer" if source is None else f"rank {self._mesh.world_rank(source)}"
         for work in works:
             with naming(self._mesh.rank, what, peer, self._mesh.timeout_s):

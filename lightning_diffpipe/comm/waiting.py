@@ -9,8 +9,6 @@ GPU has few queues for all of them. Streams that share one wait for each other: 
 that the other end takes only when it has sent itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -52,11 +50,7 @@ def no_message(
 
 @contextlib.contextmanager
 def naming(rank: int, what: str, peer: str, timeout_s: float) -> Iterator[None]:
-    """Turns what a broken connection or a wait in vain raises inside into an error that says what was waited for.
-
-    Raises:
-        PipelineTimeoutError: Instead.
-    """
+    """Turns a broken connection or a wait in vain into a PipelineTimeoutError that says what was waited for."""
     started_s = time.monotonic()
     try:
         yield
@@ -68,9 +62,7 @@ def naming(rank: int, what: str, peer: str, timeout_s: float) -> Iterator[None]:
 def in_thread(function: Callable[[], _Result], name: str) -> Future[_Result]:
     """Calls a function that may never return, as one of a store beyond a dead link, in a thread of its own.
 
-    Args:
-        function: Is left alone where nobody waits for it any more; Python ends without it.
-        name: Of the thread.
+    It is left alone where nobody waits for it any more; Python ends without it.
     """
     future: Future[_Result] = Future()
     threading.Thread(target=_settle, args=(future, [function]), name=name, daemon=True).start()

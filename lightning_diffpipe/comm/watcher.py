@@ -17,8 +17,6 @@ process that ends, one that is stopped falls silent, and one that is busy does n
 Threads outside of a run, such as those of a script between two fits, are left alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler
@@ -299,11 +297,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turns what a lost rank raises inside into an error that names it.
-
-        Raises:
-            LostRankError: A rank was lost, or a collective waited in vain.
-        """
+        """Turns what a lost rank, or a wait in vain, raises inside into a LostRankError that names the rank."""
         try:
             yield
         except LostRankError:  # explained already
@@ -321,11 +315,7 @@ class Watcher:
         return min(self._losses.copy().values(), key=lambda each: each.follows, default=None)
 
     def refuse_loss(self) -> None:
-        """Raises if a rank is lost.
-
-        Raises:
-            LostRankError: One is.
-        """
+        """Raises LostRankError if a rank is lost."""
         if (loss := self.loss()) is not None:
             self._has_given_up = True
             raise LostRankError(f"{self._here} lost {loss}", bool(loss.signal))
@@ -747,11 +737,7 @@ def _process(number: int) -> str:
 
 
 def _connected(names: list[str], port: int, within_s: float) -> socket.socket:
-    """Connects to the first address that answers, of those that a host has by some names; all share the time.
-
-    Raises:
-        ConfigurationError: There is none; says why of each.
-    """
+    """Connects to the first address of a host's names that answers in time, or raises ConfigurationError."""
     addresses, errors = dict[Any, None](), dict[Any, str]()
     for name in names:
         try:

@@ -10,8 +10,6 @@ Source:
     Buckets of aspect ratios: NovelAI (2022), https://blog.novelai.net/novelai-improvements-on-stable-diffusion-e10d38db82ac
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,11 +67,7 @@ class Sizes:
         return sorted({*wide, *((width, high) for high, width in wide)})
 
     def of(self, height: int, width: int) -> tuple[int, int]:
-        """Returns height and width that an image of this size is given.
-
-        Raises:
-            ConfigurationError: It has less than a step.
-        """
+        """Returns height and width for an image of this size, or raises ConfigurationError below one step."""
         found = min(self.all, key=lambda size: abs(math.log(size[1] / size[0] * height / width)))
         if self.enlarge:
             return found

@@ -8,10 +8,8 @@ begins (`"crops_coords_top_left"`), `(2,)` each. A `"mask"`, `(1, H, W)` in [0, 
 a `"weight"` how much that of the sample does.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 import lightning as L
@@ -53,14 +51,7 @@ class Batch(_Tensors):
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Stacks images, or videos, and lists captions.
-
-    Args:
-        samples: `B` samples whose images or videos have one size; all of them with conditions and sizes, or none.
-
-    Returns:
-        The batch.
-    """
+    """Stacks `B` images, or videos, of one size, and lists captions; all have conditions and sizes, or none has."""
     batch: Batch = {"caption": [sample["caption"] for sample in samples]}
     for name in samples[0]:
         if name != "caption":
@@ -74,21 +65,10 @@ def share_of(name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def stacked_conditions(samples: Sequence[Sample]) -> Tensor | None:
-    """Returns the conditions of some samples, `(N, 3, H, W)`; None if they have none."""
-    if not samples or "condition" not in samples[0]:
-        return None
-    return torch.stack([sample["condition"] for sample in samples])
-
-
 def edges(image: Tensor) -> Tensor:
     """Returns how steep grey levels are (Sobel's gradient): 0 in even areas, 1 between black and white.
 
-    Args:
-        image: `(3, H, W)` in [-1, 1].
-
-    Returns:
-        `(3, H, W)` in [0, 1], three times the same.
+    The image is `(3, H, W)` in [-1, 1]; what is returned `(3, H, W)` in [0, 1], three times the same.
     """
     grey = F.pad(image.mean(0)[None], (1, 1, 1, 1), mode="replicate")[0]
     # Slices: a convolution of one small image takes five times as long.
@@ -102,11 +82,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
 
 
 def require_made(condition: str) -> None:
-    """Refuses a condition that cannot be made from images.
-
-    Raises:
-        ConfigurationError: Its name is not in `MADE`.
-    """
+    """Raises ConfigurationError for a condition whose name is not in `MADE`."""
     if condition not in MADE:
         raise ConfigurationError(
             f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
@@ -155,20 +131,15 @@ class Readable(Dataset[Sample]):
         return len(self.samples)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        for place in self._from(index):
+        alike = self._alike.get(index, range(len(self)))
+        start = alike.index(index)
+        for place in (index, *alike[start + 1 :], *alike[:start]):
             if not self.left_out[place]:
                 try:
                     return self.samples[place]
                 except DataError:
                     self.left_out[place] = True
         raise DataError(f"no sample of one size can be read. {self.why(index)}")
-
-    def _from(self, index: int) -> Iterator[int]:
-        yield index
-        alike = self._alike.get(index, range(len(self)))
-        start = alike.index(index)
-        yield from alike[start + 1 :]
-        yield from alike[:start]
 
     def why(self, place: int) -> str:
         """Returns what is wrong with a sample; empty if nothing is any more."""
@@ -213,13 +184,9 @@ class CaptionedDataModule(L.LightningDataModule):
         condition: str | None,
         groups: Sequence[Iterable[Sequence[int]] | None] = (None, None),
     ) -> None:
-        """Sets both data sets, with conditions that are made from the images if one is asked for.
+        """Sets both data sets, with conditions made from the images if `condition` names some in `MADE`.
 
-        Args:
-            train_set: Samples trained on.
-            validation_set: Samples held back.
-            condition: What is made, by its name in `MADE`.
-            groups: Of both, places of the samples of one size; None where all have it.
+        `groups` has, for both, places of the samples of one size; None where all have it.
         """
         made = (train_set, validation_set)
         if condition is not None:
@@ -266,7 +233,10 @@ class CaptionedDataModule(L.LightningDataModule):
 
     def held_back_conditions(self, count: int) -> Tensor | None:
         """Returns what a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
-        return stacked_conditions(self._held_back(count))
+        samples = self._held_back(count)
+        if not samples or "condition" not in samples[0]:
+            return None
+        return torch.stack([sample["condition"] for sample in samples])
 
     def _held_back(self, count: int) -> list[Sample]:
         there = self._drawn_from()

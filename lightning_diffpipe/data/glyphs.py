@@ -13,8 +13,6 @@ Whether a (character, face) pair is held back follows from a hash of its caption
 machines, resolutions and alphabets, and independent of the order of the files.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 from functools import cache
@@ -29,12 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import (
-    CaptionedDataModule,
-    Sample,
-    require_made,
-    share_of,
-)
+from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, require_made, share_of
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Split = Literal["train", "validation", "all"]
@@ -126,15 +119,7 @@ def glyphs_of(alphabets: Sequence[str], faces: Sequence[str]) -> list[Glyph]:
 
 
 def draw(glyph: Glyph, resolution: int) -> Tensor:
-    """Draws one glyph, white on black.
-
-    Args:
-        glyph: What to draw.
-        resolution: Width and height of the image, in pixels.
-
-    Returns:
-        Grey levels, uint8, `(resolution, resolution)`.
-    """
+    """Returns a glyph, white on black, as grey levels of 8 bits, `(resolution, resolution)` in pixels."""
     image = Image.new("L", (resolution, resolution), 0)
     pen = ImageDraw.Draw(image)
     font = _font(str(_known_faces()[glyph.face]), int(0.69 * resolution))

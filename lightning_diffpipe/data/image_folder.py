@@ -1,7 +1,7 @@
 """Folders of images or videos with captions (`listing.py`), in one size, or in buckets of several (`buckets.py`).
 
 Which images are held back follows from a hash of their path in the folder. For a ControlNet, or a pipeline that
-edits images, there may be a second image of the same shape beside each (`condition="conditioning_image"`), and a
+edits images, there may be a second image of the same shape next to each (`condition="conditioning_image"`), and a
 mask that says where the loss counts (`mask="masks"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
@@ -25,14 +25,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.data.augmentation import Augmentation
-from lightning_diffpipe.data.buckets import (
-    Batches,
-    BucketBatches,
-    Last,
-    Shape,
-    Sizes,
-    grouped,
-)
+from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
 from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (
@@ -54,7 +47,7 @@ class Folder:
     Attributes:
         folder: Its path.
         repeats: How often an epoch takes each of its images.
-        weight: How much its losses count, such as those of a prior beside a subject.
+        weight: How much its losses count, such as those of a prior next to a subject.
 
     Raises:
         ConfigurationError: A number that cannot be.
@@ -126,7 +119,7 @@ class FolderSamples(Dataset[Sample]):
 
 
 class ImageFolderDataModule(CaptionedDataModule):
-    """Images or videos of folders, captioned by `metadata.jsonl`, `metadata.csv` or texts beside them.
+    """Images or videos of folders, captioned by `metadata.jsonl`, `metadata.csv` or texts next to them.
 
     Args:
         folder: Holds images and their captions; or a list of folders, each a path or a mapping such as

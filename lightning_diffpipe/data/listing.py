@@ -2,15 +2,13 @@
 
     folder/metadata.jsonl      {"file_name": "cat.png", "text": "a cat on a sofa"}   one for each line
     folder/metadata.csv        file_name,text                                        the same as a table
-    folder/cat.txt             a cat on a sofa                                       beside cat.png
+    folder/cat.txt             a cat on a sofa                                       next to cat.png
 
 The first two are the layout of Hugging Face's ImageFolder, the third that of most trainers. A folder with metadata
-consists of what they list; a text beside one of these images must say the same. In a folder without, images are
-found by their endings. What lies beside an image (a condition, a mask) is named by a key of the metadata, or
+consists of what they list; a text next to one of these images must say the same. In a folder without, images are
+found by their endings. What lies next to an image (a condition, a mask) is named by a key of the metadata, or
 is the file of the same name in a folder: `folder/masks/cat.png`.
 """
-
-from __future__ import annotations
 
 import csv
 import io
@@ -29,7 +27,7 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 
 
 class Entry(NamedTuple):
-    """An image or video, its caption, files beside it by what they are, and where it was found.
+    """An image or video, its caption, files next to it by what they are, and where it was found.
 
     Attributes:
         path: Of the image.
@@ -53,7 +51,7 @@ class Listing:
     Attributes:
         folder: Where the images are.
         caption_key: Key, or column, of the caption.
-        companions: Keys of files beside each image, by what they are: `{"mask": "masks"}`.
+        companions: Keys of files next to each image, by what they are: `{"mask": "masks"}`.
         has_videos: Whether videos are wanted, which are files or folders.
         needs_captions: Whether an image found without caption is refused; else it has an empty one.
     """
@@ -157,7 +155,7 @@ class Listing:
         return Entry(path, caption, dict(zip(self.companions, others, strict=True)), where)
 
     def _found(self, on_error: str, errors: list[DataError]) -> list[Callable[[], Entry]]:
-        """Finds images by their endings and captions beside them."""
+        """Finds images by their endings and captions next to them."""
         known = IMAGES | VIDEOS if self.has_videos else IMAGES
         there = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
         texts = {path.stem: path for path in there if path.suffix == ".txt" and path.is_file()}

@@ -1,10 +1,8 @@
-"""From files to tensors: images, videos, and what lies beside them.
+"""From files to tensors: images, videos, and what lies next to them.
 
 Images are turned upright, scaled and cropped in one pass over what is kept, put on a background where they are
 transparent, and converted to sRGB. Videos are decoded by PyAV, or are folders of frames.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -150,19 +148,19 @@ def read_sample(
     companions: Mapping[str, tuple[IO[bytes] | Path, str]],
     alpha: bool = False,
 ) -> Sample:
-    """Reads an image and what lies beside it.
+    """Reads an image and what lies next to it.
 
     Args:
         file: In any form that PIL knows.
         caption: Of the image.
-        crop: What is kept of it, and of what lies beside it.
+        crop: What is kept of it, and of what lies next to it.
         background: As for `to_pixels`.
         name: What to call the file.
         companions: Files of a `"condition"` and a `"mask"`, as far as there are some, and what to call them.
         alpha: Whether the image's own alpha channel is the mask.
 
     Raises:
-        DataError: A file cannot be read, or one beside the image has another shape; names what they are called.
+        DataError: A file cannot be read, or one next to the image has another shape; names what they are called.
     """
     with reading(name), Image.open(file) as image:
         sample: Sample = {"image": to_pixels(image, crop, background), "caption": caption}
@@ -264,11 +262,7 @@ def _decoded(path: Path, num_frames: int, crop: Crop, background: str) -> list[T
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Names a file that cannot be read.
-
-    Raises:
-        DataError: For whatever a decoder meets in a broken file.
-    """
+    """Turns whatever a decoder raises for a broken file into a DataError that names the file."""
     try:
         yield
     except DataError:

@@ -1,13 +1,11 @@
 """Tar shards in webdataset's layout: `000.jpg`, `000.txt`, `001.jpg`, `001.txt`, ...
 
-A second image may lie beside each for a ControlNet, `000.cond.png` if the condition is called `"cond.png"`; a mask
+A second image may lie next to each for a ControlNet, `000.cond.png` if the condition is called `"cond.png"`; a mask
 alike.
 
 Reading shards front to back keeps disks and object stores streaming where millions of small files
 would not. The package `webdataset` is optional: `pip install lightning-diffpipe[webdataset]`.
 """
-
-from __future__ import annotations
 
 import io
 import itertools
@@ -61,7 +59,7 @@ class _Epochs(IterableDataset[Batch]):
     _num_read: int = 0
 
     def skip_batches(self, count: int) -> None:
-        """Lets epochs that are begun from now on begin with a later batch, as a run does that goes on in one."""
+        """Lets epochs that are started from now on begin with a later batch, as a run does that goes on in one."""
         self._skipped = count
 
     def __len__(self) -> int:

@@ -8,8 +8,8 @@ computes only what is asked for, so the two halves are two kinds of questions to
             │       │       │
             w1      w2      w3 (weights)         hanging off them: ways to weights only
 
-    first half    gradients of the inputs; what flows into each u is noted on the way
-    second half   for each u, from what was noted, the gradients of the weights that hang off it
+    first half    gradients of the inputs; what flows into each u is recorded on the way
+    second half   for each u, from what was recorded, the gradients of the weights that hang off it
 
 A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for where its
 way leaves the u's: that gradient is noted in the first half, and continued in the second. Weights of a group norm
@@ -28,8 +28,6 @@ ones to it in place. But a tensor that nobody else holds may be a view of memory
 Source:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,11 +74,6 @@ def _memory(tensor: Tensor | None) -> int | None:
 Node = Any  # torch.autograd.graph.Node, without stubs for what is used here
 
 
-def _is_in_one_piece(node: Node) -> bool:
-    """Returns whether all gradients of an operation are computed together, whichever are asked for."""
-    return isinstance(node, BackwardCFunction) or node.name() == "NativeGroupNormBackward0"
-
-
 @dataclass
 class WeightGradients:
     """The second half, waiting to be run.
@@ -95,7 +88,7 @@ class WeightGradients:
         """Adds the gradients of the weights to their `.grad` and frees the graph."""
         while self.calls:
             edges, flows, weights = self.calls.pop(0)
-            # What was noted may have left as a message already: gradients of inputs, untouched on their way.
+            # What was recorded may have left as a message already: gradients of inputs, untouched on their way.
             with in_own_memory(weights, lambda flows=flows: flows):
                 torch.autograd.backward(edges, flows, retain_graph=bool(self.calls), inputs=weights)
 
@@ -118,10 +111,12 @@ def input_gradients(
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
     apart, shared = graph.exits()
-    whole = [node for node in apart if _is_in_one_piece(node)]
+    # These compute all gradients together, whichever are asked for.
+    norm = "NativeGroupNormBackward0"
+    whole = [n for n in apart if isinstance(n, BackwardCFunction) or n.name() == norm]
     early = [weight for node in whole for weight in apart.pop(node)]
-    noted: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(partial(noted.__setitem__, node)) for node in apart]
+    recorded: dict[Node, tuple[Tensor | None, ...]] = {}
+    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in apart]
     edges = [GradientEdge(node, number) for node, number in shared]
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
@@ -145,7 +140,7 @@ def input_gradients(
         weights = [weight for weight, _ in known]
         later.calls.append((weights, [flow for _, flow in known], weights))
     for node, weights in apart.items():
-        ways = [(i, flow) for i, flow in enumerate(noted.get(node, ())) if flow is not None]
+        ways = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
         if ways:
             starts_here = [GradientEdge(node, i) for i, _ in ways]
             later.calls.append((starts_here, [flow for _, flow in ways], weights))

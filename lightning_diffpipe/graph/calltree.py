@@ -146,11 +146,7 @@ def forward_replaced(
 
 
 def _refuse_collective(func: Any) -> None:
-    """Refuses that a step talks to other ranks, which run other stages of it, or the same at another time.
-
-    Raises:
-        ConfigurationError: There are other ranks; names the user's line and what it calls.
-    """
+    """Raises ConfigurationError if a step calls other ranks, which run other stages of it."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     frames = traceback.extract_stack()
@@ -235,7 +231,7 @@ class CallTree(TorchDispatchMode):
 
     Args:
         root: The module whose step runs.
-        look: What shall be noted of arguments and output of a call.
+        look: What shall be recorded of arguments and output of a call.
         repeats: Recognises calls that have run in other places.
 
     Attributes:
@@ -334,7 +330,6 @@ class CallTree(TorchDispatchMode):
 
     def _repeated(self, call: Call, node: CallNode) -> Any:
         """Notes what was seen in a call of an equal module."""
-        assert call.known is not None
         seen, inside = call.known.notes
         vars(node).update(vars(_renamed(seen, "", call.name)))
         self.names += (call.name + name for name in inside)

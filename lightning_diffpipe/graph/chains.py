@@ -1,4 +1,4 @@
-"""Chains: several backbones that one step trains beside each other, found by what they read.
+"""Chains: several backbones that one step trains next to each other, found by what they read.
 
 A cascade's base and super-resolution denoiser know nothing of each other: no trained layer of one reads what the
 other gives, they share no trained parameter, and each adds a term of its own to the loss. Then the end of each
@@ -16,8 +16,6 @@ Passes are stretches of the path in which the same layers are called again, foun
 estimates first and then trains on the estimate (self-conditioning), a teacher and a student of one network,
 consistency steps: all call their denoiser several times.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace

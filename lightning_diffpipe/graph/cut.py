@@ -1,9 +1,8 @@
 """Cutting the trained path into stages: what each stage runs, holds, receives and sends.
 
-The boundary of a cut is every tensor made before it and read after it; a tensor that skips stages
-passes through those between, unless an earlier stage of the same rank has it (`route` in
-`planning/schedule.py`). Frozen layers are no part of any stage: wherever they run, their results reach the stages
-that read them as `frozen_received`.
+The boundary of a cut is every tensor made before it and read after it; a tensor that skips stages passes through
+those between, unless an earlier stage of the same rank has it (`route` in `planning/schedule.py`). Frozen layers
+are no part of any stage: wherever they run, their results reach the stages that read them as `frozen_received`.
 
     path:      l0   l1  |  l2   l3  |  l4   loss
     reads:               l1        l1 (skip), l3
@@ -238,11 +237,7 @@ def _stage_cut(
 
 
 def require_hooks_within_stages(graph: LayerGraph, pieces: Cut) -> None:
-    """Refuses hooks on gradients that come from several stages.
-
-    Raises:
-        GraphError: There is one; names what reads its tensor.
-    """
+    """Raises GraphError for a hook on a gradient that comes from several stages; names what reads its tensor."""
     tail = len(graph.layers)
     stage_of = {layer: stage.index for stage in pieces.stages for layer in stage.layers}
     stage_of[tail] = len(pieces.stages) - 1

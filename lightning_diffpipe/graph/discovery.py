@@ -170,7 +170,7 @@ class StepProbe:
         raise GraphError(f"values leave layers without being returned: {sorted(leaky)[:5]}")
 
     def discover_named(self, names: Collection[str]) -> LayerGraph:
-        """Takes modules of these names for layers; what lies beside them has layers as coarse as can be.
+        """Takes modules of these names for layers; what lies next to them has layers as coarse as can be.
 
         Raises:
             LayerLeakError: One of them must be expanded.
@@ -184,9 +184,7 @@ class StepProbe:
         return self._trace_of(choose)
 
     def _trace_of(
-        self,
-        choose: Callable[[CallTree], tuple[set[str], set[str]]],
-        leaky: Collection[str] = (),
+        self, choose: Callable[[CallTree], tuple[set[str], set[str]]], leaky: Collection[str] = ()
     ) -> LayerGraph:
         """Traces the layers that are chosen from a tree of calls."""
         if self._tree is None:
@@ -265,19 +263,15 @@ class StepProbe:
         )
 
     def _refuse_new_hooks(self) -> None:
-        """Refuses a step that puts hooks on modules, which would come on top of those of the runs before.
+        """Raises GraphError for a step that puts hooks on modules, on top of those of the runs before.
 
-        Models of transformers put some once and for all, and make a private note of it, which stays. One that was
-        there before, as False say, is put back after runs.
-
-        Raises:
-            GraphError: It does.
+        Models of transformers put some once and for all, and note it in a private attribute, which stays.
         """
         (hooks_before, notes_before), (hooks, notes) = self._hooked, _hooks_and_notes(self.module)
         self._hooked = hooks, notes
         more = sorted(hooks - hooks_before)
-        noted = [note for note, is_true in notes.items() if is_true and note not in notes_before]
-        if more and not noted:
+        recorded = [note for note, is_true in notes.items() if is_true and note not in notes_before]
+        if more and not recorded:
             raise GraphError(
                 f"the step puts a hook on {more[0][0] or 'the module'}, and leaves it there. It runs several times "
                 "before training, after which attributes are what they were, and later for every microbatch; put "
@@ -285,14 +279,7 @@ class StepProbe:
             )
 
     def _followed(self, tracer: Tracer) -> tuple[Any, set[Any], set[Any]]:
-        """Runs the step under a tracer.
-
-        Returns:
-            What the step returned; the tags of that; and those of all that is read after the last layer.
-
-        Raises:
-            LayerLeakError: A layer must be expanded.
-        """
+        """Runs the step under a tracer; returns its result, that one's tags, and tags read after the last layer."""
         try:
             batch = self._new(self.batch)
             tracer.provenance.watch_batch(batch)
@@ -419,11 +406,7 @@ class StepProbe:
     def _dims_of_more_samples(
         self, tracer: Tracer, layers: Collection[str], containers: Collection[str]
     ) -> tuple[_MoreSamples | None, list[_Dims]]:
-        """Returns leading dimensions of arguments and outputs with one sample more, if the step runs.
-
-        Returns:
-            Those of all calls, as `LayerGraph.of_more_samples`, and those of all layers in call order.
-        """
+        """Returns, with one sample more, `LayerGraph.of_more_samples`, and leading dimensions by layer."""
         unknown: list[_Dims] = [(None, None)] * len(tracer.records)
         if self._tree is None or self.fake_mode is None:  # else it was made before
             self._larger = self._tree_of_more_samples()

@@ -495,7 +495,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _repeated(reads: Sequence[_Number]) -> _Operators:
-    """Gives lines that take numbers out of tensors those that were noted, also where tensors have none."""
+    """Gives lines that take numbers out of tensors those that were recorded, also where tensors have none."""
     values: dict[_Line, deque[Any]] = defaultdict(deque)
     for line, value in reads:
         values[line].append(value)

@@ -193,11 +193,7 @@ class FrozenView(View):
         return frozenset(self._differences(call, seed, singles))
 
     def _groups(
-        self,
-        call: Callable[[], Any],
-        seed: int,
-        samples: Samples | None,
-        group_size: int | None,
+        self, call: Callable[[], Any], seed: int, samples: Samples | None, group_size: int | None
     ) -> tuple[Samples, ...]:
         """Returns what layers run on, one after the other; empty for all samples at once."""
         num_samples = self.graph.num_samples

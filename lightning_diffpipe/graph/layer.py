@@ -258,7 +258,7 @@ class LayerGraph:
             gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
         form: Which parts of the batch it was planned with have one entry per sample, or how the module cuts it.
-        weighted: The step returns a weight beside its loss.
+        weighted: The step returns a weight besides its loss.
     """
 
     layers: tuple[Layer, ...]
@@ -329,11 +329,7 @@ class LayerGraph:
         return self.layers[index].reads if index < len(self.layers) else self.tail_reads
 
     def spec(self, key: TensorKey) -> TensorSpec:
-        """Returns what the tensor of a key looks like.
-
-        Raises:
-            GraphError: There is no such tensor.
-        """
+        """Returns what the tensor of a key looks like, or raises GraphError if there is none."""
         layer, leaf = key
         if 0 <= layer < len(self.layers) and 0 <= leaf < len(self.layers[layer].outputs):
             spec = self.layers[layer].outputs[leaf]

@@ -10,10 +10,8 @@ needs a number, and an argument that differs (another crop, a dropped caption) i
 
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
 twice with different seeds; a VAE's posterior is drawn after its layers, so that its moments are stored and every
-epoch draws anew.
+epoch draws again.
 """
-
-from __future__ import annotations
 
 import hashlib
 import warnings
@@ -40,12 +38,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.versions import (
-    bytes_of,
-    circumstances,
-    module_digest,
-    weights_state,
-)
+from lightning_diffpipe.graph.versions import bytes_of, circumstances, module_digest, weights_state
 
 _VERSION = 2
 
@@ -117,11 +110,7 @@ class LayerMemo:
     def call(
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
-        """Returns what a layer gives for these arguments.
-
-        Raises:
-            GraphError: What was stored is not what the layer gives.
-        """
+        """Returns what a layer gives for these arguments; raises GraphError if something else is stored."""
         digest = self._digest(layer, module) if layer.name in self.names else None
         keys = None if digest is None else keys_of(layer, digest, args, kwargs, self._any_size)
         if keys is None:

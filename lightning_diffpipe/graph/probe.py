@@ -18,8 +18,6 @@ expanded is seeded and computed elsewhere, so containers stay expanded whose glu
 hold much frozen work.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -88,12 +86,7 @@ def probe(
 
 
 def reprobe(
-    root: nn.Module,
-    step: Step,
-    batch: Any,
-    graph: LayerGraph,
-    *,
-    any_form: bool = False,
+    root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, any_form: bool = False
 ) -> LayerGraph:
     """Probes a batch of another signature, or of another form, with the layers, folded or not, of a known graph.
 
@@ -202,11 +195,7 @@ def _traced(
     containers: Collection[str],
     seed: int = 0,
 ) -> LayerGraph:
-    """Traces the step of a known graph with other layers; random streams are seeded as in that graph.
-
-    Raises:
-        LayerLeakError: One of the layers must be expanded.
-    """
+    """Traces the step of a known graph with other layers; random streams are seeded as in that graph."""
     return _in_some_mode(
         _how_known(graph),
         StepProbe(root, step, batch, seed, form=graph.form),

@@ -10,8 +10,6 @@ yet, returned by it), `Buffer`, `Hooked`, or None (data: random, or from a stora
 buffer).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,16 +30,9 @@ from lightning_diffpipe.graph.calltree import (
     written_tensors,
 )
 from lightning_diffpipe.graph.fakes import DEVICE_OF
-from lightning_diffpipe.graph.layer import (
-    ContainerCall,
-    FoldedOutput,
-    Value,
-    storage_key,
-)
+from lightning_diffpipe.graph.layer import ContainerCall, FoldedOutput, Value, storage_key
 from lightning_diffpipe.graph.rng import draws
-from lightning_diffpipe.graph.side_effects import (
-    GeneratorDraws,
-)
+from lightning_diffpipe.graph.side_effects import GeneratorDraws
 
 # Their schemas do not say that they change running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -249,11 +240,7 @@ class Provenance(TorchDispatchMode):
         return tags
 
     def of(self, tree: Any) -> set[Any]:
-        """Returns tags of all tensors in a tree.
-
-        Raises:
-            LeakError: One of them lives inside a layer that is not the current one.
-        """
+        """Returns tags of all tensors in a tree; raises LeakError if one lives inside another layer than this."""
         return self._outside(self._raw(tensors_in(tree)))
 
     def _outside(self, tags: set[Any]) -> set[Any]:
@@ -337,7 +324,6 @@ class Provenance(TorchDispatchMode):
     @contextlib.contextmanager
     def observed(self) -> Iterator[Observed]:
         """Notes what a call inside a layer does."""
-        assert self.current is not None
         observed, record = Observed(), self.current
         cost, drew, record.drew = record.cost, record.drew, False
         self._observed.append(observed)
@@ -350,7 +336,6 @@ class Provenance(TorchDispatchMode):
 
     def repeat(self, read: list[Tensor], made: list[Tensor], cost: int, drew: bool) -> None:
         """Notes what a call in a layer does that is not run: what it reads and makes, as operators would."""
-        assert self.current is not None
         raw = self._raw(read) | ({None} if drew else set())
         outside = self._outside(raw)
         self.current.reads |= outside

@@ -74,7 +74,7 @@ class Known:
     Attributes:
         spec: Structure of what it returned.
         leaves: Leaves of that.
-        notes: What its observer has noted.
+        notes: What its observer has recorded.
     """
 
     spec: Any
@@ -160,11 +160,7 @@ class Repeats:
         return number
 
     def structure_of(self, module: nn.Module, but: str = "") -> Hashable:
-        """Returns what a module computes by, but for the modules inside of it, and for one attribute.
-
-        Raises:
-            _UnlikeError: It can be compared with no other.
-        """
+        """Returns what a module itself computes by, but for one attribute, or raises _UnlikeError."""
         held = vars(module)
         if self._parents[id(module)] > 1 or any(held.get(name) for name in _HOOKS):
             raise _UnlikeError
@@ -222,12 +218,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        repeats: Repeats,
-        key: Hashable,
-        name: str,
-        module: nn.Module,
-        leaves: list[Any],
+        self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, leaves: list[Any]
     ) -> None:
         self._repeats, self._key = repeats, key
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -239,7 +230,6 @@ class Call:
 
     def result(self) -> tuple[Any, list[Tensor]]:
         """Returns what the call returns, as the known one did, and the tensors that were made for it."""
-        assert self.known is not None
         out: list[Any] = []
         new: list[Tensor] = []
         for leaf in self.known.leaves:
@@ -259,7 +249,7 @@ class Call:
 
         Args:
             out: The result.
-            notes: What its observer has noted; None if it saw what other calls cannot be taken to do.
+            notes: What its observer has recorded; None if it saw what other calls cannot be taken to do.
         """
         ran = None
         with contextlib.suppress(_UnlikeError):
@@ -354,27 +344,16 @@ class _Connected(torch.autograd.Function):
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what a fake tensor looks like.
-
-    Raises:
-        _UnlikeError: It has values.
-    """
+    """Returns what a fake tensor looks like, or raises _UnlikeError if it has values."""
     if type(tensor) is not FakeTensor or tensor.constant is not None:
         raise _UnlikeError
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
-    """Returns a description of a setting that equal ones share.
+    """Returns a description of a setting that equal settings share, or raises _UnlikeError.
 
-    Args:
-        value: The setting.
-        own: The name of the module that holds it: as a setting, as adapters have it, it tells modules apart by
-            nothing else.
-        around: The objects that it lies in.
-
-    Raises:
-        _UnlikeError: It may hold what cannot be described.
+    As a setting, the module's name `own` tells modules apart by nothing else; `around` are enclosing objects.
     """
     if isinstance(value, str) and "." in value and f".{own}".endswith(f".{value}"):
         return "own name", value.count(".")

@@ -12,8 +12,6 @@ microbatch), so that filling, restarts and other cuts change nothing.
 `torch.manual_seed` takes 0.15 ms as it visits every backend; generators are seeded directly instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -210,10 +208,8 @@ _NUMBERS = (
     (np.random, ("random", "random_sample", "rand", "randn", "randint", "uniform", "normal")),
 )
 """By module: functions that draw numbers, which can be compared."""
-_NUM_REDRAWN, _MOST_DRAWS = (
-    64,
-    1000,
-)  # later ones are as they fall: a step may draw until it likes what it gets
+# Later ones are as they fall: a step may sample until it likes what it gets.
+_NUM_REDRAWN, _MOST_DRAWS = 64, 1000
 _MOST_NUMBERS = 4096  # of more nobody makes a coin
 
 

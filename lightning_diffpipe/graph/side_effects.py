@@ -20,8 +20,6 @@ runs make up for it, and what nothing can make up for is refused.
   which PyTorch would refuse a hook.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -74,11 +72,7 @@ def gradients_noticed(taken: Callable[[str], None]) -> Iterator[None]:
 
 
 def refuse_gradients(name: str) -> None:
-    """Refuses gradients that the step takes itself between layers, by a function of this name.
-
-    Raises:
-        GraphError: Says where.
-    """
+    """Raises GraphError for gradients that the step takes itself between layers, by a function of this name."""
     raise GraphError(
         f"the step computes gradients itself ({caller()} calls {name}), but in a pipeline they would have "
         "to cross stages. Return the loss and leave its gradient to the trainer (automatic optimization); "
@@ -87,11 +81,7 @@ def refuse_gradients(name: str) -> None:
 
 
 def refuse_transformed(layer_name: str) -> None:
-    """Refuses to call a layer inside a function transform: tangents would cross stages.
-
-    Raises:
-        GraphError: There is one; says where.
-    """
+    """Raises GraphError if a layer is called inside a function transform: tangents would cross stages."""
     transform = transform_around()
     if transform is not None:
         raise GraphError(
@@ -397,7 +387,7 @@ class AttributeWrites:
         found = {}
         for attribute in self.left():
             before, now = self._before[attribute][1], self._now(attribute)
-            # One that is set anew after the last layer may be anything but a first 1.
+            # One that is set again after the last layer may be anything but a first 1.
             counts = before is not _MISSING or attribute in self._at_layer or now == 1
             if type(now) is int and isinstance(before, int) and before != now and counts:
                 # Where layers are stubs, what they count is there after the last one only.

@@ -6,7 +6,7 @@ a tensor. A pipeline runs it on one microbatch again and again, for every stage 
 that to probe it. So each run gets containers of its own, and copies of those tensors that the probe saw written;
 all others are shared, as copies would cost memory.
 
-Out come a loss, maybe a weight beside it, and what `self.log` was given.
+Out come a loss, maybe a weight besides it, and what `self.log` was given.
 
 Which parts of a batch have one entry per sample is known from its form: tensors and arrays with so many rows,
 lists with so many entries, tuples of so many strings. A collate function may as well have put tensors of all
@@ -113,11 +113,7 @@ class ModuleSplit:
         return cls(type(module).__name__, split_batch, count if callable(count) else None)
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cuts a batch, and looks whether the module gave what it was asked for.
-
-        Raises:
-            ConfigurationError: It gave another number of batches, or others sizes.
-        """
+        """Cuts a batch; raises ConfigurationError if the module gave another number of batches, or others sizes."""
         parts = list(self.split_batch(batch, list(sizes)))
         found = [count_samples(part, self) for part in parts]
         if found != list(sizes):
@@ -369,11 +365,7 @@ def batch_signature(batch: Any) -> str:
 
 
 def loss_of(out: Any) -> Tensor:
-    """Returns the loss among what a step returned.
-
-    Raises:
-        GraphError: There is none, it is no scalar, or no gradient can flow from it.
-    """
+    """Returns the loss that a step returned; raises GraphError if it is missing, no scalar, or without graph."""
     loss = out.get("loss") if isinstance(out, Mapping) else out
     if not isinstance(loss, Tensor):
         raise GraphError(

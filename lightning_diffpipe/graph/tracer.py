@@ -1,12 +1,10 @@
 """Running a step once, and noting what its layers read, make and change.
 
 A `Tracer` runs the step under `Provenance` and wraps three kinds of modules: layers, whose calls become records;
-expanded containers, whose extent in the sequence of layers is noted, and whether their own glue draws random
+expanded containers, whose extent in the sequence of layers is recorded, and whether their own glue draws random
 numbers; and, inside a folded layer, layers of the fine graph, which are counted, as each of them seeds a stream of
 its own. Of several equal modules two are run (`repeats.py`).
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -58,7 +56,7 @@ _PACKED = {"_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 @dataclass(frozen=True)
 class _CallNotes:
-    """What is noted of a call inside a layer, to be taken over for an equal one.
+    """What is recorded of a call inside a layer, to be taken over for an equal one.
 
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
@@ -132,7 +130,7 @@ class Tracer:
         known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them draw random
             numbers; None: these are the finest, and that is to be found out.
         fake: Values are fake, so that states of generators tell nothing.
-        watched: Modules whose calls are noted besides.
+        watched: Modules whose calls are recorded besides.
         repeats: Recognises calls that have run in other places.
 
     Attributes:
@@ -254,8 +252,6 @@ class Tracer:
     def _repeated(self, call: Call) -> Any:
         """Notes what a call does that is not run, and returns what it would return."""
         record = self.provenance.current
-        assert record is not None
-        assert call.known is not None
         notes: _CallNotes = call.known.notes
         out, made = call.result()
         read = [*(call.leaves[i] for i in notes.arguments), *(call.state[k] for k in notes.state)]
@@ -270,7 +266,6 @@ class Tracer:
     @contextlib.contextmanager
     def _fine_call(self, name: str) -> Iterator[None]:
         record = self.provenance.current
-        assert record is not None
         self._in_fine = True
         self.fine_names.append(name)
         record.num_fine += 1
@@ -362,7 +357,7 @@ class Tracer:
 def _notes_of(
     call: Call, out: Any, observed: Observed, names: tuple[str, ...], fine_names: tuple[str, ...]
 ) -> _CallNotes | None:
-    """Returns what is noted of a call; None if it read something that lies elsewhere."""
+    """Returns what is recorded of a call; None if it read something that lies elsewhere."""
     leaves = {i: storage_key(x) for i, x in enumerate(call.leaves) if isinstance(x, Tensor)}
     state = {name: storage_key(x) for name, x in call.state.items()}
     read = observed.read | set(map(storage_key, tensors_in(out)))  # also what is passed through

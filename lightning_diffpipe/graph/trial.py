@@ -136,9 +136,8 @@ def _rebind(owner: Any, before: Mapping[str, Any], kinds: tuple[type, ...]) -> N
     """Gives a module, class or file those of its attributes back that are of some kinds."""
 
     def is_state(value: Any) -> bool:
-        is_site = hasattr(
-            type(value), "diffpipe_original"
-        )  # of `Interception`, which outlives a trial
+        # Sites of `Interception`, which outlive a trial.
+        is_site = hasattr(type(value), "diffpipe_original")
         return value is _MISSING or (isinstance(value, kinds) and not is_site)
 
     now = vars(owner)
@@ -173,11 +172,7 @@ def _attributes_restored(
 ) -> Iterator[None]:
     """Restores attributes of modules, classes and files, and what containers and objects among them hold.
 
-    Args:
-        root: The module whose step is run.
-        modules: Those that a run may change.
-        alone: These are all modules. Between training steps a run may note that something was done once and for
-            all, as putting hooks.
+    `alone` says that `modules` are all those of `root`; else a run may note what was done once and for all.
     """
     owners: dict[Any, tuple[type, ...]] = {root: (Iterator,)}
     owners |= dict.fromkeys(_users_code(root), _STATES)

@@ -8,8 +8,6 @@ Writes in place count up a tensor's version, and a replaced tensor is another ob
 many averages of weights, do neither: so some elements of each tensor are compared too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect
@@ -182,7 +180,7 @@ _State = tuple[list[Tensor | None], list[int], list[int]]
 
 
 class Versions:
-    """Tells whether tensors of a module were written in place, or replaced, since they were noted.
+    """Tells whether tensors of a module were written in place, or replaced, since they were recorded.
 
     A write through `.data` is seen by 16 elements, spread over the tensor. On GPUs they count until the optimizer
     has made three steps, as comparing waits for the device: averages of trained weights change with the first.
@@ -198,18 +196,14 @@ class Versions:
         ]
         self._num_updates = 0
         self._pieces: list[list[Tensor]] = []
-        self._noted: _State = [], [], []
+        self._recorded: _State = [], [], []
         self.note()
 
     def note(self, before_update: bool = False) -> None:
-        """Notes the present versions: changes count from now on.
-
-        Args:
-            before_update: The optimizer's step comes next, and with it whatever follows trained weights.
-        """
-        before, self._noted = self._noted, self._now()
-        if not _same(before, self._noted):  # pieces lie where the tensors lay
-            there = [tensor for tensor in self._noted[0] if tensor is not None]
+        """Notes the present versions: changes count from now on; `before_update` if the optimizer steps next."""
+        before, self._recorded = self._recorded, self._now()
+        if not _same(before, self._recorded):  # pieces lie where the tensors lay
+            there = [tensor for tensor in self._recorded[0] if tensor is not None]
             self._pieces = _pieces([plain for tensor in there for plain in plain_tensors(tensor)])
         self._num_updates += before_update
         if self._num_updates >= _NUM_UPDATES:
@@ -218,7 +212,7 @@ class Versions:
 
     def changed(self) -> bool:
         """Returns whether anything was written or replaced since; takes 1 ms for a thousand tensors, about."""
-        if not _same(self._noted, self._now()):
+        if not _same(self._recorded, self._now()):
             return True
         return not all(map(torch.equal, self._compared(), self._elements))
 

@@ -102,11 +102,7 @@ class DummyMemory:
         return memory.as_strided(spec.shape, spec.stride)
 
     def require_unwritten(self) -> None:
-        """Checks that dummies were not written.
-
-        Raises:
-            GraphError: Somebody did.
-        """
+        """Raises GraphError if dummies were written."""
         for key, memory in self._largest.items():
             if memory._version != self._versions.get(key, memory._version):
                 raise GraphError(
@@ -436,8 +432,7 @@ class StageView(View):
         Args:
             call: Runs the user's step, e.g. `lambda: module.training_step(microbatch, 0)`.
             seed: Seed of the glue; the same on all stages for one microbatch.
-            received: Tensors from the stage before (`cut.received`) and from frozen layers
-                (`cut.frozen_received`).
+            received: Tensors from the stage before (`cut.received`) and from frozen layers (`cut.frozen_received`).
             log: Gets what the step logs, on the last stage; logging on others is muted. None leaves the step's own
                 logging alone.
 

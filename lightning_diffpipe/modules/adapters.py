@@ -7,8 +7,6 @@
 A config of diffusers or transformers does not know of adapters, so weights under these names would load as nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -170,13 +168,7 @@ def lora_weights(
 
 
 def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Writes one file that `load_lora_weights` of diffusers takes, and ComfyUI.
-
-    Args:
-        folder: Where to; the file is whole or not there.
-        parts: Parts of a pipeline, by their names there.
-        weights: Their adapters, as of `lora_weights`.
-    """
+    """Writes adapters of parts, by name, as one file for diffusers and ComfyUI, whole or not there."""
     configs = {}
     for name, part in adapted_parts(parts).items():
         config = part.peft_config[_only_adapter(name, part)].to_dict()
@@ -277,11 +269,7 @@ def _active(part: Any) -> list[str]:
 
 
 def add_adapters(part: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Makes the adapters of `settings_of` again, with weights that still have to be loaded.
-
-    Raises:
-        CheckpointError: The package peft is missing.
-    """
+    """Makes the adapters of `settings_of` again, without their weights; raises CheckpointError without peft."""
     if not settings:
         return
     try:

@@ -8,8 +8,7 @@
 A checkpoint of a model of 12 billion weights then has megabytes, not 24 GB. `Lora(store_all=True)` keeps all in it.
 
 Samples are as they were read, and compared in the coarser type of both: a run may have another precision than the
-run before. An optimizer changes all values of a tensor, so another state of a training is
-noticed.
+run before. An optimizer changes all values of a tensor, so another state of a training is noticed.
 """
 
 from __future__ import annotations
@@ -98,16 +97,7 @@ class BaseModel:
     def completed(
         self, name: str, own: Mapping[str, Tensor], stored: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Returns the weights of a part, of which a checkpoint has some.
-
-        Args:
-            name: Name of the part.
-            own: All its weights, by their names in it, as the base has them.
-            stored: Those in the checkpoint.
-
-        Raises:
-            CheckpointError: They are others than the adapters were trained with.
-        """
+        """Returns a part's weights, `stored` and those of the base, or raises CheckpointError for another base."""
         if name not in self.samples:
             return dict(stored)
         rest = {k: value for k, value in own.items() if k not in stored and ".lora_" not in k}

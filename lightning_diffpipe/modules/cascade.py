@@ -12,8 +12,6 @@ Sources:
     Text-conditional cascades: Imagen, Saharia et al. (2022), https://arxiv.org/abs/2205.11487
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import Any
@@ -102,9 +100,8 @@ class CascadedDiffusion(PartsModule):
     ) -> dict[str, Tensor]:
         """Computes the losses of the base and of the upscaler, and their sum.
 
-        Args:
-            batch: `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size; and `caption`, B strings.
-            generator: Of the noise in validation; None in training.
+        The batch has `image`, `(B, 3, H, W)` in [-1, 1], of the upscaler's size, and `caption`, B strings; the
+        generator is that of the noise in validation, None in training.
         """
         images = batch["image"]
         tokens = tokenize(self.tokenizer, batch["caption"], self.device)

@@ -13,8 +13,6 @@ Source: Adding Conditional Control to Text-to-Image Diffusion Models, Zhang et a
 Half of the captions are dropped as in its section 3.3, so that the condition has to be understood without them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self

@@ -4,8 +4,6 @@ Captions have one fixed length, because every microbatch must have the same shap
 of a batch would give stages boundaries that change from batch to batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,9 +4,8 @@
 has no control flow on values of tensors and never reads one on the host, so a strategy may run any
 stretch of it on any rank, and a GPU is never waited for.
 
-Caption dropout, which makes classifier-free guidance possible, replaces token ids by those of the
-empty caption before the text encoder runs: no second encoder call, and the frozen text encoder
-stays free of anything random.
+Caption dropout, which makes classifier-free guidance possible, replaces token ids by those of the empty caption
+before the text encoder runs: no second encoder call, and the frozen text encoder stays free of anything random.
 
 With self-conditioning the denoiser also gets an estimate of the clean latents, in input channels of its own:
 zeros, or, if a coin says so, what a first pass without gradients makes of the same noisy latents. Sampling
@@ -17,8 +16,6 @@ Sources:
     Classifier-free guidance, Ho & Salimans (2022), https://arxiv.org/abs/2207.12598
     Self-conditioning: Analog Bits, Chen et al. (2022), https://arxiv.org/abs/2208.04202
 """
-
-from __future__ import annotations
 
 import copy
 import random

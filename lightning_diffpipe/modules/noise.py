@@ -11,8 +11,6 @@ Everything here is fp32, whatever precision the denoiser runs in: in bf16, which
 mantissa, neighbouring time steps would have the same alpha.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

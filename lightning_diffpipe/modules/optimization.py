@@ -1,7 +1,5 @@
 """An optimizer, and learning rates that warm up, stay, and fall: the same for all built-in modules."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -116,12 +114,7 @@ class Optimization:
         return may_be_divided(optimizer)
 
     def factor(self, step: int, num_steps: float) -> float:
-        """Returns the learning rate at a step, as a share of `lr`.
-
-        Args:
-            step: Optimizer steps taken so far.
-            num_steps: Steps of the whole run; infinity where nobody knows.
-        """
+        """Returns the learning rate, as a share of `lr`, after `step` of `num_steps` steps (inf if unknown)."""
         warmup = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         if self.decay == "constant" or math.isinf(num_steps):
             return warmup
@@ -164,11 +157,7 @@ class Optimization:
         ]
 
     def configure(self, module: L.LightningModule) -> dict[str, Any]:
-        """Builds what `configure_optimizers` returns, over all parameters that ask for gradients.
-
-        Raises:
-            ConfigurationError: See `parameter_groups`.
-        """
+        """Builds what `configure_optimizers` returns, over all trained parameters; raises as `parameter_groups`."""
         optimizer = self._made(self.parameter_groups(module))
         num_steps = module.trainer.estimated_stepping_batches
         if num_steps < 0:  # Lightning's max_steps for "no limit", with loaders without a length

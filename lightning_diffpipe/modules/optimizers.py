@@ -1,4 +1,4 @@
-"""Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon beside AdamW.
+"""Optimizers that libraries do not have in a form that stages can use: Prodigy, and Muon next to AdamW.
 
 Prodigy finds one step size from two sums over all parameters. A rank of a pipeline has those of its own stage, so
 sums of all ranks are added before it is computed (`sum_over_ranks`, which the strategy calls). The host
@@ -8,8 +8,6 @@ Sources:
     Prodigy: Mishchenko & Defazio (2023), https://arxiv.org/abs/2306.06101; settings have the names of prodigyopt.
     Muon: Jordan et al. (2024), https://kellerjordan.github.io/posts/muon/
 """
-
-from __future__ import annotations
 
 import inspect
 import math
@@ -85,12 +83,7 @@ class Prodigy(Optimizer):
     def sum_over_ranks(
         self, counted: Iterable[nn.Parameter], reduce: Callable[[Tensor], Tensor]
     ) -> None:
-        """Adds up the sums of several ranks from now on.
-
-        Args:
-            counted: Parameters that this rank counts, and no other one.
-            reduce: Returns the sum of a tensor over ranks, on all of them.
-        """
+        """Sums over ranks by `reduce` from now on; no other rank counts the parameters `counted`."""
         self._counted, self._reduce = {id(p) for p in counted}, reduce
 
     @torch.no_grad()
@@ -191,7 +184,7 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         loss = _loss_of(closure)
-        # `load_state_dict` makes both anew.
+        # `load_state_dict` makes both again.
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.state, part.param_groups = self.state, [group]
             part.step()

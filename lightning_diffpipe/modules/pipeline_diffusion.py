@@ -7,8 +7,6 @@ Which conditions the denoiser gets, and in what layout, is up to the pipeline; w
 scheduler.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,7 +114,7 @@ class PipelineDiffusion(PartsModule):
         self.part_names = tuple(components)
         for name, part in components.items():
             setattr(self, name, part)
-        # What a `model_index.json` says of a pipeline beside its parts.
+        # What a `model_index.json` says of a pipeline besides its parts.
         every, config = pipeline.components, pipeline.config
         plain = {n: v for n, v in config.items() if n not in every and not n.startswith("_")}
         absent = {name: [None, None] for name, part in every.items() if part is None}

@@ -23,8 +23,6 @@ Sizes and crops, of which a call takes one for all samples, are given to the den
 numbers show in which of its arguments they stand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -284,7 +282,9 @@ class OneStep:
     ) -> None:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
-        pipeline.__class__ = _of_one_device(type(pipeline))
+        # A class that knows where it runs: diffusers looks at every module for that.
+        cls, device = type(pipeline), property(lambda own: own.device_of_latents)
+        pipeline.__class__ = type(cls.__name__, (cls,), {"_execution_device": device})
         own = vars(pipeline)
         own.update(parts, device_of_latents=timesteps.device)
         known = {n: v for n, v in further.items() if n in self.sizes and isinstance(v, Tensor)}
@@ -330,11 +330,7 @@ class OneStep:
         return arguments
 
     def check(self, pixels: Mapping[str, int]) -> None:
-        """Raises ConfigurationError where the pipeline's own check refuses images of a size.
-
-        Args:
-            pixels: As in `predict`.
-        """
+        """Raises ConfigurationError where the pipeline's own check refuses `pixels`, as of `predict`."""
         checked_arguments(self._pipeline, self._given([self.neutral], 1, pixels))
 
 
@@ -384,7 +380,7 @@ _dtypes: WeakKeyDictionary[Any, tuple[torch.dtype, torch.dtype]] = WeakKeyDictio
 
 
 def _dtype_of(part: Any) -> torch.dtype:
-    """Returns the type of a part, for which diffusers looks at every module; anew if its first weight changes."""
+    """Returns the type of a part, for which diffusers looks at every module; again if its first weight changes."""
     first = next(part.parameters()).dtype
     if part not in _dtypes or _dtypes[part][0] != first:
         _dtypes[part] = first, part.dtype
@@ -392,12 +388,6 @@ def _dtype_of(part: Any) -> torch.dtype:
 
 
 @functools.cache
-def _of_one_device(cls: type) -> type:
-    """Returns a pipeline's class that knows where it runs; diffusers looks at every module for that."""
-    device = property(lambda pipeline: pipeline.device_of_latents)
-    return type(cls.__name__, (cls,), {"_execution_device": device})
-
-
 def _methods_that_draw(cls: type) -> dict[str, types.FunctionType]:
     """Finds `__call__` and the methods that draw noise, without decorators such as `torch.no_grad`."""
     methods: dict[str, types.FunctionType] = {}

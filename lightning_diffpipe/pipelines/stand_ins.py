@@ -4,8 +4,6 @@ A `StandIn` has some members of its own and passes on everything else, so that c
 real part. The functions below make those of training; `trial.py` makes further ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

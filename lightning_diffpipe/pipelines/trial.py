@@ -6,8 +6,6 @@ and an offset for each channel. The inverse normalises what the encoder gives.
 Other runs show how the denoiser is given times and sizes, whether samples are apart, and who sees an image.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -153,17 +151,14 @@ class Trial:
         return self._calls[self._step.denoiser][0]
 
     def _decoded(
-        self,
-        draw: Draw,
-        times: Sequence[float] = (1.0,),
-        further: Mapping[str, Any] | None = None,
+        self, draw: Draw, times: Sequence[float] = (1.0,), further: Mapping[str, Any] | None = None
     ) -> Tensor:
         """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
         self._drawn.clear()
         self._calls.clear()
         found: list[Tensor] = []
 
-        def noted(shape: Sequence[int]) -> Tensor:
+        def recorded(shape: Sequence[int]) -> Tensor:
             self._drawn.append(tuple(shape))
             return draw(shape).to(self._device)
 
@@ -175,7 +170,7 @@ class Trial:
         discrete = "beta_schedule" in self._parts["scheduler"].config
         timesteps = torch.tensor(times, device=self._device)
         self._step.run(
-            noted,
+            recorded,
             timesteps.long() if discrete else timesteps,
             [self._step.neutral] * len(times),
             self._image(torch.ones(len(times))) | dict(further or {}),

@@ -175,10 +175,9 @@ def stored(default: Any = MISSING, **how: object) -> Any:
 
     Args:
         default: Of the field.
-        how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is
-            written at its default as well; `never=True`, if it is neither read nor written; `read` and `write`,
-            if its form depends on other fields: functions of the whole object's node, or of the object, and of
-            the field's key.
+        how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is written
+            at its default as well; `never=True`, if it is neither read nor written; `read` and `write`, if its form
+            depends on other fields: functions of the whole object's node, or of the object, and of the field's key.
     """
     return field(default=default, metadata=how)
 
@@ -242,13 +241,7 @@ def _default(own: Field[Any]) -> object:
 
 
 def read_value(hint: Any, node: Node, how: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Reads a value of a type: a number, a string, a tuple of a type, or a dataclass.
-
-    Args:
-        hint: The type.
-        node: JSON value to read.
-        how: Limits of numbers, see `stored`.
-    """
+    """Reads a value of a type: a number with limits as of `stored`, a text, a tuple or a dataclass."""
     if get_origin(hint) is UnionType:
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple:

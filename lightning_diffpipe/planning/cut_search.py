@@ -18,12 +18,7 @@ from itertools import islice, pairwise
 from lightning_diffpipe.planning.bounds import Bounds, StageNeeds
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
-from lightning_diffpipe.planning.evaluation import (
-    UNFILLED_SHARE,
-    Evaluator,
-    Proposal,
-    preference_s,
-)
+from lightning_diffpipe.planning.evaluation import UNFILLED_SHARE, Evaluator, Proposal, preference_s
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.partition import Cut, chain_cuts, minimax_cuts, nested_cuts
 from lightning_diffpipe.planning.plan import PipelinePlan

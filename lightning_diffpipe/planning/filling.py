@@ -100,9 +100,8 @@ def cheapest_group_size(
 ) -> int:
     """Returns the samples on which frozen layers run at a time, given the time of so many through all of them.
 
-    Ranks take whole groups, within `SHARES_PERIOD` batches; half of one is lost in them on average. The size,
-    a power of two of which each rank gets at least two, for which a rank's groups and that loss take least
-    time.
+    Ranks take whole groups, within `SHARES_PERIOD` batches; half of one is lost in them on average. The size, a
+    power of two of which each rank gets at least two, for which a rank's groups and that loss take least time.
 
     Example:
         >>> cheapest_group_size(lambda samples: samples, [16, 16], num_ranks=2)
@@ -186,8 +185,7 @@ def encode_parts(
         microbatch_sizes: Samples of every microbatch, in order.
         num_ranks: Ranks that share the work.
         splittable: Whether frozen layers may run for some samples of a microbatch only; if not, each is one group.
-        group_size: Samples of a group, which stays on one rank; the last of a microbatch may have
-            fewer.
+        group_size: Samples of a group, which stays on one rank; the last of a microbatch may have fewer.
         groups: How many groups each rank takes; as even as possible if not given.
         num_encoding: So many ranks share them then, the last ones; None for all.
 

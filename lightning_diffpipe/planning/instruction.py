@@ -1,8 +1,7 @@
 """The instruction set: everything a rank can do, and how it is written down.
 
-A rank runs a *program*, a tuple of instructions. Every instruction has a short text form that
-parses back to the same instruction, so that programs can be read in logs, kept in plans and typed
-in tests:
+A rank runs a *program*, a tuple of instructions. Every instruction has a short text form that parses back to the
+same instruction, so that programs can be read in logs, kept in plans and typed in tests:
 
     2F0      stage 2 forwards microbatch 0        2a0>3   send what stage 2 reads to rank 3
     2B0      ... and backpropagates it            2a0<1   post its receive from rank 1
@@ -14,8 +13,6 @@ in tests:
 
 On a rank that holds one stage only, the number of that stage may be left out: `F0 B0`.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterable

@@ -11,8 +11,6 @@ A schedule that breaks one of these would train something else than one process 
 Freedom from deadlock needs an execution, and is proved by `simulator.simulate`.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import zip_longest
 

@@ -28,8 +28,6 @@ would each wait for the other to take it. There one of them begins its receive w
 Both places are found by running all programs with hosts that wait for their devices before every instruction.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,9 +60,8 @@ def lower(
 
     Args:
         schedule: Compute instructions only; its order on each rank is kept.
-        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it
-            empty if there is none, or if the programs already contain their `Encode`
-            instructions.
+        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it empty if there is
+            none, or if the programs already contain their `Encode` instructions.
         num_ahead: Messages of an edge that are posted already while one is worked on.
     """
     schedule = with_collectives(schedule, frozen_parts)
@@ -100,7 +97,8 @@ def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
         if made is not None:
             out.append(made.send())
             if isinstance(instruction, Forward):
-                gradient = schedule.input_of(Backward(instruction.stage, instruction.microbatch))
+                backward = Backward(instruction.stage, instruction.microbatch)
+                gradient = next(schedule.inputs_of((backward,)))
                 assert gradient is not None
                 out.append(gradient.receive())
     return tuple(out)
@@ -234,37 +232,27 @@ def receives_due(schedule: Schedule) -> Due:
         >>> {str(at): [str(receive) for receive in receives] for at, receives in of_rank[0].items()}
         {'0g0?1': ['0g0<1'], '0g1?1': ['0g1<1']}
     """
-    sent, begun = set[Message](), set[Message]()
-    hosts = [_Host(rank, program, sent, begun) for rank, program in enumerate(schedule.programs)]
+    sent, started = set[Message](), set[Message]()
+    hosts = [_Host(rank, program, sent, started) for rank, program in enumerate(schedule.programs)]
     while any(host.goes_on() for host in hosts) or any(host.begins_early() for host in hosts):
         pass
     return tuple({at: tuple(receives) for at, receives in host.due.items()} for host in hosts)
 
 
 class _Host:
-    """A rank that waits for its device before every instruction.
-
-    Args:
-        rank: Its number.
-        program: Its instructions.
-        sent: Messages that any rank has sent.
-        begun: Messages whose receives have begun on any rank.
-
-    Attributes:
-        due: What begins before which instruction.
-    """
+    """A rank that waits for its device before every instruction; `due` maps instructions to receives that begin."""
 
     def __init__(
-        self, rank: int, program: Program, sent: set[Message], begun: set[Message]
+        self, rank: int, program: Program, sent: set[Message], started: set[Message]
     ) -> None:
         self.due: dict[Instruction, list[Receive]] = {}
-        self._rank, self._program, self._sent, self._begun = rank, program, sent, begun
+        self._rank, self._program, self._sent, self._started = rank, program, sent, started
         self._position = 0
-        self._posted: dict[int, deque[Message]] = defaultdict(deque)  # by sender, not begun
+        self._posted: dict[int, deque[Message]] = defaultdict(deque)  # by sender, not started
         self._under_way: list[Message] = []
 
     def goes_on(self) -> bool:
-        """Runs until something that it has begun needs another rank; says whether it did anything."""
+        """Runs until something that it has started needs another rank; says whether it did anything."""
         did = False
         while self._position < len(self._program):
             instruction = self._program[self._position]
@@ -274,10 +262,10 @@ class _Host:
                 posted = self._posted[instruction.from_rank]
                 if message in posted:
                     did = True
-                    while message not in self._begun:
+                    while message not in self._started:
                         self._begin(posted.popleft())
             self._under_way = [
-                m for m in self._under_way if m not in self._sent or m not in self._begun
+                m for m in self._under_way if m not in self._sent or m not in self._started
             ]
             if self._under_way:
                 break
@@ -303,4 +291,4 @@ class _Host:
     def _begin(self, message: Message) -> None:
         self.due.setdefault(self._program[self._position], []).append(message.receive())
         self._under_way.append(message)
-        self._begun.add(message)
+        self._started.add(message)

@@ -1,10 +1,9 @@
 """Cutting a chain of layers into stages, each on one or more ranks.
 
-A stage is a run of consecutive layers. Its time on one microbatch bounds the pace of the whole
-pipeline, its gradients must be summed over its replicas; a good cut makes both small at once. Two
-maxima over stages do not compose into one number, so that the dynamic program keeps for each
-state the Pareto front of (slowest stage, longest synchronisation) instead of the best sum: with
-the sum alone it would miss the optimum.
+A stage is a run of consecutive layers. Its time on one microbatch bounds the pace of the whole pipeline, its
+gradients must be summed over its replicas; a good cut makes both small at once. Two maxima over stages do not
+compose into one number, so that the dynamic program keeps for each state the Pareto front of (slowest stage,
+longest synchronisation) instead of the best sum: with the sum alone it would miss the optimum.
 
 Several backbones that are trained by one step are chains, each cut into a stage for every rank, in opposite
 directions. What one chain leaves idle the other uses, so that the stages of both on a rank count together:
@@ -131,11 +130,7 @@ class Partition:
 
 
 def check_partition(num_layers: int, num_stages: int, num_ranks: int) -> None:
-    """Refuses what no partition can do.
-
-    Raises:
-        PartitionError: Fewer layers, or fewer ranks, than stages.
-    """
+    """Raises PartitionError for fewer layers, or fewer ranks, than stages."""
     if not 1 <= num_stages <= num_layers:
         raise PartitionError(
             f"cannot cut {num_layers} layers into {num_stages} stages; "
@@ -214,9 +209,7 @@ def partition_fronts(
     return out
 
 
-def _pareto(
-    points: Iterable[tuple[float, float, Partition, Cut]],
-) -> tuple[Partition, ...]:
+def _pareto(points: Iterable[tuple[float, float, Partition, Cut]]) -> tuple[Partition, ...]:
     kept, lowest = [], math.inf
     for slowest, sync, before, cut in sorted(points, key=lambda p: (p[0], p[1], p[3])):
         if sync < lowest - 1e-12:
@@ -323,10 +316,7 @@ def least_limit(
 
 
 def nested_cuts(
-    times: Sequence[float],
-    num_ranks: int,
-    most: float,
-    crossing: Callable[[int, int], float],
+    times: Sequence[float], num_ranks: int, most: float, crossing: Callable[[int, int], float]
 ) -> tuple[int, ...] | None:
     """Cuts a chain for V placement so that least crosses, with at most so much work on every rank.
 
@@ -416,11 +406,7 @@ def chain_cuts(
 ) -> tuple[int, ...]:
     """Cuts all chains, neighbours in pairs, so that the fullest rank has as little as can be.
 
-    Returns:
-        The first layer of every stage.
-
-    Raises:
-        PartitionError: A chain has fewer layers than stages.
+    Returns the first layer of every stage; raises PartitionError if a chain has fewer layers than stages.
     """
     firsts: list[int] = []
     chains = list(pairwise((*starts, len(weights))))

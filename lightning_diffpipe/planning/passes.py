@@ -16,8 +16,6 @@ Source:
     The extra forward: DiffusionPipe, Tian et al. (2024), https://arxiv.org/abs/2405.01248; the rest is ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -51,8 +49,10 @@ def folded(profile: ModelProfile) -> ModelProfile:
     """
     backbone = profile.backbones[0]
     if len(backbone.seen.forms) > 1:
-        share = backbone.seen.share_calling
-        layers = tuple(layer.scaled(share(i)) for i, layer in enumerate(backbone.layers))
+        layers = tuple(
+            layer.scaled(sum(share for share, first in backbone.seen.forms if first <= i))
+            for i, layer in enumerate(backbone.layers)
+        )
         backbone = replace(backbone, layers=layers)
         profile = replace(profile, backbones=(backbone, *profile.backbones[1:]))
     if not backbone.passes:

@@ -37,12 +37,7 @@ from lightning_diffpipe.planning.filling import (
     group_size_of,
     split_evenly,
 )
-from lightning_diffpipe.planning.instruction import (
-    Encode,
-    Program,
-    format_program,
-    parse_program,
-)
+from lightning_diffpipe.planning.instruction import Encode, Program, format_program, parse_program
 from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
@@ -297,11 +292,7 @@ class PipelinePlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def validate(self) -> None:
-        """Checks that its parts belong together, the laws of its schedule and that it ends.
-
-        Raises:
-            PlanError: Names what is wrong.
-        """
+        """Raises PlanError if its parts do not belong together, its schedule breaks a law, or it never ends."""
         _check_options(self)
         _check_encodes(self)
         _check_costs(self)
@@ -332,9 +323,7 @@ class PipelinePlan:
         node = Node.of_text(text, PlanError, source, FORMAT)
         plan = read_fields(cls, node, "format", optional=("digest",))
         plan.validate()
-        if (
-            "digest" not in node
-        ):  # With it the numbers are as they were promised, if by another version.
+        if "digest" not in node:  # else numbers are as they were promised, if by another version
             _check_promise(plan)
         elif node["digest"].value != plan.digest:
             raise node["digest"].expected(
@@ -395,11 +384,7 @@ SAME_STEP = 1e-6
 
 
 def check_layers(plan: PipelinePlan, names: Sequence[str], what: str, remedy: str) -> None:
-    """Checks that the layers that a plan cuts are those of a model.
-
-    Raises:
-        PlanError: The plan cuts others; names the first that differs.
-    """
+    """Raises PlanError if the layers that a plan cuts are not those of a model; names the first that differs."""
     if plan.num_layers != len(names):
         raise PlanError(
             f"the plan cuts {plan.num_layers} layers, but {what} has {len(names)}; {remedy}"

@@ -226,10 +226,6 @@ class FormsSeen:
     forms: tuple[tuple[float, int], ...] = ((1.0, 0),)
     shared: bool = True
 
-    def share_calling(self, position: int) -> float:
-        """Returns how often a layer is called."""
-        return sum(share for share, first in self.forms if first <= position)
-
 
 @dataclass(frozen=True, slots=True)
 class BackboneProfile:
@@ -449,15 +445,7 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> ModelProfile:
-        """Reads `diffpipe-profile/1`.
-
-        Args:
-            text: JSON.
-            source: Named in errors, for example the path.
-
-        Raises:
-            ProfileError: Names the first key that is missing, unknown or has a bad value.
-        """
+        """Reads `diffpipe-profile/1`; a ProfileError names `source` and the first key that is wrong."""
         return read_fields(cls, Node.of_text(text, ProfileError, source, FORMAT), "format")
 
 

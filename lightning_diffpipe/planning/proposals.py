@@ -1,7 +1,5 @@
 """The proposals of the search: numbers of pipelines, microbatches and stages, and ways to cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
@@ -15,12 +13,7 @@ from lightning_diffpipe.planning.options import (
     PlanOptions,
     ranks_of_pipeline,
 )
-from lightning_diffpipe.planning.partition import (
-    Cut,
-    chain_cuts,
-    check_partition,
-    partition_fronts,
-)
+from lightning_diffpipe.planning.partition import Cut, chain_cuts, check_partition, partition_fronts
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 from lightning_diffpipe.planning.schedules import SCHEDULES
 

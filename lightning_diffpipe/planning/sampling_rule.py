@@ -12,8 +12,6 @@ Where a rank has no room for all weights, the stages of PipeFusion divide them. 
 turns out not to work with is left out, and the next in this order is taken.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,10 +1,9 @@
 """A schedule: which rank holds which stage, the program of every rank, and what else is known of it by its name.
 
-Two questions are kept apart. A `Placement` says *where* a stage runs: on one rank, on several
-(replicas, which take the microbatches in turn), or several stages on one rank (interleaved, or
-two backbones). The programs say *in which order* each rank works. What flows between instructions
-follows from both, and is derived here once, so that lowering, simulation and the laws cannot
-disagree about it.
+Two questions are kept apart. A `Placement` says *where* a stage runs: on one rank, on several (replicas, which take
+the microbatches in turn), or several stages on one rank (interleaved, or two backbones). The programs say *in which
+order* each rank works. What flows between instructions follows from both, and is derived here once, so that
+lowering, simulation and the laws cannot disagree about it.
 
 What the rest of the project knows of a schedule, everything but its name, comes from its `ScheduleSpec`.
 
@@ -108,10 +107,8 @@ class Placement:
     """Assignment of stages to ranks.
 
     Attributes:
-        stage_ranks: For every stage its replicas. Microbatch `m` runs on replica `m mod
-            len(replicas)`.
-        first_stages: The stages at which a backbone begins; `(0,)` unless there are several
-            backbones.
+        stage_ranks: For every stage its replicas. Microbatch `m` runs on replica `m mod len(replicas)`.
+        first_stages: The stages at which a backbone begins; `(0,)` unless there are several backbones.
         no_grad: Stages to which no gradient comes back: they forward only.
 
     Raises:
@@ -389,10 +386,6 @@ class Schedule:
                 yield None
             else:
                 yield self.message(flow, i.microbatch)
-
-    def input_of(self, instruction: Instruction) -> Message | None:
-        """Returns what an instruction reads from another stage, if anything."""
-        return next(self.inputs_of((instruction,)))
 
     def message(self, flow: Flow, microbatch: int) -> Message | None:
         """Returns what the reader needs for one microbatch; None if nothing was, or will be, made for it."""

@@ -447,11 +447,7 @@ def _number(numbers: dict[_Key, int], key: _Key) -> int:
 def _in_order(
     programs: Sequence[Sequence[Row]], meetings: Sequence[Meeting], num_sent: int
 ) -> tuple[list[Row], list[int]]:
-    """Runs every rank as far as it gets; whoever sends what a rank waits for puts it back to work.
-
-    Returns:
-        The rows that run, in order, and how many of its rows each rank has run.
-    """
+    """Returns the rows that run, in order, and how many of its rows each rank has run."""
     order: list[Row] = []
     position, ready = [0] * len(programs), list(range(len(programs)))
     is_sent, waiting, present = bytearray(num_sent), dict[int, int](), [0] * len(meetings)

@@ -8,8 +8,6 @@ begins in it, `--` while that goes on, and a point in a bubble. The number of th
 hold one stage only. Both kinds of timeline are the same type, so that they can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,9 +1,8 @@
 """What it costs: every layer timed on this machine, or modelled for another one.
 
-The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run`
-(what the time of a layer is: stamps at the borders of layers), `bench` (many runs), `measure` (seconds and bytes of
-every layer), `layer_costs` (into a profile), `state` (leaving the module as it was).
-`modelled` answers without computing anything.
+The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run` (what the time of a layer is:
+stamps at the borders of layers), `bench` (many runs), `measure` (seconds and bytes of every layer), `layer_costs`
+(into a profile), `state` (leaving the module as it was). `modelled` answers without computing anything.
 """
 
 from lightning_diffpipe.profiling.measure import Subject, measure_profile

@@ -8,8 +8,6 @@ torch reserves what it has freed of a GPU's memory for its next tensors. The dri
 other processes and libraries (NCCL). So it is counted as free here, and released once everything has been timed.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -13,8 +13,6 @@ weights exist, or where one rank cannot hold the whole module. Counts are not ti
 reach different speeds, and small layers are bound by memory.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ A disturbance makes all of them slower in that step; the median over steps leave
 between layers, before one of them, keeps its own time going forward.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -36,12 +34,7 @@ from lightning_diffpipe.profiling.layer_costs import (
     encodings,
     found_by_running,
 )
-from lightning_diffpipe.profiling.state import (
-    current,
-    placed,
-    tree_to,
-    undisturbed,
-)
+from lightning_diffpipe.profiling.state import current, placed, tree_to, undisturbed
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
     Pool,
@@ -119,12 +112,9 @@ def graph_of_device(subject: Subject) -> LayerGraph:
 
 
 def splittable_encoders(subject: Subject) -> dict[str, bool | None]:
-    """Returns whether encoders give the same when they run on some samples only, by their names.
+    """Returns by name whether encoders give the same when they run on some samples only; None if unknown.
 
     They run where the module is, on the samples that were probed: together, and one by one.
-
-    Returns:
-        None for an encoder where that could not be found out.
     """
     module, step, small = subject.module, subject.step, subject.probed
     with undisturbed(module):
@@ -154,9 +144,7 @@ def split_seconds(rounds: Rounds, splits: Splits) -> Seconds | None:
 
 
 def layer_costs(
-    graph: LayerGraph,
-    rounds: Rounds,
-    saved: Sequence[KeptBytes],
+    graph: LayerGraph, rounds: Rounds, saved: Sequence[KeptBytes]
 ) -> dict[int, LayerCost]:
     """Returns typical times of every layer."""
     forward: dict[int, list[float]] = {}

@@ -22,8 +22,6 @@ Sources:
     model FLOPs utilization, Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
@@ -116,11 +114,7 @@ DEVICES = {
 
 
 def device_named(device: str | DeviceModel) -> DeviceModel:
-    """Looks a device up by name.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
+    """Returns the device of a name, or raises ConfigurationError if there is none."""
     if isinstance(device, DeviceModel):
         return device
     if device not in DEVICES:

@@ -1,7 +1,5 @@
 """`profile(module, batch)`: from an ordinary module and one batch to a profile."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -117,11 +115,7 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def in_precision(step: Step, precision: str, device: str) -> Step:
-    """Runs a step under the autocast of a Lightning precision.
-
-    Raises:
-        ConfigurationError: An unknown precision.
-    """
+    """Returns a step under the autocast of a Lightning precision; raises ConfigurationError for an unknown one."""
     if precision == "32-true":
         return step
     if precision not in _MIXED:
@@ -140,14 +134,7 @@ def in_precision(step: Step, precision: str, device: str) -> Step:
 def bar(
     wanted: bool, what: str = "profiling", *, counted: bool = True, stays: bool = True
 ) -> Iterator[Progress | None]:
-    """Shows a progress bar on standard error, if `wanted`.
-
-    Args:
-        wanted: Whether there shall be one.
-        what: What takes a while.
-        counted: Whether it will be called with how far that is.
-        stays: Whether it is left there in the end.
-    """
+    """Shows a progress bar on standard error, if `wanted`; with the share if `counted`, for good if it `stays`."""
     if not wanted:
         yield None
         return

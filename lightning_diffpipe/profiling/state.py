@@ -5,8 +5,6 @@ plain attributes, and the random number generators of torch, `random` and numpy.
 saved: no optimizer runs here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -36,11 +34,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def placeable(device: torch.device | str) -> torch.device:
-    """Returns a device as tensors on it name theirs, with a number where it is a GPU.
-
-    Raises:
-        ConfigurationError: torch has no such device here.
-    """
+    """Returns a device as tensors name it, a GPU with its number; raises ConfigurationError if there is none."""
     count = torch.cuda.device_count()
     try:
         found = torch.device(device)

@@ -36,12 +36,9 @@ Every rank times the same layers, each on its own device, as pipelines will run 
 times may be those of a bad minute. So each rank reduces its runs to medians, and the median over ranks counts.
 What a rank could not run (it had less memory, or less time) comes from those that could.
 
-Medians of layers add up to less than a step: every step has its disturbances, each in another layer, and no
-layer's median has any. Of a backward, on a shared machine, 6 to 8 % were missing. So they are scaled to what steps
-take.
+Medians of layers add up to less than a step: every step has its disturbances, each in another layer, and no layer's
+median has any. Of a backward, on a shared machine, 6 to 8 % were missing. So they are scaled to what steps take.
 """
-
-from __future__ import annotations
 
 import contextlib
 import statistics

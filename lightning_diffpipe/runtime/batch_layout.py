@@ -14,8 +14,6 @@ an epoch may be smaller, so lowered schedules are cached by size, and a size tha
 samples than the plan has microbatches, it is cut into so many.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -284,11 +282,7 @@ class BatchLayout:
             work.loss_scale = (1 if weighted else work.num_samples / total) / accumulate
 
     def _works(
-        self,
-        batch: Any,
-        sizes: tuple[int, ...],
-        batch_index: int,
-        arguments: tuple[Any, ...],
+        self, batch: Any, sizes: tuple[int, ...], batch_index: int, arguments: tuple[Any, ...]
     ) -> list[MicrobatchWork]:
         microbatches = split(batch, sizes, self.steps.form)
         indices = range(len(microbatches))

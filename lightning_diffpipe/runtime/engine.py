@@ -12,8 +12,6 @@ waits. A step then begins with what is left of its own, and the exchange of the 
 It knows no Lightning: a step is a function of the module and a batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +83,7 @@ class Engine:
         # Walking through a large module takes milliseconds.
         self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
-        self._window_is_apart: bool | None = None  # of the accumulation window that has begun
+        self._window_is_apart: bool | None = None  # of the accumulation window that has started
         self._image = image
         self._clock = clock_for(layout.mesh.device)
         self._prepared: PreparedBatches | None = None

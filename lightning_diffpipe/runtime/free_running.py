@@ -7,13 +7,11 @@ Messages skew the ranks; nothing else ties them: rank 0 is ahead of the last ran
 are under way. So the loss of a batch is known some batches later, on all ranks after the same one. Draining takes
 back what is under way; afterwards weights have one version, and all ranks have trained on the same batches.
 
-Of gradients a parameter has only those of the batch that comes back: another may have begun, if several
+Of gradients a parameter has only those of the batch that comes back: another may have started, if several
 microbatches make a batch, and then its sum stays in `.grad` until the next batch.
 
 Sources: see `planning/schedules/pipedream.py`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -83,7 +81,7 @@ class WeightVersions:
             return
         self._stored[self._latest] = [parameter.data for parameter in self._parameters]
         self._put([parameter.data.clone() for parameter in self._parameters])
-        # Autograd has noted which version of a tensor it will need: that is stored, not written to.
+        # Autograd has recorded which version of a tensor it will need: that is stored, not written to.
         with torch.autograd._unsafe_preserve_version_counter(self._parameters):
             yield
         self._latest += 1
@@ -164,11 +162,7 @@ class FreeRunningEngine(Engine):
         return not self._num_batches
 
     def advance(
-        self,
-        batch: Any,
-        batch_index: int,
-        arguments: tuple[Any, ...] = (),
-        alarm: bool = False,
+        self, batch: Any, batch_index: int, arguments: tuple[Any, ...] = (), alarm: bool = False
     ) -> list[StepResult]:
         """Forwards a batch, takes back what is due, and steps the optimizers after it.
 

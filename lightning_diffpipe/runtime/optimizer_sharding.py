@@ -15,8 +15,6 @@ copies tell (`steps_apart`); so does a step of each stage by itself.
 Source: Rajbhandari et al. (2020), https://arxiv.org/abs/1910.02054
 """
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +32,8 @@ from lightning_diffpipe.runtime.reduction import MOST_UNDER_WAY, buckets_of
 
 _TRIAL_SIZE = 8  # of every dimension
 _TRIAL_SCALES = (1e-3, 1e3, *[1.0] * 4)  # of gradients: below and above bounds of their norms
-_TRIALS = (
-    (0, True),
-    (1, True),
-    (0, False),
-)  # seeds, and whether the parameters beside have gradients
+# Seeds, and whether the other parameters have gradients.
+_TRIALS = ((0, True), (1, True), (0, False))
 
 
 def stepping_ranks(
@@ -89,11 +84,7 @@ class OptimizerSharding:
         self._mesh, self._parameters, self._holders = mesh, parameters, holders
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Divides an optimizer's steps; from now on each is a collective call of the holders of its parameters.
-
-        Returns:
-            Undoes it.
-        """
+        """Divides an optimizer's steps, now each a collective call of the holders; returns what undoes it."""
         members = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in self._parameters.items() if id(p) in members}
         foreign = [p for name, p in named.items() if name not in self.stepped_here]
@@ -186,7 +177,7 @@ def switches_weights(optimizer: Any) -> bool:
 def steps_apart(optimizer: Optimizer) -> bool | None:
     """Returns whether an optimizer steps each parameter by its own gradient alone, and by a copy of it.
 
-    A copy of the optimizer steps small parameters, each of which has another beside it in its group, once with the
+    A copy of the optimizer steps small parameters, each of which has another next to it in its group, once with the
     gradients of all and once without those of the others. Parameters, states, and what the optimizer knows of no
     parameter in particular, must come out the same to the last bit.
 
@@ -211,7 +202,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
-    """Returns what is known of small parameters after steps, with gradients of those beside them or without."""
+    """Returns what is known of small parameters after steps, with gradients of those next to them or without."""
     small: dict[int, Any] = {}
     for each in with_wrapped([optimizer]):
         for tensor in pytree.tree_leaves([group["params"] for group in each.param_groups]):

@@ -12,8 +12,6 @@ training has ended and the module shall be whole again. `take_over` reads a rank
 Entries that are no tensors (`get_extra_state`) are those of rank 0.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -130,11 +128,7 @@ def whereabouts(pieces: Cut, placement: Placement) -> dict[str, str]:
 
 
 def require_one_home(graph: LayerGraph, pieces: Cut) -> None:
-    """Refuses state that layers change on one stage and use on another.
-
-    Raises:
-        ConfigurationError: There is some; names the buffer and where it is used.
-    """
+    """Raises ConfigurationError for a buffer that layers change on one stage and use on another."""
     for stage in pieces.stages:
         for other in (pieces.frozen, *pieces.stages):
             layers = [graph.layers[i] for i in other.layers]
@@ -283,11 +277,7 @@ def take_over(
 
 
 def refuse_misfit(state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> None:
-    """Says in few words why a state dict does not fit a module.
-
-    Raises:
-        CheckpointError: Names are missing or unknown, or shapes differ.
-    """
+    """Raises CheckpointError that says in few words why a state dict does not fit: other names, or other shapes."""
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unknown):
         raise CheckpointError(

@@ -27,12 +27,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_calls
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.side_effects import generators_preserved
-from lightning_diffpipe.graph.step import (
-    BatchForm,
-    ModuleSplit,
-    StepCall,
-    batch_signature,
-)
+from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, StepCall, batch_signature
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -215,11 +210,7 @@ class PartitionedStepCache:
             ) from error
 
     def require_unchanged(self, microbatch: Any, arguments: tuple[Any, ...]) -> None:
-        """Traces a microbatch again and compares with how it was cut.
-
-        Raises:
-            GraphError: The step has changed since; says what.
-        """
+        """Traces a microbatch again; raises GraphError, with what has changed, if it was cut otherwise."""
 
         def step(module: nn.Module, batch: Any) -> Any:
             return self._planned_step(module, batch, *arguments)
@@ -393,10 +384,7 @@ def aligned(
 
 
 def cut_for(
-    graph: LayerGraph,
-    positions: Sequence[int],
-    placement: Placement,
-    may_be_empty: bool = False,
+    graph: LayerGraph, positions: Sequence[int], placement: Placement, may_be_empty: bool = False
 ) -> Cut:
     """Cuts a graph; a rank alone runs frozen layers where they are called, not in advance."""
     firsts = placement.first_stages

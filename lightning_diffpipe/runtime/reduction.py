@@ -10,8 +10,6 @@ Sums travel while the rank does something else, if it has something: frozen laye
 The global norm counts each parameter once: its first holder in the pipeline contributes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,12 +165,7 @@ class GradientReducer:
         return total.pow(1.0 / norm_type)
 
     def clip(self, parameters: Mapping[str, nn.Parameter], bound: float) -> None:
-        """Scales gradients so that their norm over all stages is at most `bound`.
-
-        Args:
-            parameters: As for `global_norm`.
-            bound: The largest norm; positive.
-        """
+        """Scales gradients of parameters, by name, so that their norm over all stages is at most `bound`."""
         scale = (bound / (self.global_norm(parameters, 2.0) + 1e-6)).clamp(max=1.0)
         for parameter in parameters.values():
             if parameter.grad is not None:
@@ -182,7 +175,7 @@ class GradientReducer:
 class Reduction:
     """Gradients on their way to be summed; a `PendingWork`.
 
-    A bucket is begun whenever one is over, so that all are waited for in turn, however many there are.
+    A bucket is started whenever one is over, so that all are waited for in turn, however many there are.
     """
 
     def __init__(

@@ -14,16 +14,10 @@ Of parameters that this rank has offloaded, each is loaded while a module that h
 Random numbers are those of one process: where a layer has drawn some, its owner's generators go along with its
 output, and all ranks go on from there. Gradients stay on the rank that ran a layer: who takes them is refused.
 
-An output is any object that can be pickled, and what it is made of travels before its tensors. Those are taken out
-wherever they are, in containers or deep inside an object such as a distribution: pickled along, they would come
-back on the device that their owner has.
+An output is any object that can be pickled, and what it is made of travels before its tensors (`comm/packing.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
-import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,11 +28,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_diffpipe.comm.mesh import Mesh, broadcast_object
-from lightning_diffpipe.comm.packing import MessageLayout
+from lightning_diffpipe.comm.packing import pickled_value
 from lightning_diffpipe.errors import ConfigurationError, ForeignLayerError, GraphError
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.interception import Interception, Run, Site
-from lightning_diffpipe.graph.layer import TensorSpec
 from lightning_diffpipe.graph.placement import is_offloaded, is_placeholder, loaded, reads_values
 
 Share = Callable[[int, Any], Any]
@@ -87,11 +80,7 @@ class RelayView:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Answers calls inside, where all ranks must run the same code; may be entered again inside.
-
-        Raises:
-            ConfigurationError: It is entered inside `training_step`.
-        """
+        """Answers calls inside, where all ranks run the same code; raises ConfigurationError in `training_step`."""
         current = self._interception.current()
         if isinstance(current, RelayRun):  # two would ask each other's questions
             yield
@@ -243,9 +232,6 @@ class _LentParameters(TorchFunctionMode):
         return value
 
 
-_DEVICE = "device"  # stands for the device of a rank
-
-
 class RelayChannel:
     """Broadcasts the output of a layer from the rank that ran it."""
 
@@ -266,69 +252,23 @@ class RelayChannel:
             ForeignLayerError: It is of a type that cannot travel; on all ranks.
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
-        mesh = self._mesh
+        mesh, pickled, tensors = self._mesh, None, list[Tensor]()
         runs = mesh.local_rank == owner
-        form, tensors = "", list[Tensor]()
         if runs:
-            pickler = _Pickler(file := io.BytesIO(), mesh.device)
             try:
-                pickler.dump(output)
-                form, tensors = file.getvalue(), pickler.tensors
+                pickled, tensors = pickled_value(output, mesh.device, keeps_gradients=False)
             except Exception as error:  # of any kind, from code of the object's own
-                form = (
+                pickled = (
                     f"a layer returns a {type(output).__name__}, which cannot be handed to the ranks that have not "
                     f"run it ({type(error).__name__}: {error}); return tensors, or an object that can be pickled"
                 )
-        specs = [TensorSpec.of(tensor) for tensor in tensors]
         with mesh.naming(mesh.pipeline_ranks):  # which may be busy between two steps
-            form, specs = broadcast_object((form, specs), mesh.world_rank(owner), mesh.transfers)
-        if isinstance(form, str):
-            raise ForeignLayerError(form)
-        layout = MessageLayout.of(specs)
-        buffer = layout.pack(tensors, mesh.device) if runs else layout.empty(mesh.device)
-        if layout.num_bytes:
+            pickled = broadcast_object(pickled, mesh.world_rank(owner), mesh.transfers)
+            if isinstance(pickled, str):
+                raise ForeignLayerError(pickled)
             # In a broadcast the owner does not wait for all, and tensors are waited for no longer than `timeout_s`.
-            with mesh.naming(mesh.pipeline_ranks):
+            if pickled.specs:
                 mesh.barrier()
-            with mesh.naming(mesh.pipeline_ranks, patient=False):
-                mesh.broadcast(buffer, owner, on_device=True)
-        if runs:
-            return output
-        return _Unpickler(io.BytesIO(form), layout.unpack(buffer), mesh.device).load()
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves out tensors, and the device of this rank.
-
-    Attributes:
-        tensors: Those left out, each once.
-    """
-
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-        self._device = device
-
-    def persistent_id(self, value: Any) -> Any:
-        """Returns what stands for a value in the pickle; None for what is pickled as it is."""
-        if isinstance(value, torch.device) and value.type == self._device.type:
-            return _DEVICE
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        return self._numbers[id(value)]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors, and the device of this rank, where others were left out."""
-
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], device: torch.device) -> None:
-        super().__init__(file)
-        self._tensors, self._device = tensors, device
-
-    def persistent_load(self, number: Any) -> Any:
-        """Returns the value that a number, or `_DEVICE`, stands for."""
-        return self._device if number == _DEVICE else self._tensors[number]
+        with mesh.naming(mesh.pipeline_ranks, patient=False):
+            received = mesh.put_together(pickled, tensors, owner)
+        return output if runs else received

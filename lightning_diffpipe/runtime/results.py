@@ -8,7 +8,7 @@ where a rank has run its program, and no rank waits for it idly: frozen layers r
 
 Which numbers those are (names and options of `self.log`) is known on the last stage only, and a microbatch may
 log what others do not. The table has columns for all names that were ever agreed on. Whether there are others, and
-which of the known ones were logged, is summed beside it, between hosts, so that no GPU is asked. Where
+which of the known ones were logged, is summed with it, between hosts, so that no GPU is asked. Where
 there are new ones, for most modules once, they are gathered and the table is summed again.
 
 Of a step that trains several chains, every chain ends with the code after the last layer, on its own rank, and
@@ -20,8 +20,6 @@ last bit.
     rank 0 | ...  0B1  5B1  <- ends of chain A, then the loss of every microbatch     (chain B ends here)
     rank 2 | ...  3B1  2B1  -> ends of chain A                                        (chain A ends here)
 """
-
-from __future__ import annotations
 
 import numbers
 import pickle
@@ -155,11 +153,7 @@ class ResultSharing:
         ]
 
     def finish(self) -> tuple[Tensor, Tensor, list[Logged]]:
-        """Returns the first batch's mean loss, what it weighs, and metrics, equal on every rank of the pipeline.
-
-        Raises:
-            ConfigurationError: As `start`.
-        """
+        """Returns the first batch's mean loss, weight and metrics, equal on all ranks of a pipeline; as `start`."""
         shared = self._under_way.popleft()
         unknown, alarms, *counts = shared.noticed.tolist()
         self.alarm = bool(alarms)

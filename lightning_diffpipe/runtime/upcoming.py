@@ -6,7 +6,7 @@
 A batch is laid out when it becomes known (`PreparedBatches`), with the groups of samples that this rank encodes of
 it. When it is due it must hold the same objects, and tensors to which nobody has written since.
 
-With one batch known, a rank that has done its share of it idles beside another that has not, in every step: ranks
+With one batch known, a rank that has done its share of it idles next to another that has not, in every step: ranks
 are never done at the same moment. With two it goes on with the batch after it, and has less to do in the next step.
 So ranks are together on average only, and waits are empty when there is no work, rather than when it is another
 rank's. That is ours; DiffusionPipe (see `bubbles.py`) fills bubbles with frozen layers of the next batch only.
@@ -18,11 +18,10 @@ and what a group of samples costs it; from time to time all ranks exchange both 
     busy    rank 0 |=========|              groups   5
             rank 1 |=============|                   3        busy + groups x group_s: equal
 
-What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved
-slower are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a
-validation or a checkpoint between two steps says nothing about bubbles. Where frozen work runs several batches
-early, ranks need to be together over several batches only, and may take two groups of one batch and three of the
-next:
+What looks better may not be: bubbles lie where they lie. So steps are timed as well, and shares that proved slower
+are left again, for good. All numbers are medians of the steps between two looks, the lower of two: a validation or
+a checkpoint between two steps says nothing about bubbles. Where frozen work runs several batches early, ranks need
+to be together over several batches only, and may take two groups of one batch and three of the next:
 
     period of 4 batches, 4 groups each        rank 0 takes 9 of 16:  3 2 2 2
                                               rank 1 takes 7 of 16:  1 2 2 2
@@ -30,8 +29,6 @@ next:
 Shares decide who encodes a sample, never with which others: groups are fixed, so no result depends on them. With
 `adapts=False` (`Trainer(deterministic=True)`) they stay as planned, so that two runs also take the same course.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -138,11 +135,7 @@ class PreparedBatches:
         return sum(1 for prepared in self._prepared if prepared.batch_index > batch_index)
 
     def take(self, batch: Any, batch_index: int) -> StepWork | None:
-        """Returns what earlier steps prepared for this batch; None if nothing.
-
-        Raises:
-            ConfigurationError: The batch has been changed since.
-        """
+        """Returns what was prepared for a batch, or None; raises ConfigurationError if it was changed since."""
         if not self._prepared:
             return None
         if self._prepared[0].batch_index != batch_index:
@@ -167,12 +160,7 @@ class PreparedBatches:
         return prepared.step
 
     def prepare(self, upcoming: Upcoming, batch_index: int) -> None:
-        """Lays out batches after those it knows, so that their frozen layers can run in bubbles.
-
-        Args:
-            upcoming: Equally many on all ranks.
-            batch_index: Number of the batch that is trained on now.
-        """
+        """Lays out later batches, equally many on all ranks, so that their frozen layers can run in bubbles."""
         first = batch_index + 1 + len(self._prepared)
         for number, (batch, arguments) in enumerate(upcoming, first):
             counts = partial(self._shares.counts, batch_index=number)
@@ -208,11 +196,8 @@ class PreparedBatches:
 def _content(batch: Any) -> list[tuple[Any, int | None]]:
     """Returns what a batch holds, tensors with a number that every write to them raises."""
     leaves = pytree.tree_leaves(batch)
-    return [(leaf, leaf._version if _counts_writes(leaf) else None) for leaf in leaves]
-
-
-def _counts_writes(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
+    counts_writes = lambda leaf: isinstance(leaf, Tensor) and not leaf.is_inference()
+    return [(leaf, leaf._version if counts_writes(leaf) else None) for leaf in leaves]
 
 
 def begin_copy_to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -45,13 +45,7 @@ from lightning_diffpipe.sampling.loop import (
     shapes_given,
     snapshot,
 )
-from lightning_diffpipe.sampling.record import (
-    Controlled,
-    LoopEnds,
-    Record,
-    copied,
-    moved,
-)
+from lightning_diffpipe.sampling.record import Controlled, LoopEnds, Record, copied, moved
 from lightning_diffpipe.sampling.request import Denoise, Request
 from lightning_diffpipe.sampling.samples import (
     NotApartError,
@@ -123,7 +117,7 @@ class Call:
         index: Which of the branches this rank computes.
         random_states: Of the default generators of the rank that made the call, that of the host first. Noise is
             drawn from these where the pipeline hands its scheduler no generator, on all ranks alike.
-        loop: The one that draws here, once it has begun.
+        loop: The one that draws here, once it has started.
         stepped: Schedulers of patches of the request that began last, once they have stepped.
         samples_in: Which rows are of which sample, where that was observed (`told_apart`).
     """
@@ -182,9 +176,7 @@ class Call:
     def expansion(self) -> int:
         """Rows of the denoiser's input for one row of the latents: 2 for guidance in the batch, 1 if none."""
         arguments, rows = self.steps[0][0], len(self.whole)
-        if (
-            self.samples_in is not None
-        ):  # frames of a sample may be rows of the one and not of the other
+        if self.samples_in is not None:  # frames may be rows of the one and not of the other
             rows = self.samples_in.num * self._copies
         times, rest = divmod(len(arguments[latents_name(arguments)]), rows)
         return 1 if rest else times
@@ -237,9 +229,9 @@ class Call:
         divided, controls = self.divided == "batch", self.pipeline.controls
         if controls or "listed" in self.steps[0][0]:
             model = Controlled(model, controls)
-        begun, stepped = list[PipelineLoop](), list[PatchSchedulers]()
+        started, stepped = list[PipelineLoop](), list[PatchSchedulers]()
         if self.phases[0].start:
-            begun, (stepped,) = [*self.loop], self.stepped
+            started, (stepped,) = [*self.loop], self.stepped
         self.stepped[:] = [stepped]
         options = self.of_own_rows(self.step_arguments)
         return Request(
@@ -251,18 +243,18 @@ class Call:
             scale_input=hasattr(self.scheduler, "scale_model_input"),
             step_kwargs=moved(restored(options, self.whole.device), self.whole.device),
             branches_in_batch=1 if divided or self.by_place else self.expansion * self._copies,
-            begin=lambda: self._begin(model, exchange, begun),
+            begin=lambda: self._begin(model, exchange, started),
             stepped=stepped,
         )
 
     def _begin(
-        self, model: nn.Module, exchange: ExchangeBranches | None, begun: list[PipelineLoop]
+        self, model: nn.Module, exchange: ExchangeBranches | None, started: list[PipelineLoop]
     ) -> PipelineLoop:
-        """Begins a loop, or goes on with the next of those that have begun with another denoiser."""
+        """Begins a loop, or goes on with the next of those that have started with another denoiser."""
         compute = partial(self._compute, model)
-        if begun:
-            begun[0].change(self, compute)
-            return begun.pop(0)
+        if started:
+            started[0].change(self, compute)
+            return started.pop(0)
         # All loops of a request begin with the same numbers, as if there were one; the first is the one that ends
         # the call.
         is_first = not self.loop
@@ -427,9 +419,7 @@ class Call:
         scheduler = self.scheduler
         if isinstance(steps.get("generator"), (list, tuple)):  # each draws for its own sample
             steps["generator"] = [steps["generator"][i] for i in mine]
-        elif here and not takes_more(
-            scheduler
-        ):  # else it is stepped by the pipeline alone, on all rows
+        elif here and not takes_more(scheduler):  # else the pipeline steps it alone, on all rows
             # Of a cascade, whose denoisers each begin with the first timestep, those of the first.
             timesteps = self.timesteps[: len(scheduler.timesteps)]
             scheduler = for_samples(scheduler, here, self.whole, timesteps)
@@ -468,7 +458,7 @@ class Call:
             self.close()
 
     def close(self) -> None:
-        """Ends all loops that have begun."""
+        """Ends all loops that have started."""
         self.stepped.clear()
         while self.loop:
             self.loop.pop().close()
@@ -511,15 +501,7 @@ def _with_latents(arguments: Mapping[str, Any], latents: Tensor) -> dict[str, An
 
 
 def _given(seen: Tensor, latents: Tensor) -> Tensor:
-    """Returns what the denoiser is given for other latents than those it was seen with; conditions after them stay.
-
-    Args:
-        seen: Its input: copies of the latents, perhaps with further channels or tokens.
-        latents: Of one row for each sample.
-
-    Raises:
-        ConfigurationError: They have other axes.
-    """
+    """Returns what the denoiser, which has seen `seen`, is given for `latents` of one row for each sample."""
     given = torch.cat([latents.to(seen.dtype)] * (len(seen) // len(latents)))
     for axis in _inserted(seen, given):
         given = given.unsqueeze(axis)
@@ -563,7 +545,6 @@ def dry_run_of(call: PipelineCall) -> Call:
             f"{call.denoisers[0]} before one; a loop that can be sampled has at least one of each"
         )
     here, record = found.pipeline, found.pipeline.record
-    assert record is not None
     in_loop = record.in_loop
     if in_loop:  # which of these are controls?
         record.controls = {n: {} for n in in_loop if isinstance(call.parts[n], nn.Module)}
@@ -595,22 +576,18 @@ def _quiet(call: PipelineCall) -> PipelineCall:
 
 
 def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]]:
-    """Runs it once with a denoiser that predicts zeros; recorded unless it ends after a number of steps.
-
-    Returns:
-        What it has shown, and the timesteps as the scheduler was given them.
-    """
+    """Runs it, by zeros as predictions; recorded if all steps are run. Returns what it shows, and timesteps."""
     record = Record()
     nothing = torch.empty(0)
     found = Call(replace(call, record=record), [], nothing, nothing, None, 0)
     timesteps: list[Any] = []
     waiting: dict[str, list[dict[str, Any]]] = {}
     processors = attention_processors(call.parts)
-    begun = has_more = False
+    started = has_more = False
 
     def on_denoise(name: str, arguments: dict[str, Any]) -> Any:
-        nonlocal begun, has_more
-        begun = True
+        nonlocal started, has_more
+        started = True
         record.in_loop |= record.asked_last
         waiting.setdefault(name, []).append(copied(arguments))  # the pipeline may write into them
         out = predicted_zeros(call.parts[name], arguments, _NAN)
@@ -646,7 +623,7 @@ def _one_run(call: PipelineCall, num_steps: int | None) -> tuple[Call, list[Any]
         values = dict(arguments, **{roles[0]: prediction.nan_to_num()})
         return plain(**values)
 
-    _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: begun)
+    _run(call, on_denoise, on_step, record if num_steps is None else None, lambda: started)
     return found, timesteps
 
 
@@ -740,7 +717,6 @@ def _copies(call: Call) -> bool:
 def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
     """Returns rows of the denoiser's arguments for each sample, and which argument has the latents."""
     here = _quiet(call.pipeline)
-    assert here.record is not None
     known = inspect.signature(getattr(type(here.pipeline), here.method)).parameters
     reason: Exception | None = None
     for num_more, arguments in with_more_samples(here.arguments, known):
@@ -767,11 +743,7 @@ def _growing(call: Call, num: int) -> tuple[dict[str, int], str]:
 
 
 def _traced(call: Call, num: int) -> tuple[int, int]:
-    """Returns the orders of rows of the latents and of the denoiser's input, by NaN in those of the last sample.
-
-    Raises:
-        NotApartError: Samples are brought together, or what is decoded is not known from the last step alone.
-    """
+    """Returns the orders of rows of the latents and of the denoiser's input, or raises NotApartError."""
     reason = NotApartError("its latents have rows of other things than samples")
     for inner in range(1, len(call.whole) // num + 1):
         try:

@@ -83,13 +83,7 @@ class Identity:
 
     @classmethod
     def of_folder(cls, folder: Path, variant: str | None, loras: Mapping[str, str]) -> Identity:
-        """Returns the identity of a part as it is stored, by all its files of weights.
-
-        Args:
-            folder: Of the part.
-            variant: Of the files that are read, such as `"fp16"`.
-            loras: Digests of what is added to each layer.
-        """
+        """Returns the identity of a part in a folder: its config, its weights of a variant, digests of LoRAs."""
         config = json.loads(path.read_text()) if (path := folder / "config.json").exists() else {}
         infix = f".{variant}." if variant else "."
         paths = [p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")]
@@ -119,11 +113,7 @@ class Identity:
 
 @raised_by_all()
 def refuse_other_models(world: World, mine: Identity) -> None:
-    """Compares what all ranks have; collective.
-
-    Raises:
-        ConfigurationError: Ranks have other arguments, another config or other weights; on all ranks.
-    """
+    """Raises ConfigurationError on all ranks if one has other arguments, config or weights; collective."""
     if len(set(world.gather(mine.digest))) == 1:
         return
     first, *others = world.gather(mine)

@@ -8,8 +8,6 @@ that a rank reads those of its own layers. The image encoder is asked before the
 Source: IP-Adapter, Ye et al. (2023), https://arxiv.org/abs/2308.06721
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -90,11 +88,7 @@ def require_ip_adapters(cls: Any, adapters: Mapping[str | Path, Any]) -> list[Pa
 def load_image_encoder(
     pipeline: Any, paths: Collection[Path], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Gives a pipeline the image encoder beside a file, if it has none: the folder `image_encoder`.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """Gives a pipeline the `image_encoder` in a file's folder, if it lacks one; raises CheckpointError."""
     folders = [path.parent / _ENCODER for path in paths if (path.parent / _ENCODER).is_dir()]
     if not folders or getattr(pipeline, _ENCODER, None) is not None:
         return

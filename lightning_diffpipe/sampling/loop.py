@@ -25,7 +25,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -95,13 +95,11 @@ class PipelineCall:
     @property
     def needed(self) -> list[str]:
         """Parts besides the first denoiser that every rank needs, since the loop calls them."""
-        assert self.record is not None
         return [*self.denoisers[1:], *sorted(self.record.in_loop)]
 
     @property
     def controls(self) -> dict[str, nn.Module]:
         """Parts whose answers only a denoiser reads, such as ControlNets."""
-        assert self.record is not None
         return {name: self.parts[name] for name in self.record.controls}
 
     def run(
@@ -117,7 +115,7 @@ class PipelineCall:
             on_denoise: (denoiser, arguments by name) -> what it returns.
             on_step: (scheduler, its own step, arguments of that by name) -> what it returns.
             record: Record into this, instead of answering from the one that is there.
-            is_looping: Whether the loop has begun, for the record.
+            is_looping: Whether the loop has started, for the record.
 
         Returns:
             What the pipeline returns.
@@ -169,7 +167,6 @@ class PipelineCall:
 
         @functools.wraps(method)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            assert record is not None
             before = {known: len(answers) for known, answers in record.answers.items()}
             answer = method(*args, **kwargs)
             for known, answers in list(record.answers.items()):
@@ -181,7 +178,6 @@ class PipelineCall:
 
         @functools.wraps(method)
         def replayed(*args: Any, **kwargs: Any) -> Any:
-            assert self.record is not None
             turns[path] += 1
             answers = self.record.answers.get(path, [])
             if turns[path] > len(answers):
@@ -198,7 +194,6 @@ class PipelineCall:
             own.pop(name, None)
         if isinstance(shell, nn.Module):
             own["_modules"] = {}
-        assert self.record is not None
         return {
             "pipeline": shell,
             "method": self.method,
@@ -216,7 +211,6 @@ class PipelineCall:
         self, parts: Mapping[str, Any], device: torch.device, functions: Mapping[str, Any]
     ) -> PipelineCall:
         """Returns the same on another rank, with its parts, and with functions, which do not travel."""
-        assert self.record is not None
         arguments = moved(restored(self.arguments, device), device)
         twin = copy.copy(self.pipeline)
         if isinstance(twin, nn.Module):
@@ -242,11 +236,7 @@ class _EqualToBase(type):
 
 
 def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
-    """Returns a copy of a scheduler whose steps are answered; so are those of its own copies.
-
-    Raises:
-        ConfigurationError: It has no step.
-    """
+    """Returns a copy of a scheduler whose steps, and those of its own copies, are answered."""
     plain = type(scheduler)
     if not hasattr(plain, "step"):
         raise ConfigurationError(
@@ -373,11 +363,7 @@ class _Generator:
 
 
 def latents_name(arguments: Mapping[str, Any]) -> str:
-    """Returns the argument of a denoiser that takes the latents.
-
-    Raises:
-        ConfigurationError: None takes all of them in one tensor.
-    """
+    """Returns the argument that takes the latents; raises ConfigurationError if none takes all in one tensor."""
     for name in _LATENTS:
         if isinstance(arguments.get(name), Tensor):
             return name
@@ -462,9 +448,7 @@ def _shape_of_prediction(
     if latents.shape not in known:
         try:
             known[latents.shape] = shapes_without_values(Controlled(denoiser, {}), arguments)[0]
-        except (
-            Exception
-        ):  # its control flow asks for values, or it is not a denoiser that is called so
+        except Exception:  # its control flow asks for values, or it is no denoiser
             return latents.shape
     return known[latents.shape]
 
@@ -536,32 +520,6 @@ class Step:
             self.plain(**self.arguments | zeros)
 
 
-class SharedCall(Protocol):
-    """What a loop reads of the request that it is a run of, this rank's share; see `Call`."""
-
-    pipeline: PipelineCall
-    channels: int | None
-    mixes: frozenset[str]
-    rows: list[int] | None
-    divided: str | None
-    index: int
-
-    @property
-    def steps(self) -> list[list[dict[str, Any]]]:
-        """Arguments of each call of the denoiser in the first and the last step."""
-
-    @property
-    def denoiser(self) -> str:
-        """The one that ranks share."""
-
-    @property
-    def latents(self) -> Tensor:
-        """Of this rank, before the first step."""
-
-    def of_own_rows(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's rows of further arguments of a step."""
-
-
 Compute = Callable[[dict[str, Any]], Any]
 ExchangeBranches = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -570,7 +528,7 @@ class PipelineLoop(Loop):
     """A pipeline's call in the middle of its loop. One thread owns it.
 
     Args:
-        call: What is run. What goes in and comes out has the rows of this rank only.
+        call: The `Call` that is run. What goes in and comes out has the rows of this rank only.
         compute: Answers a call of the denoiser that ranks share, given its arguments.
         exchange: Sends the prediction of this rank's branch of guidance, and returns those of both.
         head: A context for what comes before the first call of the denoiser.
@@ -580,7 +538,7 @@ class PipelineLoop(Loop):
 
     def __init__(
         self,
-        call: SharedCall,
+        call: Any,
         compute: Compute,
         exchange: ExchangeBranches | None,
         head: contextlib.AbstractContextManager[None],
@@ -648,7 +606,7 @@ class PipelineLoop(Loop):
             self._refuse_other_calls(at_end=True)
         return self._cut(self._at_step()[1])
 
-    def change(self, call: SharedCall, compute: Compute) -> None:
+    def change(self, call: Any, compute: Compute) -> None:
         """Goes on with another denoiser, as if it began now, from this loop's latents after the last step."""
         self._run_to_step()
         self.call, self.compute = call, compute
@@ -735,7 +693,6 @@ class PipelineLoop(Loop):
         if self._branch is None:
             return prediction
         assert isinstance(self._event, _Denoise)
-        assert self.exchange is not None
         event = self._event
         both = []
         for values in self.exchange(take(prediction).contiguous()):
@@ -768,11 +725,7 @@ class PipelineLoop(Loop):
         return self._cut(self._stepped[0])
 
     def finish(self, latents: Tensor) -> Any:
-        """Runs what follows the last step; returns what the pipeline returns.
-
-        Raises:
-            SamplingError: It has further steps.
-        """
+        """Runs what follows the last step; returns the pipeline's result, or raises SamplingError."""
         if self._coroutine.done:  # interrupted
             return self._result
         self._run_to_step()

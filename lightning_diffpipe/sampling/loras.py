@@ -6,8 +6,6 @@ the denoiser, nothing is computed besides in a step, and a file means what it me
 scales, and what diffusers leaves out of it, with diffusers' own warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,7 @@ _ADAPTER = "file"
 
 
 def refuse_adapted(names: Collection[str], origin: str) -> None:
-    """Refuses weights of a part with adapters where nothing says how to make these.
-
-    Raises:
-        CheckpointError: There are such weights.
-    """
+    """Raises CheckpointError for weights of a part with adapters where nothing says how to make these."""
     if found := [name for name in names if ".base_layer." in name or ".lora_" in name]:
         raise CheckpointError(
             f"{origin} has weights of adapters ({found[0]}, and {len(found) - 1} more), but not their "
@@ -114,11 +108,7 @@ class StoredLora:
         return layers
 
     def adapt(self, name: str, part: nn.Module) -> None:
-        """Adds peft's layers to a part and leaves them there, in float32, for training to go on with them.
-
-        Raises:
-            CheckpointError: As `layers`.
-        """
+        """Adds peft's layers to a part in float32, for further training; raises CheckpointError as `layers`."""
         self._put_into(name, part, "default")
 
     def _put_into(self, name: str, part: nn.Module, adapter: str) -> dict[str, Any]:
@@ -218,14 +208,7 @@ def read_loras(
 
 
 def refuse_scales(given: Mapping[str, Any]) -> None:
-    """Refuses a scale that pipelines hand to the layers of LoRAs, of which there are none in weights.
-
-    Args:
-        given: Arguments of the pipeline's call.
-
-    Raises:
-        ConfigurationError: There is one that would change the image in diffusers.
-    """
+    """Raises ConfigurationError for a scale that pipelines hand to layers of LoRAs: weights have none."""
     for name, value in given.items():
         scale = value.get("scale", 1) if isinstance(value, Mapping) else 1
         if name.endswith("attention_kwargs") and scale != 1:
@@ -267,11 +250,7 @@ class AdaptedWeights(ChangedWeights):
 
 
 def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> None:
-    """Adds to the weights of a part that is in memory.
-
-    Raises:
-        CheckpointError: A file is of another model.
-    """
+    """Adds to the weights of a part in memory; raises CheckpointError if a file is of another model."""
     for lora in loras:
         for key, layer in lora.layers(name, part).items():
             weight = part.get_parameter(f"{key}.weight")

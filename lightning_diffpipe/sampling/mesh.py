@@ -15,8 +15,6 @@
 Neighbours along an inner axis are near each other, since inner axes send more.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

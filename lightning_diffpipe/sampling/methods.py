@@ -10,8 +10,6 @@
 | `synchronous` | bands of rows; neighbours' activations are waited for | yes |
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect
@@ -25,12 +23,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Alone, Links, Traffic
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DiffPipeError,
-    GraphError,
-    require_number,
-)
+from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, GraphError, require_number
 from lightning_diffpipe.graph.placement import held_bytes, is_placeholder
 from lightning_diffpipe.planning.cluster import Link
 from lightning_diffpipe.planning.sampling_rule import (
@@ -197,12 +190,7 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
 def make_sampler(
     model: nn.Module, links: Links, sequence_links: Links, options: MethodOptions
 ) -> Sampler:
-    """Builds the sampler of one rank.
-
-    Raises:
-        ConfigurationError: The method takes no such options, or not these values.
-    """
-    assert options.mesh is not None
+    """Builds the sampler of a rank; raises ConfigurationError for options that the method does not take."""
     warmup: Any = options.synchronous_steps
     try:
         match options.method:
@@ -356,7 +344,6 @@ def free_memory(device: torch.device) -> int | None:
 def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
     mesh, patches = options.mesh, 1
-    assert mesh is not None
     if options.method == "pipefusion":
         patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
@@ -387,7 +374,6 @@ class Worker:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        assert options.mesh is not None
         self.options, self.world = options, world
         self.place = MeshLinks(
             options.mesh, world.rank, device, world.backend, timeout_s,
@@ -480,11 +466,7 @@ class Worker:
         return sampler, request
 
     def _load(self, sampler: Any, request: Request) -> dict[str, Any]:
-        """Reads what this rank needs for a request and has not read for an earlier one.
-
-        Returns:
-            What was decided about the request on the way, for the sampler.
-        """
+        """Reads what a request needs and no earlier one has read; returns what was decided for the sampler."""
         if self._weights is None:
             return {}
         absent = {name for name, p in self._model.named_parameters() if is_placeholder(p)}

@@ -293,7 +293,7 @@ class Controls:
         return denoise
 
     def forgotten_after(self, on_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Begins anew with each step of the scheduler."""
+        """Starts over with each step of the scheduler."""
 
         def step(*given: Any) -> Any:
             for name, _, leaves in self._asked:

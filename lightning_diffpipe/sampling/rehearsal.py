@@ -14,8 +14,6 @@ differ, NaN is sent through the model once more, to name the operator that mixes
 memory says nothing of a model, so it is an error of another kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -224,11 +222,7 @@ REMEDY_OF_PATCHES = "sample it in one process or with num_patches=1"
 
 @contextlib.contextmanager
 def needing_memory(where: str, remedy: str) -> Iterator[None]:
-    """Turns running out of memory into an error that ranks share; it is no fault of the model.
-
-    Raises:
-        ConfigurationError: Memory did not suffice.
-    """
+    """Turns running out of memory, no fault of the model, into a ConfigurationError that ranks share."""
     try:
         yield
     except RuntimeError as error:

@@ -6,8 +6,6 @@ bytes sent    hidden 1.2 MiB, latents 38.0 KiB, result 2.0 KiB
 weights       rank 0: 8.1 MiB, rank 1: 7.9 MiB; the whole denoiser has 14.2 MiB
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics
@@ -87,7 +85,6 @@ def merge(reports: Sequence[RankReport]) -> SamplingReport:
         warmup_steps = next((steps for steps in found if steps is not None), None)
     patches = None
     if options.method == "pipefusion":
-        assert options.mesh is not None
         patches = options.num_patches or options.mesh.parallel
     return SamplingReport(
         method=options.method,

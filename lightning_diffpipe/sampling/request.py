@@ -120,7 +120,7 @@ class Loop:
 
         Args:
             latents: After the step before, where another has stepped; None where `step` has, and at the start.
-            again: Compute the predictions of this step anew, those before being incomplete.
+            again: Compute the predictions of this step again, those before being incomplete.
             complete: `(number, prediction)` of each call of the denoiser in this step -> with rows of other ranks
                 and patches, as far as the loop has to see them.
 

@@ -14,8 +14,6 @@ Row r belongs to sample (r // inner) % num:
     inner frames   frames of 0, frames of 1
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,13 +62,7 @@ class Samples:
     def cut(
         self, arguments: Mapping[str, Any], num_rows: int, keep: Callable[[int, int], list[int]]
     ) -> dict[str, Any]:
-        """Returns arguments of the denoiser with some of their rows.
-
-        Args:
-            arguments: By name.
-            num_rows: Of its latents.
-            keep: (size, inner) -> the rows that stay.
-        """
+        """Returns arguments of the denoiser with the rows that `keep(size, inner)` gives."""
         taken: dict[int, Any] = {}  # what was one tensor stays one
 
         def cut(value: Any, place: str) -> Any:
@@ -149,13 +141,9 @@ def with_more_samples(
 
 
 def growing(one: Any, more: Any, num: int, num_more: int, place: str = "") -> dict[str, int]:
-    """Compares what is given for some samples and for more.
+    """Compares what is given for some samples and for more; returns rows for each sample, by place; 0 if shared.
 
-    Returns:
-        Rows for each sample, by place; 0 of what all samples share.
-
-    Raises:
-        NotApartError: Something has samples otherwise than in rows.
+    Raises NotApartError if something has samples otherwise than in rows.
     """
     if isinstance(one, Tensor) and isinstance(more, Tensor):
         sizes, sizes_more = list(one.shape), list(more.shape)
@@ -227,11 +215,7 @@ def rows_with_nan(x: Tensor) -> set[int]:
 
 
 def inner_of_rows(rows: Collection[int], size: int, num: int) -> int:
-    """Returns the order of rows among which those of the last sample are known.
-
-    Raises:
-        NotApartError: They are those of no order.
-    """
+    """Returns the order of rows among which those of the last sample are known, or raises NotApartError."""
     for inner in range(1, size // num + 1):
         if Samples(num).rows(size, inner, {num - 1}) == sorted(rows):
             return inner

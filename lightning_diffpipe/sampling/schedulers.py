@@ -46,7 +46,7 @@ class PatchSchedulers:
         self._noise = _NoiseOfWhole(axis)
 
     def going_on(self, stepped: list[PatchSchedulers] | None) -> PatchSchedulers:
-        """Returns those of the steps before, if there are any; else these, which are noted.
+        """Returns those of the steps before, if there are any; else these, which are recorded.
 
         Raises:
             ConfigurationError: They step other rows.
@@ -100,11 +100,7 @@ class PatchSchedulers:
 
 
 def refuse_unless_elementwise(scheduler: Any, timesteps: Tensor, ndim: int, axis: int) -> None:
-    """Tries whether patches can be stepped apart; see `is_elementwise`.
-
-    Raises:
-        ConfigurationError: They cannot; names the scheduler.
-    """
+    """Raises ConfigurationError, naming the scheduler, unless patches can be stepped apart (`is_elementwise`)."""
     if not is_elementwise(scheduler, timesteps, ndim, axis):
         raise ConfigurationError(
             f"{type(scheduler).__name__} looks at all rows of the latents in one step "

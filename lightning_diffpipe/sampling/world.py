@@ -61,12 +61,7 @@ class World:
         return self.links.gather_object(value)
 
     def enter(self, phase: str, works: bool = False) -> None:
-        """Says what this rank does from now on, for the others' messages: `"encoding prompts"`.
-
-        Args:
-            phase: In words.
-            works: It has something to do in it, for which the others may wait.
-        """
+        """Says what this rank does from now on; if it works there, others may wait for it."""
         watcher.publish(phase=phase, step=-1 if works else 0)
 
     def agree(
@@ -181,12 +176,9 @@ class World:
 
 
 def join_world(device: torch.device, timeout_s: float = 120.0) -> World:
-    """Joins the default process group, making it from the environment if a launcher has set that.
+    """Joins the default process group, making it from the environment if a launcher has set that; collective.
 
-    Collective.
-
-    Raises:
-        PipelineTimeoutError: A rank was lost, or did not come.
+    Raises PipelineTimeoutError if a rank was lost, or did not come.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
@@ -225,9 +217,8 @@ class _Place(NamedTuple):
     """Where a rank computes."""
 
     host: str
-    gpu: (
-        str | None
-    )  # what no other is called, whatever numbers processes give to those that they see
+    # Unlike that of all others, whatever numbers processes give to those that they see.
+    gpu: str | None
     has_nccl: bool
 
     @classmethod

@@ -8,8 +8,6 @@ The plan says which layers each stage runs; from it follows what each rank holds
 pipeline would compute differently from one process is refused here, before anything is placed.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -65,18 +63,14 @@ from lightning_diffpipe.training.refusals import (
     refuse_written_weights,
 )
 from lightning_diffpipe.training.step_watch import StepWatch
-from lightning_diffpipe.training.verification import MeanCheck, WholeRun, compare, run_whole
+from lightning_diffpipe.training.verification import MeanCheck, compare, run_whole
 from lightning_diffpipe.viewing.text import waiting
 
 _log = logging.getLogger(__name__)
 
 
 def assemble(
-    probed: ProbedStep,
-    plan: PipelinePlan,
-    process: Process,
-    options: PipelineOptions,
-    seed: int,
+    probed: ProbedStep, plan: PipelinePlan, process: Process, options: PipelineOptions, seed: int
 ) -> Pipeline:
     """Cuts a module as planned and connects this rank; every rank calls it at the same time.
 
@@ -84,7 +78,7 @@ def assemble(
         probed: The module and its step; layers unfolded.
         plan: What all ranks do.
         process: Where this rank runs.
-        options: What the user decided beside the plan: `check_finite`, `verify`.
+        options: What the user decided besides the plan: `check_finite`, `verify`.
         seed: Seed of the run.
 
     Raises:
@@ -113,7 +107,11 @@ def assemble(
             if difference := MeanCheck(probed, interception).difference(plan.num_microbatches):
                 rank_zero_warn(difference)
         step_forms = _forms_of(probed, interception)
-        whole = _run_whole(probed, plan, mesh, interception, seed) if options.verify else None
+        whole = None
+        if options.verify:  # where random numbers and types are those of training
+            batch, count = tree_to(probed.batch, mesh.device), plan.num_microbatches
+            with placed(module, mesh.device):
+                whole = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
         homes = whereabouts(pieces, placement)
         waits = plan.options.encode_first and not (plan.runs_free or options.verify)
         later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
@@ -190,7 +188,7 @@ def _cut_as_planned(
     refuse_written_weights(graph, plan)
     if plan.ranks_per_pipeline > 1 and graph.generators:
         refuse_own_generators(graph)
-    # Frozen parts are laid out anew for each batch, whose last one may be smaller.
+    # Frozen parts are laid out again for each batch, whose last one may be smaller.
     programs = tuple(
         tuple(i for i in program if not isinstance(i, Encode | ExchangeFrozen))
         for program in plan.schedule.programs
@@ -243,15 +241,6 @@ def _planned_graphs(
         return []
 
 
-def _run_whole(
-    probed: ProbedStep, plan: PipelinePlan, mesh: Mesh, interception: Interception, seed: int
-) -> WholeRun:
-    """Runs one batch through all layers, where random numbers and types are those of training."""
-    batch = tree_to(probed.batch, mesh.device)
-    with placed(probed.module, mesh.device):
-        return run_whole(probed, interception, batch, plan.num_microbatches, seed, mesh.pipeline)
-
-
 def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
     """Returns the forms that a step is known to take, in calls of a graph's layers; empty if there is only one."""
     module, graph, forms = probed.module, probed.graph, probed.forms
@@ -269,11 +258,7 @@ def _forms_of(probed: ProbedStep, interception: Interception) -> list[StepForm]:
 
 
 def cut_positions(plan: PipelinePlan, graph: LayerGraph) -> tuple[int, ...]:
-    """Returns where a plan cuts the trained path of a graph.
-
-    Raises:
-        PlanError: The plan was made for other layers; names the first difference.
-    """
+    """Returns where a plan cuts the trained path of a graph; raises PlanError with the first other layer."""
     remedy = "make a plan for this module, or leave strategy.plan out"
     check_layers(plan, graph.path_names, "this module", remedy)
     return plan.first_layers[1:]

@@ -11,8 +11,6 @@ Runs of W&B begin once there is a pipeline: Lightning asks each logger for its r
 for that long there seems to be one (`put_off_runs`), and what is refused while one is set up leaves no empty run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -50,9 +48,8 @@ def first_batch(trainer: Any, strategy: Any) -> tuple[Any, tuple[Any, ...]]:
         with raised_by_all():
             raise ConfigurationError("there is no train_dataloader; pass one to Trainer.fit")
     epoch, *place = place_of(trainer, None)
-    if any(
-        (epoch, *place)
-    ):  # else what was asked for before the checkpoint was read would begin anew
+    # Else what was asked for before the checkpoint was read would start over.
+    if any((epoch, *place)):
         loop._combined_loader = None
     with telling_place(trainer, epoch):
         loop.setup_data()
@@ -119,7 +116,7 @@ class _NoRunYet:
 
 
 def put_off_runs(trainer: Any) -> None:
-    """Lets loggers of W&B seem to have begun, until `allow_runs`; not where somebody needs their runs earlier."""
+    """Lets loggers of W&B seem to have started, until `allow_runs`; not where somebody needs their runs earlier."""
     checkpoints = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
     named_by_run = any(checkpoint.dirpath is None for checkpoint in checkpoints)
     for logger in _of_wandb(trainer):

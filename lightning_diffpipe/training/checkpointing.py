@@ -6,8 +6,6 @@ later the optimizer states of its own parameters. So a checkpoint moves between 
 in both directions. With shards (`checkpoint_shards.py`) each rank writes what it holds, and nothing is collected.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,12 +56,7 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.placement import is_placeholder, loaded
 from lightning_diffpipe.host_memory import available_bytes
-from lightning_diffpipe.runtime.ownership import (
-    collect,
-    owners_of_state,
-    refuse_misfit,
-    take_over,
-)
+from lightning_diffpipe.runtime.ownership import collect, owners_of_state, refuse_misfit, take_over
 from lightning_diffpipe.training.metric_sync import MetricSync
 from lightning_diffpipe.training.pipeline import Pipeline
 
@@ -85,10 +78,6 @@ class Division:
     owners: Mapping[str, int]
     mesh: Mesh
     stepped_by: Mapping[str, int]
-
-    def owner_of_state(self, name: str) -> int:
-        """Returns the world rank that has the optimizer states of a parameter, the first one of several."""
-        return self.stepped_by.get(name, self.owners.get(name, 0))
 
 
 class CheckpointHooks(ParallelStrategy):
@@ -128,15 +117,7 @@ class CheckpointHooks(ParallelStrategy):
         self._checkpoint_io = io
 
     def choose_checkpoint(self, trainer: Any, arguments: dict[str, Any]) -> None:
-        """Finds the checkpoint to go on from, before there are processes.
-
-        Args:
-            trainer: About to run.
-            arguments: Of `fit` or the like; the path in the place of "last".
-
-        Raises:
-            CheckpointError: There is nothing to read where the user says.
-        """
+        """Puts the checkpoint to go on from into `arguments`, or raises CheckpointError, before processes start."""
         path = arguments.get("ckpt_path")
         fits = trainer.state.fn == TrainerFn.FITTING
         found = chosen(trainer, path, fits, arguments.get("weights_only"))
@@ -145,11 +126,7 @@ class CheckpointHooks(ParallelStrategy):
             arguments["ckpt_path"] = found
 
     def require_same_checkpoint(self) -> None:
-        """Refuses ranks that see other files than rank 0, as without a folder for all machines.
-
-        Raises:
-            CheckpointError: They found another checkpoint behind "last", or none.
-        """
+        """Raises CheckpointError if a rank found another checkpoint, or none, as without a folder for all."""
         if self.world_size == 1 or not self._found_last:
             return
         paths = gathered_objects(self._found_last[0], group=None)
@@ -162,11 +139,7 @@ class CheckpointHooks(ParallelStrategy):
                     )
 
     def check_folders(self, trainer: Any) -> None:
-        """Finds out before anything costly whether checkpoints can be written; collective.
-
-        Raises:
-            CheckpointError: They cannot; on all ranks.
-        """
+        """Raises CheckpointError on all ranks, before costly work, if one cannot write checkpoints; collective."""
         error = None
         if self.is_global_zero and not trainer.fast_dev_run:
             try:
@@ -193,7 +166,6 @@ class CheckpointHooks(ParallelStrategy):
         if leave_to_base is not None:
             leave_to_base(checkpoint)
         if shards:
-            assert self.pipeline is not None
             if not _is_local_file_protocol(filepath):
                 raise CheckpointError(
                     f"cannot write shards to {filepath}: every rank writes a part, to a folder that all of them "
@@ -215,10 +187,9 @@ class CheckpointHooks(ParallelStrategy):
             GraphError: The last step was not the one that was probed, and weights may be NaN.
         """
         module, self._saves_shards = self.lightning_module, False
-        assert module is not None
         # Callbacks may save in their `on_exception`, when other ranks stand in the middle of a step. Lightning asks
         # them before it tells the strategy, and an error of theirs would be all that it tells, so the first one is
-        # noted here. On SIGTERM all ranks have agreed on a batch to stop after.
+        # recorded here. On SIGTERM all ranks have agreed on a batch to stop after.
         is_divided = self.pipeline is not None and self.world_size > 1
         first = sys.exc_info()[1] if is_divided and module.trainer.interrupted else None
         if first is not None and not isinstance(first, SIGTERMException):
@@ -279,14 +250,7 @@ class CheckpointHooks(ParallelStrategy):
         return loaded(away, torch.device("cpu"))
 
     def refuse_diverged(self, what: str) -> None:
-        """Looks at all trained weights, on all ranks together.
-
-        Args:
-            what: Happens because of it.
-
-        Raises:
-            DivergenceError: Some are not finite; on all ranks of the pipeline.
-        """
+        """Raises DivergenceError on all ranks of the pipeline if trained weights are not finite."""
         pipeline = self.pipeline
         if pipeline is None or self.max_diverged_steps is None:
             return
@@ -294,7 +258,6 @@ class CheckpointHooks(ParallelStrategy):
         if not any(number for (number,) in mesh.gathered([len(own)], patient=True)):
             return
         bad = sorted({name for each in gathered_objects(own, mesh.transfers) for name in each})
-        assert self.lightning_module is not None
         step = self.lightning_module.trainer.global_step
         with raised_by_all():
             raise DivergenceError(
@@ -337,7 +300,7 @@ class CheckpointHooks(ParallelStrategy):
         if self.division is None or isinstance(optimizer, _MockOptimizer):
             return state
         owners = {
-            index: self.division.owner_of_state(name)
+            index: self.division.stepped_by.get(name, self.division.owners.get(name, 0))
             for index, name in enumerate(_names(optimizer, self.division.module))
         }
         if self._saves_shards:
@@ -397,7 +360,6 @@ class CheckpointHooks(ParallelStrategy):
             pipeline.count_as_unchanged()
             return
         module = self.lightning_module
-        assert module is not None
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(module)  # or what is loaded would be rounded
         try:
@@ -463,11 +425,7 @@ def _counted(optimizers: Sequence[Sequence[int]]) -> str:
 
 
 def refuse_divided(module: nn.Module | None) -> None:
-    """Refuses a module of which a failed run has left one rank's part.
-
-    Raises:
-        CheckpointError: Parameters are on other ranks.
-    """
+    """Raises CheckpointError for a module of which a failed run has left one rank's part."""
     parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
     gone = [name for name, parameter in parameters if is_placeholder(parameter)]
     if gone:

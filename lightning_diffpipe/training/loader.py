@@ -13,8 +13,8 @@ The order is the user's. A sampler that draws from the global generators, as tha
 same in all pipelines; those side by side share its order out.
 
 While a trainer fits, every batch has a seed of its own, from the run's seed, the pipeline, the pass over the data
-(the epoch, and how often a loader that is shorter than another one has begun anew in it) and its number in it. So
-what is in it depends neither on the number of workers nor on whether the pass was begun at its first batch: a run
+(the epoch, and how often a loader that is shorter than another one has started over in it) and its number in it. So
+what is in it depends neither on the number of workers nor on whether the pass was started at its first batch: a run
 that goes on in the middle of an epoch leaves out what has been trained on, as the loops of its checkpoint say.
 Elsewhere numbers are drawn as in one process, and the state of the first rank's generators is everyone's.
 """
@@ -218,7 +218,7 @@ class PipelineLoader:
                 yield batch
 
     def _name_of_pass(self) -> str:
-        """Returns the epoch and, where a short loader begins anew next to a longer one, how often it has in it."""
+        """Returns the epoch and, where a short loader starts over next to a longer one, how often it has in it."""
         if self._place is None:
             return "0"
         epoch, *_ = self._place(None)
@@ -270,7 +270,7 @@ class Feed(CombinedLoader):
         kind, feed = type(loader), copy.copy(loader)  # Lightning writes into it
         if not isinstance(loader, Feed):
             feed.__class__ = cls if kind is CombinedLoader else type(cls.__name__, (cls, kind), {})
-        feed.strategy, feed._is_begun = strategy, False
+        feed.strategy, feed._is_started = strategy, False
         feed._forget()
         return feed
 
@@ -297,12 +297,13 @@ class Feed(CombinedLoader):
 
     def __iter__(self) -> Feed:
         self._num_fetched = 0
-        if self._is_begun and not (self._has_given or self._is_over):  # Lightning begins some twice
+        # Lightning begins some twice.
+        if self._is_started and not (self._has_given or self._is_over):
             return self
         self._forget()
-        if self._trains and not self._is_begun:
+        if self._trains and not self._is_started:
             self._resume()
-        self._is_begun = True
+        self._is_started = True
         super().__iter__()
         lengths = self.strategy.mesh.handed_on([sized_len(each._loader) for each in self.flattened])
         for loader, length in zip(self.flattened, lengths, strict=True):
@@ -576,10 +577,8 @@ def shared_out(loader: Any, trainer: Any, num_replicas: int, rank: int) -> Any:
     if not wanted or not isinstance(loader, DataLoader):
         return loader
     batches = loader.batch_sampler
-    samplers = (
-        getattr(batches, "sampler", None),
-        loader.sampler,
-    )  # of Lightning, too, in predictions
+    # Those of Lightning, too, in predictions.
+    samplers = getattr(batches, "sampler", None), loader.sampler
     known = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
     if known or isinstance(loader.dataset, IterableDataset):
         return loader

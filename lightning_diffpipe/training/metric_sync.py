@@ -8,8 +8,6 @@ Metrics gather their states over the world, as if each rank had seen other data,
     in checkpoints          those that `self.log` was given are saved as in one process; rank 0 goes on from that
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading
@@ -92,7 +90,6 @@ class MetricSync:
             for _, metric in sorted(self.trained.items()) if apart else ():
                 if any(metric._persistent.values()):
                     cache = metric._copy_state_dict()
-                    assert mesh is not None
                     _merge(metric, mesh)
                     stack.callback(vars(metric).update, cache)
             yield

@@ -4,8 +4,6 @@ Lightning, torchmetrics and torch decide some things for a process by itself, or
 argument or hook changes that, an attribute does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -31,13 +29,10 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def made_on_demand(owner: Any, names: Collection[str], make: Callable[[], None]) -> Iterator[None]:
-    """Has some attributes of an object made inside when one of them is first read.
+    """Has attributes of these names of an object made inside when one of them is first read.
 
-    Args:
-        owner: The object.
-        names: Of the attributes.
-        make: Sets them. It is no part of a step that is being probed, even if that has asked; where it fails,
-            whoever asks next gets the error as well.
+    `make` sets them. It is no part of a step that is being probed, even if that has asked; where it fails, whoever
+    asks next gets the error as well.
     """
     kind, is_made = type(owner), False
 

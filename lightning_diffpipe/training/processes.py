@@ -4,8 +4,6 @@ One process for each device, each started by re-running the script or by torchru
 Lightning's default process group, which the pipeline itself never uses.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os
@@ -91,7 +89,6 @@ class ProcessHooks(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device this rank computes on."""
-        assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -107,7 +104,6 @@ class ProcessHooks(ParallelStrategy):
         )
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
         self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         self._launcher.check_run = self.check_run
 
@@ -120,11 +116,7 @@ class ProcessHooks(ParallelStrategy):
         """
 
     def refuse_alone(self) -> None:
-        """Refuses to run again where the processes that were started for it have been ended.
-
-        Raises:
-            ConfigurationError: A run of this process has failed before.
-        """
+        """Raises ConfigurationError where the processes that were started for an earlier run have been ended."""
         if self._ended_by is not None and self.world_size > 1:
             raise ConfigurationError(
                 f"an earlier run of this process has failed ({self._ended_by.splitlines()[0]}), and the processes "
@@ -148,7 +140,6 @@ class ProcessHooks(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        assert self.cluster_environment is not None
         self._backend = self._backend or _get_default_process_group_backend_for_device(
             self.root_device
         )

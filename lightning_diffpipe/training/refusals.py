@@ -7,8 +7,6 @@ Each function raises a ConfigurationError that says what cannot work, why, and w
 a plan was made for another module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools
@@ -342,11 +340,7 @@ def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
 
 
 def warn_of_outputs(out: Any) -> bool:
-    """Warns if a step returns more than its loss, which callbacks may be waiting for.
-
-    Returns:
-        Whether it did.
-    """
+    """Warns if a step returns more than its loss, which callbacks may wait for; returns whether it did."""
     names = out if isinstance(out, Mapping) else ()
     further = [str(name) for name in names if name not in ("loss", "weight")]
     if further:

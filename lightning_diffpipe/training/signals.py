@@ -5,13 +5,11 @@
     trainer.should_stop      a callback may set it on one rank alone, or, by a clock or a file, after another batch
 
 Ranks of a pipeline that stop or validate after different batches wait for each other's messages. So while a
-trainer fits, a signal is only noted where it finds a rank, and passed on before the next batch (`LockStep`); the
+trainer fits, a signal is only recorded where it finds a rank, and passed on before the next batch (`LockStep`); the
 time is that of rank 0's clock, and its `should_stop` counts for all, after a batch, a validation, the beginning and
 the end of an epoch. Before training, where
 Lightning does not listen, a signal ends the run at once. At the end a line says who got it.
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging
@@ -177,10 +175,7 @@ class LockStep:
         until.enter_context(patched(epochs, **of_epochs))
 
     def stop_together(self, last: bool = False) -> None:
-        """Ends training if any rank got a signal to stop; every rank calls it before each batch.
-
-        Args:
-            last: After the last batch.
+        """Ends training if any rank got a signal to stop; each rank calls it before batches and after the last.
 
         Raises:
             SIGTERMException: One did.

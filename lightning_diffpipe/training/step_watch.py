@@ -12,8 +12,6 @@ needs values runs for this on what a rank holds, with NaN for the rest; if that 
 wrong. A loss or gradients that are not finite are borne for some steps: training may diverge, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
@@ -24,12 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_diffpipe.errors import (
-    ConfigurationError,
-    DivergenceError,
-    GraphError,
-    raised_by_all,
-)
+from lightning_diffpipe.errors import ConfigurationError, DivergenceError, GraphError, raised_by_all
 from lightning_diffpipe.runtime.batch_layout import BatchLayout, microbatches
 from lightning_diffpipe.runtime.engine import StepResult
 from lightning_diffpipe.runtime.upcoming import begin_copy_to_host
@@ -155,11 +148,7 @@ class StepWatch:
         return allowed is not None and self.num_diverged >= allowed
 
     def refuse_divergence(self, allowed: int | None, global_step: int, result: StepResult) -> None:
-        """Ends the run on all ranks, in the step in which all know that one has diverged.
-
-        Raises:
-            DivergenceError: One has.
-        """
+        """Raises DivergenceError on all ranks, in the step in which all know that one has diverged."""
         if not result.alarm:
             return
         before = "none was"

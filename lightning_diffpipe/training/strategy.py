@@ -101,8 +101,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         schedule: `"1f1b"`, `"1f1b_deep"`, `"gpipe"`, `"zero_bubble"`, `"interleaved"`, `"v"`, `"zero_bubble_v"`,
             `"bidirectional"` (several backbones), or `"auto"`. Without flushes, which trains on weights that are
             some batches old: `"pipedream"` (weight stashing), `"pipedream_vertical_sync"` or `"pipedream_2bw"`.
-        num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or
-            `"auto"`.
+        num_replicas: Ranks per stage: one number for all, a sequence with one number for each, or `"auto"`.
         data_parallel: Pipelines side by side on different data; `"auto"` uses ranks left over by
             `num_stages` and `num_replicas`.
         filling: Where frozen layers run. `"shares"` runs those of the next batches while a rank waits;
@@ -128,7 +127,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             fields as a mapping.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, where memory is
             planned: 0 for SGD, 1 with momentum, 2 for Adam, 6 for moments and a copy of the weights in
-            float32 beside bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
+            float32 next to bfloat16. `"auto"` tries that of ready-made modules (`Optimization`), and counts
             Adam for others, whose is made later. The averages of an `EMA` are counted besides.
         timeout_s: Longest wait for a message, in seconds, before the run stops with an error.
         busy_timeout_s: Longest time, in seconds, in which a rank between two steps may give no sign of progress (a
@@ -236,7 +235,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     @property
     def _trainer(self) -> Any:
-        assert self.lightning_module is not None
         return self.lightning_module.trainer
 
     @property
@@ -297,8 +295,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def setup(self, trainer: Any) -> None:
         """Plans the pipeline and puts this rank's part of the module on its device."""
-        assert self.accelerator is not None
-        assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         with raised_by_all():
@@ -372,7 +368,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _set_up_pipeline(self, trainer: Any) -> None:
         module = self.lightning_module
-        assert module is not None
         # Lightning lets the module think it is on its device before anything was moved there.
         module.cpu()
         batch, self._arguments = first_batch(trainer, self)
@@ -384,11 +379,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if options.shard_optimizer == "auto" and options.plan is None:
             may_share = hasattr(optimization, "may_be_shared") and optimization.may_be_shared()
             options = replace(options, shard_optimizer="auto" if may_share else False)
-        with (
-            hooks_come_later(),
-            early_answers(self),
-            generators_preserved(module),
-        ):
+        with hooks_come_later(), early_answers(self), generators_preserved(module):
             self.pipeline = prepare(
                 module, self._run_training_step, batch, options, self.process, self._arguments
             )
@@ -432,7 +423,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _run_training_step(self, module: nn.Module, batch: Any, *arguments: Any) -> Any:
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
-        assert self._metric_sync is not None
         quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
         with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
             out = module.training_step(batch, *(arguments or self._arguments))
@@ -443,7 +433,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
     def model_to_device(self) -> None:
         """Moves a module that is not cut; a pipeline has placed its own part already."""
         if self.pipeline is None:
-            assert self.lightning_module is not None
             self.lightning_module.to(self.root_device)
 
     @contextlib.contextmanager
@@ -453,13 +442,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Lets one rank of a pipeline read the batches that one process would.
-
-        Raises:
-            ConfigurationError: A pipeline's share of the training data makes no batch.
-        """
+        """Lets one rank read a pipeline's batches as one process would; raises ConfigurationError without any."""
         dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
-        assert mesh is not None
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
         length = mesh.handed_on(sized_len(dataloader))
         training = trainer.state.stage == RunningStage.TRAINING
@@ -561,7 +545,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Logs the results of batches that have come back, and looks whether training diverges."""
         results, self._finished = self._finished, []
         for result in results:
-            assert result.batch_index is not None
             self._look_at(result, result.batch_index)
             self._trainer.lightning_module.log("batch", float(result.batch_index), on_epoch=False)
         return results
@@ -600,8 +583,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
 
     def _look_at(self, result: StepResult, number: int, ends_window: bool = True) -> None:
         """Looks whether training diverges, and logs here what the last stage has logged."""
-        assert self.lightning_module is not None
-        assert self._metric_sync is not None
         watch, step = self._running.watch, self._trainer.global_step
         watch.refuse_divergence(self.max_diverged_steps, step, result)
         watch.after_step(result.loss, number, ends_window)
@@ -633,7 +614,6 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Puts the gradients of the schedule back; nothing is left to compute."""
-        assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         if not self._running.plan.runs_free:  # else it has stepped already

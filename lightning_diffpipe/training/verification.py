@@ -104,7 +104,6 @@ def run_whole(
                 seed=number,
                 log=lambda *arguments: None,
             )
-            assert run.loss is not None
             weight = float(size if run.weight is None else run.weight)
             loss, total = loss + float(run.loss.detach()) * weight, total + weight
             run.backward(loss_scale=size if run.weight is None else 1.0)
@@ -198,24 +197,18 @@ class MeanCheck:
         sizes, weighted = (first, total - first), self.probed.graph.weighted
         try:
             with undisturbed(self.probed.module):
-                for repeated in (False, True) if self._has_several_rows else (False,):
+                graph = self.probed.graph
+                has_several_rows = any((graph.spec(k).rows or 0) > 1 for k in graph.tail_reads)
+                for repeated in (False, True) if has_several_rows else (False,):
                     draws = [self._compared(total, first, seed, repeated) for seed in (0, 1)]
                     losses = [draw[_LOSS] for draw in draws]
                     said = _said(losses, sizes, weighted, self._tolerance)
                     if not said:
                         return _said_of_logged(draws, self._tolerance)
         except Exception as error:  # of any code, on numbers that mean nothing
-            _log.info(
-                "the loss of a batch cannot be compared with those of its parts: %s", str(error)
-            )
+            _log.info("the loss of a batch cannot be compared with those of its parts: %s", error)
             return ""
         return said
-
-    @property
-    def _has_several_rows(self) -> bool:
-        """Whether the loss's code reads layers that give several rows for a sample."""
-        graph = self.probed.graph
-        return any((graph.spec(key).rows or 0) > 1 for key in graph.tail_reads)
 
     @property
     def _tolerance(self) -> float:
@@ -261,7 +254,6 @@ class MeanCheck:
 
         with drawn.of(rows):
             run = view.forward(call, seed=seed, received=values.of(rows), log=log)
-        assert run.loss is not None
         found = {_LOSS: float(run.loss.detach())} | {
             name: float(value)
             for name, value, options in metrics_in(calls)
@@ -399,14 +391,9 @@ class _StandIns:
 
 
 def _of_samples(whole: Tensor, samples: slice, total: int, repeated: bool) -> Tensor:
-    """Returns the rows of some samples, of which each has as many as the next.
+    """Returns the rows of some of `total` samples, of which each has as many as the next.
 
-    Args:
-        whole: The rows of all samples.
-        samples: Which ones.
-        total: Samples in the whole.
-        repeated: Whether all samples come one after the other, and then all again, as a step that doubles its
-            batch for guidance has them (`torch.cat([x, x])`); else rows of a sample are neighbours.
+    `repeated` says that all samples come one after the other, and then all again, as `torch.cat([x, x])` has them.
     """
     if repeated:
         return whole.unflatten(0, (-1, total))[:, samples].flatten(0, 1)
@@ -415,12 +402,7 @@ def _of_samples(whole: Tensor, samples: slice, total: int, repeated: bool) -> Te
 
 
 class _RowsOfDraws(TorchDispatchMode):
-    """Gives a part of a batch the random numbers that were drawn for these samples in the whole.
-
-    Args:
-        total: Samples in the whole.
-        repeated: As for `_of_samples`.
-    """
+    """Gives a part of a batch the random numbers that were drawn for its samples in the whole batch."""
 
     def __init__(self, total: int, repeated: bool) -> None:
         super().__init__()

@@ -3,8 +3,6 @@
 python -m lightning_diffpipe.viewing 1f1b 4 8
 """
 
-from __future__ import annotations
-
 import sys
 
 from lightning_diffpipe.errors import DiffPipeError

@@ -4,8 +4,6 @@ Nothing here is a rule of thumb. Every part is found by simulating the same plan
 away; every change by planning again with that change. So each number is a promise of the simulator.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +17,7 @@ from lightning_diffpipe.planning.cost import CostModel, PipelineCosts, Table
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.partition import Stage
-from lightning_diffpipe.planning.plan import (
-    SAME_STEP,
-    PipelinePlan,
-    PlannedChange,
-    check_layers,
-)
+from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange, check_layers
 from lightning_diffpipe.planning.profile import (
     ADDED_UP,
     DISK_BYTES_PER_S,
@@ -63,8 +56,7 @@ class Explanation:
 
     Attributes:
         plan: The plan explained.
-        parts: What would be saved without each part, largest first. Parts overlap, so that they need
-            not add up.
+        parts: What would be saved without each part, largest first. Parts overlap, so that they need not add up.
         changes: What could be changed, best first; only what helps. Empty without a profile.
     """
 
@@ -85,7 +77,7 @@ class Explanation:
         lines = [
             f"A step takes {seconds(step_s)}; its work, shared evenly, is {seconds(limit_s)} on each rank. "
             f"The rest, {percent(1 - limit_s / step_s if step_s else 0)}, is waiting for others and for "
-            "links; more can only be won with less work.",
+            "links; more can only be won with less work."
         ]
         if planned.expected_s is not None:
             forms = ((percent(share), first) for share, first in self.plan.forms)
@@ -149,11 +141,7 @@ def explain(
 
 
 def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> PipelinePlan:
-    """Returns the plan's own stages with these costs; the plan itself where they promise the same step.
-
-    Raises:
-        PlanError: The profile is of another model, or divides this one into other layers.
-    """
+    """Returns the plan's stages with these costs, or the plan itself where both promise the same step."""
     profile = joined(profile, apart=plan.num_backbones > 1)
     names, what = [layer.name for layer in profile.layers], f"profile {profile.name!r}"
     remedy = "use the profile that the plan was made from, or one of the same layers"
@@ -250,7 +238,7 @@ def _tries(
     chosen = evaluator.group_size(Proposal.of(plan, joined(profile)).shape) or max(
         plan.microbatch_sizes
     )
-    if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs anew
+    if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs again
         same, options = {}, plan.options
     free = {**same, "num_replicas": "auto", "partition": "auto"}
     any_shape = dict.fromkeys(("num_stages", "num_microbatches", "data_parallel"), "auto") | free

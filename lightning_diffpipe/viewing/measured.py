@@ -24,8 +24,6 @@ not know, and what is left up to the whole step lies outside the pipeline.
 `final_report` says this at the end of a run, with what each rank did and both timelines.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -434,12 +432,7 @@ def typical_step(samples: Sequence[MeasuredStep]) -> MeasuredStep:
 
 
 def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
-    """Returns the difference in words, what each rank did, and both timelines.
-
-    Args:
-        plan: The plan.
-        samples: Steps of one run; the typical one is shown.
-    """
+    """Returns the difference in words, what each rank did, and both timelines, of a typical step."""
     measured = typical_step(samples).timeline
     gap = explain_gap(
         plan,
@@ -471,7 +464,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def number_table(numbers: Mapping[str, float]) -> str:
-    """Draws a table of the numbers that a monitor logs, planned beside measured.
+    """Draws a table of the numbers that a monitor logs, planned and measured.
 
     Args:
         numbers: By name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with

@@ -4,13 +4,10 @@ In a trace each timeline is a process, each rank a thread, each message an arrow
 to the one that reads it. This is the one file of `viewing` that needs matplotlib.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.instruction import (
@@ -27,9 +24,6 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
 )
 from lightning_diffpipe.planning.timeline import Timeline
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLORS: dict[type[Instruction], str] = {
     Forward: "#4c78a8",
@@ -73,7 +67,12 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
         len(timelines), 1, figsize=(12, 1.2 + 0.5 * rows), sharex=True, squeeze=False
     )
     for axis, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
-        _draw_bars(axis, timeline)
+        for span in timeline.spans:
+            color = COLORS.get(type(span.instruction), "#999999")
+            style = {"height": 0.8, "edgecolor": "white", "linewidth": 0.5, "color": color}
+            axis.barh(span.rank, span.duration_s, left=span.start_s, **style)
+        axis.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
+        axis.invert_yaxis()
         axis.set_title(f"{name}: bubble ratio {100 * timeline.bubble_ratio:.1f}%", loc="left")
     axes[-1, 0].set_xlabel("seconds")
     used = {type(span.instruction) for t in timelines.values() for span in t.spans}
@@ -87,27 +86,11 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
     pyplot.close(figure)
 
 
-def _draw_bars(axis: Axes, timeline: Timeline) -> None:
-    for span in timeline.spans:
-        color = COLORS.get(type(span.instruction), "#999999")
-        style: dict[str, Any] = {"height": 0.8, "edgecolor": "white", "linewidth": 0.5}
-        axis.barh(span.rank, span.duration_s, left=span.start_s, color=color, **style)
-    axis.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
-    axis.invert_yaxis()
-
-
 Event = dict[str, object]
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Writes a trace.
-
-    Args:
-        timelines: By name, for example `{"planned": ..., "measured": ...}`.
-
-    Returns:
-        JSON in the trace event format; times in microseconds.
-    """
+    """Returns timelines, by name, as JSON in the trace event format; times in microseconds."""
     events: list[Event] = []
     numbers = itertools.count()  # viewers tell arrows apart by number, also between processes
     for process, (name, timeline) in enumerate(timelines.items()):

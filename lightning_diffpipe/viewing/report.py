@@ -1,7 +1,5 @@
 """Pages of text: a plan (`report`), two of them (`diff`), and costs (`cost_table`)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -106,9 +104,7 @@ HEADER = ("layer", "forward", "backward", "parameters", "boundary", "activations
 def cost_table(profile: ModelProfile, samples: int = 1) -> str:
     """Draws a table for each backbone and encoder, with a row for each layer.
 
-    Args:
-        profile: The profile to show.
-        samples: Times are for so many; boundary and activation bytes and operations are of one.
+    Times are for so many samples; boundary and activation bytes and operations are of one.
     """
     times = f"times of {samples} sample{'' if samples == 1 else 's'}"
     parts = [f"{profile.name}: {times}; boundary, activations and operations (forward) of one"]

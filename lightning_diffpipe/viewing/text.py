@@ -4,8 +4,6 @@ rank 1 |  . F0 F1  .  . B0 -- F2 B1 --  ?          <-- waits here
 rank 2 |  .  . F0 B0 -- F1 B1 -- F2  .  .  .
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_diffpipe.errors import ScheduleError
@@ -18,13 +16,7 @@ ARROW = "<-- waits here"
 
 
 def render(timeline: Timeline, tick_s: float | None = None, max_columns: int = 120) -> str:
-    """Draws a timeline, one row for each rank; `str(timeline)` with a say in the scale.
-
-    Args:
-        timeline: Planned or measured.
-        tick_s: Seconds of one cell; chosen if None.
-        max_columns: Widest row, for a chosen tick.
-    """
+    """Draws a timeline as `str` does, in cells of `tick_s` seconds, or chosen for `max_columns` at most."""
     return draw(timeline.spans, timeline.num_ranks, tick_s, max_columns)
 
 

@@ -10,13 +10,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import EMA
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import place_parameters
-from tests.distributed.scenarios import (
-    Settings,
-    build,
-    quick_strategy,
-    quiet_trainer,
-    weights_of,
-)
+from tests.distributed.scenarios import Settings, build, quick_strategy, quiet_trainer, weights_of
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 
@@ -43,16 +37,9 @@ def fit(tmp_path, ema, module=None, ckpt_path=None, **kwargs):
     recorder = Recorder()
     settings = {"max_epochs": 1, "limit_train_batches": 6, "limit_val_batches": 1} | kwargs
     trainer = L.Trainer(
-        **settings,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        callbacks=[ema, recorder],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-    )
+        **settings, accelerator="cpu", default_root_dir=tmp_path, logger=False, callbacks=[ema, recorder],
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, enable_checkpointing=False,
+    )  # fmt: skip
     module = module or BoringModel()
     trainer.fit(module, ckpt_path=ckpt_path)
     return trainer, module, recorder

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages, Throughput
+from lightning_diffpipe.callbacks import EMA, FinalCheckpoint, SampleImages
 from lightning_diffpipe.callbacks.monitor import num_samples
 from lightning_diffpipe.callbacks.sample_images import image_grid
 from lightning_diffpipe.errors import ConfigurationError
@@ -43,15 +43,9 @@ class Memory(Logger):
 def fit(tmp_path, callbacks, logger, module=None, data=None, ckpt_path=None, **kwargs):
     settings = {"max_steps": 6, "limit_val_batches": 0} | kwargs
     trainer = L.Trainer(
-        **settings,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=logger,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+        **settings, accelerator="cpu", default_root_dir=tmp_path, logger=logger, callbacks=callbacks,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
     trainer.fit(module or Painter(), datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -119,11 +113,7 @@ class CaptionedPainter(Painter):
 
 @pytest.mark.parametrize(
     ("held_back", "drawn"),
-    [
-        (["a lighthouse"], ["a lighthouse"]),
-        (["fog"] * 9, ["fog"] * 8),
-        ([], ["0 a", "0 b"]),
-    ],
+    [(["a lighthouse"], ["a lighthouse"]), (["fog"] * 9, ["fog"] * 8), ([], ["0 a", "0 b"])],
 )
 def test_captions_of_the_data_are_drawn_where_nobody_says_what(tmp_path, held_back, drawn):
     """History: `diffpipe train` drew glyphs with everybody's model, whatever it was trained on."""
@@ -328,36 +318,6 @@ def test_samples_of_a_batch_are_counted(batch):
     assert num_samples(trainer, batch) == 5
     trainer.strategy = SimpleNamespace(last_step=SimpleNamespace(num_samples=7))
     assert num_samples(trainer, batch) == 7
-
-
-def test_samples_per_second_are_logged_also_over_short_epochs(tmp_path):
-    """History: batches were counted from the beginning of their epoch, and validation began anew."""
-    logger = Memory()
-    throughput = Throughput(every_n_steps=5)
-    short = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 3}
-    fit(tmp_path, [throughput], logger, **short)
-    assert logger.metrics["samples_per_s"] > 0
-    assert throughput._batches == 1
-
-
-def test_validation_is_no_training(monkeypatch):
-    logger, throughput, clock = Memory(), Throughput(every_n_steps=2), iter([0.0, 1.0, 10.0, 12.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    trainer = SimpleNamespace(strategy=None, loggers=[logger], global_step=2)
-    for pause in (throughput.on_validation_start, throughput.on_train_epoch_end):
-        throughput.on_train_batch_start(trainer, None, None, 0)
-        throughput.on_train_batch_end(trainer, None, None, torch.zeros(6), 0)
-        pause(trainer, None)
-    assert logger.metrics == {"samples_per_s": 4.0}
-
-
-def test_no_steps_between_measurements_log_nothing(tmp_path):
-    """History: `trainer.log_every_n_steps=0`, which the configs hand on, divided by zero."""
-    logger = Memory()
-    fit(tmp_path, [Throughput(every_n_steps=0)], logger)
-    assert "samples_per_s" not in logger.metrics
-    with pytest.raises(ConfigurationError, match="every_n_steps must be at least 1, or 0"):
-        Throughput(every_n_steps=-1)
 
 
 def test_a_trial_run_writes_nothing(tmp_path):

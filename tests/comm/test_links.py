@@ -1,7 +1,5 @@
 """Links: order, counting, and what happens when somebody is gone."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import time

@@ -5,9 +5,11 @@ from collections import namedtuple
 import pytest
 import torch
 
-from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, take_apart
+from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.comm.packing import MessageLayout, flat_bytes, pickled_value
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.planning.schedule import Placement
 
 CPU = torch.device("cpu")
 
@@ -18,15 +20,10 @@ def specs(*tensors):
 
 def test_dtypes_mix_in_one_message():
     tensors = [
-        torch.randn(3, 5),
-        torch.randn(2, 2, dtype=torch.float64),
-        torch.tensor([True, False, True]),
-        torch.arange(7),
-        torch.randn(3).to(torch.bfloat16),
-        torch.randn(2, dtype=torch.complex64),
-        torch.tensor(2.5),
-        torch.empty(0, 4),
-    ]
+        torch.randn(3, 5), torch.randn(2, 2, dtype=torch.float64), torch.tensor([True, False, True]),
+        torch.arange(7), torch.randn(3).to(torch.bfloat16), torch.randn(2, dtype=torch.complex64),
+        torch.tensor(2.5), torch.empty(0, 4),
+    ]  # fmt: skip
     layout = MessageLayout.of(specs(*tensors))
     received = layout.unpack(layout.pack(tensors, CPU).clone())
     assert all(
@@ -75,11 +72,11 @@ Pair = namedtuple("Pair", "image caption")
 
 def sent(value):
     """What a receiver makes of a value."""
-    apart, tensors = take_apart(value)
-    received = apart.empty(CPU)
+    pickled, tensors = pickled_value(value, CPU)
+    received = pickled.empty(CPU)
     for own, other in zip(tensors, received, strict=True):
         flat_bytes(other).copy_(flat_bytes(own))
-    return apart.put_together(received, CPU)
+    return pickled.put_together(received, CPU)
 
 
 @pytest.mark.parametrize(
@@ -119,5 +116,6 @@ def test_tensors_of_a_batch_lie_as_they_did(tensor):
 
 
 def test_what_cannot_be_pickled_is_named():
+    mesh = Mesh(RankLayout(2, Placement.of_replicas([1, 1])), 0, CPU, "gloo", 1.0)
     with pytest.raises(ConfigurationError, match=r"cannot be sent .*lambda.* can be pickled"):
-        take_apart({"later": lambda: 0})
+        mesh.handed_on({"later": lambda: 0})

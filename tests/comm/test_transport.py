@@ -4,8 +4,6 @@
 tensors, as gloo's do, and fail where a real wait would block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -91,7 +89,7 @@ class PolledTransport(Transport):
     """Asks the wire whether a message is there, instead of waiting in a thread."""
 
     def is_ready(self, key):
-        return self._posted[key].begun.works[0].polled()
+        return self._posted[key].started.works[0].polled()
 
     def exchange(self, sends, receives):
         exchange = super().exchange(sends, receives)

@@ -1,7 +1,5 @@
 """Whom a rank misses, and whom it does not: ranks of a test are watchers of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -340,10 +338,7 @@ def test_a_name_that_is_none_is_said_with_the_addresses(join):
 
 def test_rank_0_is_reached_at_its_own_name_where_the_master_address_leads_elsewhere(join):
     """As where a service passes on to rank 0 what comes to one port only."""
-    with (
-        that_never_answers("127.0.0.2") as first,
-        socket.create_server(("127.0.0.3", 0)) as server,
-    ):
+    with that_never_answers("127.0.0.2") as first, socket.create_server(("127.0.0.3", 0)) as server:
         join(master=[first], rank0=[(*first[:4], server.getsockname())])
         with server.accept()[0] as connection:
             assert b"secret" in connection.recv(1024)

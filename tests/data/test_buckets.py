@@ -147,14 +147,8 @@ def test_what_is_told_of_a_crop_is_what_is_seen(tmp_path, flip, buckets):
     Image.fromarray(pixels).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a")
     data = module_of(
-        tmp_path,
-        resolution=48,
-        bucket_step=16,
-        buckets=buckets,
-        flip=flip,
-        random_crop=True,
-        batch_size=1,
-    )
+        tmp_path, resolution=48, bucket_step=16, buckets=buckets, flip=flip, random_crop=True, batch_size=1,
+    )  # fmt: skip
     corners = set()
     for _ in range(8):
         sample = data.train_set[0]
@@ -312,12 +306,7 @@ def test_bad_folders_are_refused_before_training(tmp_path, name):
     options = {"mask": "masks"} if name == "no mask" else {}
     with pytest.raises(ConfigurationError, match=message):
         module_of(tmp_path, **options)
-    left_out = {
-        "lonely captions": 2,
-        "lonely images": 1,
-        "small": 1,
-        "broken": 1,
-    }
+    left_out = {"lonely captions": 2, "lonely images": 1, "small": 1, "broken": 1}
     if name in left_out:
         with pytest.warns(
             UserWarning, match=rf"{left_out[name]} of \d .* were left out \(on_error=skip\)"

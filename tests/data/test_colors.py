@@ -215,9 +215,7 @@ LINEAR = 255 * (
 )  # sRGB's level of 100 of 255 parts of the light
 PROFILES = {
     "RGB.png": (lambda: saved(of("RGB", (200, 0, 0)), "PNG", icc_profile=exchanged()), (0, 200, 0)),
-    "RGB.jpg": (
-        lambda: saved(of("RGB", (200, 0, 0)), "JPEG", icc_profile=exchanged()), (0, 200, 0),
-    ),
+    "RGB.jpg": (lambda: saved(of("RGB", (200, 0, 0)), "JPEG", icc_profile=exchanged()), (0, 200, 0)),
     "RGBA.webp": (
         lambda: saved(with_alpha(of("RGB", (200, 0, 0)), KEY * 0), "WEBP", icc_profile=exchanged()),
         (255, 255, 255),
@@ -226,13 +224,8 @@ PROFILES = {
         lambda: saved(with_alpha(of("RGB", (200, 0, 0)), KEY * 0 + 255), "PNG", icc_profile=exchanged()),
         (0, 200, 0),
     ),
-    "P.png": (
-        lambda: saved(of("RGB", (200, 0, 0)).quantize(4), "PNG", icc_profile=exchanged()),
-        (0, 200, 0),
-    ),
-    "L of RGB.png": (
-        lambda: saved(of("L", 100), "PNG", icc_profile=exchanged()), (100,) * 3,
-    ),
+    "P.png": (lambda: saved(of("RGB", (200, 0, 0)).quantize(4), "PNG", icc_profile=exchanged()), (0, 200, 0)),
+    "L of RGB.png": (lambda: saved(of("L", 100), "PNG", icc_profile=exchanged()), (100,) * 3),
     "L.png": (lambda: saved(of("L", 100), "PNG", icc_profile=linear_grey()), (LINEAR,) * 3),
     "LA.png": (
         lambda: saved(with_alpha(of("L", 100), KEY * 0 + 255), "PNG", icc_profile=linear_grey()),
@@ -244,17 +237,12 @@ PROFILES = {
         ),
         (LINEAR,) * 3,
     ),
-    "CMYK.jpg": (
-        lambda: saved(of("CMYK", (255, 255, 255, 0)), "JPEG", icc_profile=only_black()),
-        (255,) * 3,
-    ),
+    "CMYK.jpg": (lambda: saved(of("CMYK", (255, 255, 255, 0)), "JPEG", icc_profile=only_black()), (255,) * 3),
     "CMYK without.jpg": (lambda: saved(of("CMYK", (255, 255, 255, 0)), "JPEG"), (0,) * 3),
     "grey profile of RGB.png": (
         lambda: saved(of("RGB", (200, 0, 0)), "PNG", icc_profile=linear_grey()), (200, 0, 0),
     ),
-    "broken.png": (
-        lambda: saved(of("RGB", (200, 0, 0)), "PNG", icc_profile=exchanged()[:200]), (200, 0, 0),
-    ),
+    "broken.png": (lambda: saved(of("RGB", (200, 0, 0)), "PNG", icc_profile=exchanged()[:200]), (200, 0, 0)),
     "sRGB.png": (
         lambda: saved(
             of("RGB", (200, 10, 99)), "PNG",

@@ -258,8 +258,7 @@ def test_shards_may_have_second_images(tmp_path):
         image.resize((10, 20)).save(wide := io.BytesIO(), "PNG")
     write_shard(tmp_path / "0.tar", dict(sorted((files | {"3.cond.png": wide.getvalue()}).items())))
     with pytest.raises(
-        ConfigurationError,
-        match=r"cond.png of sample '3' of .* has 10x20 pixels, and the image of",
+        ConfigurationError, match=r"cond.png of sample '3' of .* has 10x20 pixels, and the image of"
     ):
         list(data.val_dataloader())
     made = next(iter(data_of(str(tmp_path / "0.tar"), condition="edges").train_dataloader()))

@@ -41,14 +41,8 @@ def write_mp4(folder):
 
 def module_of(folder, num_frames=5, **options):
     data = ImageFolderDataModule(
-        folder,
-        16,
-        validation_share=0,
-        batch_size=1,
-        num_workers=0,
-        num_frames=num_frames,
-        **options,
-    )
+        folder, 16, validation_share=0, batch_size=1, num_workers=0, num_frames=num_frames, **options,
+    )  # fmt: skip
     data.setup("fit")
     return data
 

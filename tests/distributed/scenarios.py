@@ -1,7 +1,5 @@
 """Training runs to compare: on several ranks with the strategy, and in one process without it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -86,15 +84,9 @@ class Recorder(L.Callback):
 def quiet_trainer(**options: Any) -> L.Trainer:
     """A trainer that prints and writes nothing and leaves the order of samples alone."""
     defaults = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "use_distributed_sampler": False, "num_sanity_val_steps": 0, "max_epochs": 1,
+    }  # fmt: skip
     return L.Trainer(**{**defaults, **options})
 
 
@@ -129,18 +121,10 @@ def fit(rank: int, settings: Settings, world_size: int) -> Outcome:
 def outcome(trainer, module, recorder, initial) -> Outcome:
     """Collects what a run leaves."""
     return Outcome(
-        recorder.losses,
-        recorder.gradients,
-        weights_of(module),
-        initial,
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
-        trainer.global_step,
-        recorder.hooks,
-        recorder.plan,
-        recorder.basis,
-        recorder.held_bytes,
-        recorder.holds_frozen,
-    )
+        recorder.losses, recorder.gradients, weights_of(module), initial,
+        {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step,
+        recorder.hooks, recorder.plan, recorder.basis, recorder.held_bytes, recorder.holds_frozen,
+    )  # fmt: skip
 
 
 def reference(settings: Settings, num_microbatches: int, num_pipelines: int = 1) -> Outcome:

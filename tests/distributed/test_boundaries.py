@@ -26,14 +26,10 @@ class Front(nn.Module):
         wide = x + torch.tanh(x @ self.weight)
         planes = wide.transpose(1, 2).reshape(len(x), 3, 4, 5)
         return {
-            "wide": wide,
-            "narrow": (wide * 0.5).float(),
-            "ids": wide.argmax(-1),
-            "mask": wide.sum(-1) > 0,
-            "image": planes.contiguous(memory_format=torch.channels_last),
-            "still": wide.detach() * 2,
+            "wide": wide, "narrow": (wide * 0.5).float(), "ids": wide.argmax(-1), "mask": wide.sum(-1) > 0,
+            "image": planes.contiguous(memory_format=torch.channels_last), "still": wide.detach() * 2,
             "only_looked_at": wide.mean((1, 2)) + 1,
-        }
+        }  # fmt: skip
 
 
 class Back(nn.Module):

@@ -40,18 +40,13 @@ class InOrder(ImageFolderDataModule):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("flux", "images"), row("sdxl", "images"), row("wan", "clips")],
+    ("name", "kind"), [("flux", "images"), row("sdxl", "images"), row("wan", "clips")]
 )
 def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
     """SDXL is told sizes and crops of each image."""
     options = {
-        **OPTIONS,
-        "folder": tmp_path,
-        "buckets": True,
-        "batch_size": 3,
-        "last_batch": "smaller",
-    }
+        **OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3, "last_batch": "smaller",
+    }  # fmt: skip
     if kind == "images":
         write_ratios(tmp_path, 7, 3)
     else:

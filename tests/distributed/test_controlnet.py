@@ -47,9 +47,7 @@ def test_it_learns_what_one_process_learns():
     The module computes noise and loss in single precision, so that rounding may differ once in a while.
     """
     settings = Settings(
-        module_class=Controlled,
-        data_class=Images,
-        trainer={"max_steps": 4, "max_epochs": -1},
+        module_class=Controlled, data_class=Images, trainer={"max_steps": 4, "max_epochs": -1}
     )
     expected = reference(settings, 3)
     settings.strategy = {"num_stages": 3, "num_microbatches": 3, "schedule": "zero_bubble"}

@@ -10,13 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.callbacks import FinalCheckpoint
 from lightning_diffpipe.errors import ConfigurationError, DivergenceError
-from tests.distributed.scenarios import (
-    Recorder,
-    Settings,
-    build,
-    quick_strategy,
-    quiet_trainer,
-)
+from tests.distributed.scenarios import Recorder, Settings, build, quick_strategy, quiet_trainer
 from tests.distributed.tiny import Data, TinyDiffusion
 from tests.ranks import run_ranks
 from tests.rows import row

@@ -37,13 +37,9 @@ class Quiet(TinyDiffusion):
 def validate_between(rank, world_size):
     module = build(Settings(module_class=Quiet))
     trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy() if world_size > 1 else "auto",
-        max_epochs=2,
-        val_check_interval=2,
-        num_sanity_val_steps=1,
-        limit_train_batches=0 if world_size == 1 else 1.0,
-    )
+        devices=world_size, strategy=strategy() if world_size > 1 else "auto", max_epochs=2, val_check_interval=2,
+        num_sanity_val_steps=1, limit_train_batches=0 if world_size == 1 else 1.0,
+    )  # fmt: skip
     trainer.fit(module, datamodule=Data())
     during = float(trainer.callback_metrics["val/loss"])
     after = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val/loss"]
@@ -326,13 +322,9 @@ class Evaluates(TinyDiffusion):
 def evaluate(rank, world_size, how):
     module = build(Settings(module_class=Evaluates, module={"how": how}))
     trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy() if world_size > 1 else "auto",
-        max_steps=1,
-        num_sanity_val_steps=2,
-        limit_val_batches=2,
-        inference_mode=False,
-    )
+        devices=world_size, strategy=strategy() if world_size > 1 else "auto", max_steps=1, num_sanity_val_steps=2,
+        limit_val_batches=2, inference_mode=False,
+    )  # fmt: skip
     trainer.fit(module, datamodule=Data())
     return module.seen[:4]
 

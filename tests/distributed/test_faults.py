@@ -148,16 +148,11 @@ def fit_unlike(rank, module_of_rank_1):
 @pytest.mark.parametrize(
     ("module_of_rank_1", "message"),
     [
-        (
-            {"num_blocks": 5},
-            r"'blocks\.4\.norm\.weight' is \(12,\) of torch.float64 on rank 1, and missing on rank 0",
-        ),
-        row(
-            {"num_blocks": 3},
-            r"'blocks\.3\.norm\.weight' is missing on rank 1, and \(12,\) of torch.float64 on",
-        ),
+        ({"num_blocks": 5},
+         r"'blocks\.4\.norm\.weight' is \(12,\) of torch.float64 on rank 1, and missing on rank 0"),
+        row({"num_blocks": 3}, r"'blocks\.3\.norm\.weight' is missing on rank 1, and \(12,\) of torch.float64 on"),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_build_other_modules_are_named(module_of_rank_1, message):
     """History: gloo ended processes without a word, as messages had other lengths."""
     with pytest.raises(RankError, match=message):
@@ -207,18 +202,11 @@ class OwnBackward(TinyDiffusion):
     [
         (Manual, [], "manual optimization"),
         (OwnBackward, [], "OwnBackward.backward is overridden"),
-        (
-            TinyDiffusion,
-            [StochasticWeightAveraging(1e-2)],
-            "StochasticWeightAveraging copies the module",
-        ),
-        (
-            WithBackbone,
-            [BackboneFinetuning(unfreeze_backbone_at_epoch=0)],
-            "parameters were unfrozen during training",
-        ),
+        (TinyDiffusion, [StochasticWeightAveraging(1e-2)], "StochasticWeightAveraging copies the module"),
+        (WithBackbone, [BackboneFinetuning(unfreeze_backbone_at_epoch=0)],
+         "parameters were unfrozen during training"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_reason(module_class, callbacks, message):
     with pytest.raises(RankError, match=message):
         run(1, module_class=module_class, trainer={"callbacks": callbacks})
@@ -342,12 +330,8 @@ def fit_under_slurm(rank, world_size):
     strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
     noted = HandlesRequeue()
     trainer = quiet_trainer(
-        devices=world_size,
-        strategy=strategy,
-        callbacks=[noted],
-        max_steps=1,
-        plugins=[SLURMEnvironment()],
-    )
+        devices=world_size, strategy=strategy, callbacks=[noted], max_steps=1, plugins=[SLURMEnvironment()],
+    )  # fmt: skip
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(build(Settings()), datamodule=Data())

@@ -161,7 +161,7 @@ def train(rank, settings, world_size, callbacks=()):
 
 def compare(world_size, callbacks=(), module_class=Augmented, **settings):
     """Both runs; returns by step of the filled one: did a rank encode its own batch, how many were ahead."""
-    strategy = settings.pop("strategy")
+    strategy = settings.pop("strategy", {"num_stages": 2, "num_microbatches": 2})
     runs = []
     for filling in ("none", "shares"):
         chosen = Settings(
@@ -191,7 +191,6 @@ def test_epochs_validation_and_accumulation():
     """The first batch of an epoch encodes up front; after the last one nothing is known."""
     up_front, ahead = compare(
         2,
-        strategy={"num_stages": 2, "num_microbatches": 2},
         trainer={"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 2},
         data={"size": 22, "batch_size": 6},
     )
@@ -213,7 +212,6 @@ def test_a_limit_on_steps_of_several_batches():
     """Two batches a step: the sixth batch is the last, and nothing after it is encoded."""
     up_front, ahead = compare(
         2,
-        strategy={"num_stages": 2, "num_microbatches": 2},
         trainer={"max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2},
         data={"size": 48, "batch_size": 6},
     )
@@ -248,12 +246,7 @@ class Ages(Augmented):
 
 def test_frozen_weights_that_change_are_not_run_ahead():
     """History: batches two ahead were encoded with the weights of two steps before."""
-    up_front, ahead = compare(
-        2,
-        strategy={"num_stages": 2, "num_microbatches": 2},
-        module_class=Ages,
-        trainer={"max_steps": 4, "max_epochs": -1},
-    )
+    up_front, ahead = compare(2, module_class=Ages, trainer={"max_steps": 4, "max_epochs": -1})
     assert up_front == [True] * 4
     assert ahead == [2, 0, 0, 0]
 
@@ -328,7 +321,6 @@ def test_bubbles_are_filled_behind_a_search_for_the_learning_rate(tmp_path):
     """History: weights that were put back counted as changed, and nothing ran ahead for the rest of the run."""
     up_front, ahead = compare(
         2,
-        strategy={"num_stages": 2, "num_microbatches": 2},
         module_class=FindsRate,
         trainer={"max_steps": 4, "max_epochs": -1, "default_root_dir": tmp_path},
     )
@@ -355,12 +347,7 @@ class LossAware(Augmented):
 
 def test_buffers_that_feed_frozen_layers_and_change_are_noticed():
     """History: only parameters were looked at, and frozen layers saw other timesteps than the loss."""
-    _, ahead = compare(
-        2,
-        strategy={"num_stages": 2, "num_microbatches": 2},
-        module_class=LossAware,
-        trainer={"max_steps": 4, "max_epochs": -1},
-    )
+    _, ahead = compare(2, module_class=LossAware, trainer={"max_steps": 4, "max_epochs": -1})
     assert ahead == [2, 0, 0, 0]
 
 

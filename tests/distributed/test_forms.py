@@ -108,13 +108,9 @@ def settings_of(what, how, by, num_microbatches, strategy):
         is_longer_first = how == ("left out" if what == "replaced" else "added")
         lengths = (3, 2) if is_longer_first else (2, 3)
     return Settings(
-        {"what": what, "how": how, "by": by},
-        {"lengths": lengths, "batch_size": BATCH},
-        {"max_steps": 4, "max_epochs": -1},
-        {"num_microbatches": num_microbatches, **strategy},
-        Varying,
-        Batches,
-    )
+        {"what": what, "how": how, "by": by}, {"lengths": lengths, "batch_size": BATCH},
+        {"max_steps": 4, "max_epochs": -1}, {"num_microbatches": num_microbatches, **strategy}, Varying, Batches,
+    )  # fmt: skip
 
 
 def fit_all(rank, cases, world_size, nccl):

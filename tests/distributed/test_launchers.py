@@ -1,7 +1,5 @@
 """A user's script, started in all the ways users start one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -88,17 +86,13 @@ def start(folder: Path, launcher=(), case="train", **environment: str):
         [sys.executable, *launcher, str(folder / "script.py"), str(folder), case],
         cwd=folder,
         env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            MARK: str(folder),
-            **environment,
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: str(folder), **environment,
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
 
 
 def left_behind(folder: Path) -> list[int]:

@@ -135,24 +135,15 @@ CURES = {
 RUNS = {
     "two stages": (2, 1, {"num_stages": 2, "num_microbatches": 3}, {}),
     "zero bubble": (
-        2,
-        1,
-        {"num_stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"},
-        {"gradient_clip_val": 0.05},
+        2, 1, {"num_stages": 2, "num_microbatches": 4, "schedule": "zero_bubble"}, {"gradient_clip_val": 0.05},
     ),
     "replicas, accumulation": (
-        3,
-        1,
-        {"num_replicas": (1, 2), "num_stages": 2, "num_microbatches": 4},
-        {"accumulate_grad_batches": 3},
+        3, 1, {"num_replicas": (1, 2), "num_stages": 2, "num_microbatches": 4}, {"accumulate_grad_batches": 3},
     ),
     "two pipelines, accumulation": (
-        4,
-        2,
-        {"num_stages": 2, "num_replicas": 1, "num_microbatches": 2},
-        {"accumulate_grad_batches": 2},
+        4, 2, {"num_stages": 2, "num_replicas": 1, "num_microbatches": 2}, {"accumulate_grad_batches": 2},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

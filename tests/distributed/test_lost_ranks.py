@@ -72,14 +72,9 @@ def die():
 
 
 PHASES = (
-    "aligning weights",
-    "probing the step",
-    "placing stages",
-    "training with the whole model",
-    "saving a checkpoint",
-    "validating",
-    "ending",
-)
+    "aligning weights", "probing the step", "placing stages", "training with the whole model",
+    "saving a checkpoint", "validating", "ending",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

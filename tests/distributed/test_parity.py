@@ -97,15 +97,9 @@ def test_v_placement(num_ranks, schedule, filling):
 
 def test_interleaved_pipelines_side_by_side_with_tied_weights_and_clipping():
     check(
-        4,
-        2,
-        2,
-        module={"tied": True},
-        strategy={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2},
-        data={"batch_size": 4},
-        trainer={"gradient_clip_val": 0.05},
-        tolerance=1e-9,
-    )
+        4, 2, 2, module={"tied": True}, strategy={"num_stages": 4, "schedule": "interleaved", "data_parallel": 2},
+        data={"batch_size": 4}, trainer={"gradient_clip_val": 0.05}, tolerance=1e-9,
+    )  # fmt: skip
 
 
 def test_zero_bubble_on_three_stages_with_tied_weights_and_a_replica():
@@ -241,13 +235,8 @@ def test_accumulation_with_a_trailing_window():
 def test_accumulation_over_two_pipelines():
     trainer = {"accumulate_grad_batches": 2}
     check(
-        4,
-        2,
-        2,
-        trainer=trainer,
-        strategy={"num_stages": 2, "num_replicas": 1},
-        data={"batch_size": 3},
-    )
+        4, 2, 2, trainer=trainer, strategy={"num_stages": 2, "num_replicas": 1}, data={"batch_size": 3},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("replicas", [row((1, 1)), (1, 3)])
@@ -292,13 +281,9 @@ class OfFrequencies(TinyDiffusion):
 def test_clipping_with_complex_weights():
     """History: the norm over all stages was refused by torch, which wants another type for it."""
     outcomes, expected = check(
-        2,
-        2,
-        module_class=OfFrequencies,
-        trainer={"gradient_clip_val": 0.05},
-        strategy={"num_stages": 2},
+        2, 2, module_class=OfFrequencies, trainer={"gradient_clip_val": 0.05}, strategy={"num_stages": 2},
         tolerance=1e-9,
-    )
+    )  # fmt: skip
     for outcome in outcomes:
         assert outcome.metrics["largest"] == pytest.approx(expected.metrics["largest"], rel=1e-6)
 
@@ -354,14 +339,8 @@ def test_hooks_on_weights_see_the_gradient_of_a_batch(ranks, pipelines, strategy
     trainer = {"accumulate_grad_batches": 2}
     module = {"tied": True, "lr": 1e-3}
     check(
-        ranks,
-        2,
-        pipelines,
-        module_class=HooksWeights,
-        module=module,
-        trainer=trainer,
-        strategy=strategy,
-    )
+        ranks, 2, pipelines, module_class=HooksWeights, module=module, trainer=trainer, strategy=strategy,
+    )  # fmt: skip
 
 
 class WatchesWeights(TinyDiffusion):
@@ -376,13 +355,9 @@ class WatchesWeights(TinyDiffusion):
 def test_hooks_on_weights_of_one_rank():
     """History: it summed gradients after each batch of a window, and waited for ranks that waited for it."""
     check(
-        2,
-        2,
-        2,
-        module_class=WatchesWeights,
-        trainer={"accumulate_grad_batches": 2},
+        2, 2, 2, module_class=WatchesWeights, trainer={"accumulate_grad_batches": 2},
         strategy={"num_stages": 1, "num_replicas": 1, "data_parallel": 2},
-    )
+    )  # fmt: skip
 
 
 def test_tied_weights_on_two_stages():
@@ -405,12 +380,8 @@ def test_results_do_not_depend_on_stages_even_with_dropout(num_stages):
 def test_metrics_reach_every_rank():
     """One of them is logged at every other step, so that names change all the time."""
     outcomes, expected = check(
-        2,
-        3,
-        module={"log_extra": True},
-        strategy={"num_stages": 2},
-        trainer={"max_steps": -1, "max_epochs": 2},
-    )
+        2, 3, module={"log_extra": True}, strategy={"num_stages": 2}, trainer={"max_steps": -1, "max_epochs": 2},
+    )  # fmt: skip
     for outcome in outcomes:
         assert outcome.metrics.keys() >= {"train/loss", "train/double", "train/one", "val/loss"}
         assert outcome.metrics["train/one"] == 1.0

@@ -106,14 +106,9 @@ def test_other_steps_of_two_passes(num_ranks, form):
 
 def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pipelines():
     check(
-        4,
-        2,
-        num_pipelines=2,
-        module={"tied": True},
-        data={"batch_size": 4},
-        strategy={"num_stages": 2},
+        4, 2, num_pipelines=2, module={"tied": True}, data={"batch_size": 4}, strategy={"num_stages": 2},
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -133,12 +128,8 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
 def test_steps_that_throw_a_coin_for_their_estimate(num_ranks, coin, strategy):
     """History: such a step was refused, as it calls other layers every time."""
     check(
-        num_ranks,
-        module_class=Coin,
-        module={"coin": coin},
-        strategy=strategy,
-        trainer={"max_steps": 4},
-    )
+        num_ranks, module_class=Coin, module={"coin": coin}, strategy=strategy, trainer={"max_steps": 4},
+    )  # fmt: skip
 
 
 COINS = random.Random(4)
@@ -184,14 +175,9 @@ def test_a_coin_that_always_falls_alike_is_none(p):
 
 def test_a_coin_with_accumulation_clipping_and_two_pipelines():
     check(
-        4,
-        2,
-        num_pipelines=2,
-        module_class=Coin,
-        data={"batch_size": 4},
-        strategy={"num_stages": 2},
+        4, 2, num_pipelines=2, module_class=Coin, data={"batch_size": 4}, strategy={"num_stages": 2},
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_steps": 2},
-    )
+    )  # fmt: skip
 
 
 class SometimesMore(TinyDiffusion):

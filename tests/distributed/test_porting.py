@@ -19,15 +19,9 @@ pytestmark = pytest.mark.distributed
 
 def text_encoder(kind=transformers.CLIPTextModel):
     config = transformers.CLIPTextConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=8,
-        projection_dim=8,
-        eos_token_id=2,
-    )
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=8, projection_dim=8, eos_token_id=2,
+    )  # fmt: skip
     return kind(config)
 
 

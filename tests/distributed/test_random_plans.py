@@ -5,8 +5,6 @@ takes are drawn at random; layers sleep, so that ranks overtake each other in ev
 hangs is named by the watchdog that ends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -118,21 +118,6 @@ class Unseen(Opened):
         return ThroughData([p for p in self.parameters() if p.requires_grad])
 
 
-def test_trained_weights_are_never_taken_from_their_file(tmp_path):
-    """Stored in float32 they are mapped as well, and written where they lie."""
-    folder = str(tmp_path / "flux")
-    tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
-    settings = Settings(
-        module={"folder": folder, "lora": False},
-        module_class=Unseen,
-        data_class=Images,
-        trainer={"max_steps": 2, "max_epochs": -1},
-    )
-    expected = reference(settings, 2)
-    settings.strategy = {"num_stages": 2, "num_microbatches": 2}
-    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-4)
-
-
 class Replaced(Opened):
     """Replaces frozen weights before training, past all counts."""
 
@@ -151,12 +136,13 @@ class Rewritten(Opened):
                 parameter.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("module_class", [Replaced, Rewritten])
-def test_frozen_weights_that_a_user_writes_are_not_taken_from_their_file(module_class, tmp_path):
+@pytest.mark.parametrize("module_class", [Unseen, Replaced, Rewritten])
+def test_weights_that_are_written_are_not_taken_from_their_file(module_class, tmp_path):
+    """Trained ones stored in float32 are mapped as well, and written in place; users may write frozen ones."""
     folder = str(tmp_path / "flux")
     tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
     settings = Settings(
-        module={"folder": folder, "lora": True},
+        module={"folder": folder, "lora": module_class is not Unseen},
         module_class=module_class,
         data_class=Images,
         trainer={"max_steps": 2, "max_epochs": -1},

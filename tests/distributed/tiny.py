@@ -4,8 +4,6 @@ Frozen encoder with a stochastic posterior, frozen text table, noise and timeste
 skips between blocks, a shared conditioning layer, logging. No gate starts at zero.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@ A wrong prediction cannot pass: dummies are NaN, and so is every parameter that 
 stage, while that stage runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -4,8 +4,6 @@ All are tiny and start from random weights. Images are not square, so that heigh
 confused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -34,30 +32,19 @@ def small_vae() -> AutoencoderKL:
 def small_clip() -> CLIPTextModel:
     return CLIPTextModel(
         CLIPTextConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_attention_heads=2,
-            num_hidden_layers=3,
-            vocab_size=100,
-            max_position_embeddings=12,
-            bos_token_id=0,
-            eos_token_id=2,
-            pad_token_id=1,
+            hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3, vocab_size=100,
+            max_position_embeddings=12, bos_token_id=0, eos_token_id=2, pad_token_id=1,
         )
-    )
+    )  # fmt: skip
 
 
 def small_unet(**changes: Any) -> UNet2DConditionModel:
     config: dict[str, Any] = {
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "sample_size": 8,
+        "block_out_channels": (8, 16), "layers_per_block": 1, "sample_size": 8,
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "cross_attention_dim": 16,
-        "attention_head_dim": 4,
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4,
         "norm_num_groups": 4,
-    }
+    }  # fmt: skip
     return UNet2DConditionModel(**{**config, **changes})
 
 
@@ -112,12 +99,8 @@ class ControlNet(StableDiffusion):
             noisy, t, text, controlnet_cond=batch["image"], return_dict=False
         )
         return self.unet(
-            noisy,
-            t,
-            text,
-            down_block_additional_residuals=list(down),
-            mid_block_additional_residual=mid,
-        ).sample
+            noisy, t, text, down_block_additional_residuals=list(down), mid_block_additional_residual=mid,
+        ).sample  # fmt: skip
 
 
 def image_batch(num_samples: int = 2, seed: int = 3) -> dict[str, Tensor]:
@@ -169,14 +152,9 @@ BUILDERS = {
 
 
 DENOISERS = [
-    "UNet2DModel",
-    "PixArtTransformer2DModel",
-    "DiTTransformer2DModel",
-    "SD3Transformer2DModel",
-    "FluxTransformer2DModel",
-    "HunyuanDiT2DModel",
-    "WanTransformer3DModel",
-]
+    "UNet2DModel", "PixArtTransformer2DModel", "DiTTransformer2DModel", "SD3Transformer2DModel",
+    "FluxTransformer2DModel", "HunyuanDiT2DModel", "WanTransformer3DModel",
+]  # fmt: skip
 """Of the test zoo: one for each way in which the blocks of a denoiser are wired."""
 
 

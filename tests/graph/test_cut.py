@@ -18,35 +18,18 @@ def make_graph(reads, tail, frozen=()):
     spec = TensorSpec((2, 3), (3, 1), torch.float32, "cpu", True)
     layers = tuple(
         Layer(
-            index=i,
-            name=f"l{i}",
-            reads=frozenset((j, 0) for j in read),
-            parameters=frozenset({f"l{i}.w"}),
-            cost_flops=1,
-            num_seeds=0,
-            frozen=i in frozen,
-            mutated=frozenset(),
-            spec=None,
-            outputs=(spec,),
+            index=i, name=f"l{i}", reads=frozenset((j, 0) for j in read), parameters=frozenset({f"l{i}.w"}),
+            cost_flops=1, num_seeds=0, frozen=i in frozen, mutated=frozenset(), spec=None, outputs=(spec,),
         )
         for i, read in enumerate(reads)
-    )
+    )  # fmt: skip
     names = tuple(layer.name for layer in layers)
     return LayerGraph(
-        layers=layers,
-        tail_reads=frozenset((j, 0) for j in tail),
-        tail_parameters=frozenset(),
-        trained=frozenset(f"l{i}.w" for i in range(len(reads)) if i not in frozen),
-        calls=(),
-        fine_names=names,
-        seeded=frozenset(),
-        leaky=frozenset(),
-        watched=frozenset(),
-        host_random=False,
-        signature="",
-        num_samples=2,
+        layers=layers, tail_reads=frozenset((j, 0) for j in tail), tail_parameters=frozenset(),
+        trained=frozenset(f"l{i}.w" for i in range(len(reads)) if i not in frozen), calls=(), fine_names=names,
+        seeded=frozenset(), leaky=frozenset(), watched=frozenset(), host_random=False, signature="", num_samples=2,
         mode="fake",
-    )
+    )  # fmt: skip
 
 
 def test_a_skip_is_received_by_the_stages_between():

@@ -219,12 +219,8 @@ def test_logging_is_recorded_on_the_last_stage_and_muted_on_the_others():
             log=lambda *entry: seen.append(entry),
         )
     assert [(name, args[0] if name == "log" else list(args[0])) for name, args, _ in seen] == [
-        ("log", "norm"),
-        ("log", "norm"),
-        ("log", "norm"),
-        ("log", "norm"),
-        ("log_dict", ["loss"]),
-    ]
+        ("log", "norm"), ("log", "norm"), ("log", "norm"), ("log", "norm"), ("log_dict", ["loss"]),
+    ]  # fmt: skip
     assert seen[0][2] == {"prog_bar": True}
     assert torch.isfinite(torch.stack([args[1] for _, args, _ in seen[:4]])).all()
     assert seen[4][1][0]["loss"] == last.loss

@@ -24,14 +24,10 @@ PACKAGES = [
     sys.modules["lightning_diffpipe.graph.probe"].__file__,
 ]
 USERS = [
-    "/home/me/lightning/train.py",
-    "/home/me/torch/models/unet.py",
-    "/home/me/lightning_diffpipe/graph/train.py",
+    "/home/me/lightning/train.py", "/home/me/torch/models/unet.py", "/home/me/lightning_diffpipe/graph/train.py",
     "/opt/conda/envs/lightning/lib/python3.11/site-packages/diffusers/models/attention.py",
-    str(Path(torch.__file__).parent.parent / "torch_extras" / "unet.py"),
-    "train.py",
-    "<stdin>",
-]
+    str(Path(torch.__file__).parent.parent / "torch_extras" / "unet.py"), "train.py", "<stdin>",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PACKAGES)

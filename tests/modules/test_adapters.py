@@ -487,18 +487,13 @@ LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "out
     [
         ({"rank": 4}, r"lora_A\.default\.weight has \(4, \d+\) now, \(2, \d+\) there\. Go on with"),
         ({"alpha": 7}, r"has \{'default': 3\.5\} now, \{'default': 3\.0\} there"),
-        (
-            {"targets": ["to_q", "q_proj"]},
-            r"k_proj\.lora_A\.default\.weight has None now, \(2, \d+\) there",
-        ),
-        (
-            {"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]},
-            r"fc1\.lora_A\.default\.weight has \(2, \d+\) now, None there",
-        ),
+        ({"targets": ["to_q", "q_proj"]}, r"k_proj\.lora_A\.default\.weight has None now, \(2, \d+\) there"),
+        ({"targets": ["to_q", "fc1", "fc2", "q_proj", "k_proj"]},
+         r"fc1\.lora_A\.default\.weight has \(2, \d+\) now, None there"),
         (None, r"has None now, \(2, \d+\) there"),
         ({"dropout": 0.5, "targets": LAYERS}, None),
     ],
-)
+)  # fmt: skip
 def test_training_goes_on_with_the_adapters_of_the_checkpoint_only(options, said, tmp_path):
     """History: another alpha scaled what was trained, and `strict_loading=False` was the remedy for others."""
     module = lora_of("stable_diffusion", tmp_path)

@@ -84,14 +84,10 @@ def test_images_are_those_of_diffusers_own_pipeline(prediction):
             for captions in (PROMPTS, [""] * 2)
         )
     theirs = pipe(
-        image=condition,
-        prompt_embeds=text,
-        negative_prompt_embeds=empty,
-        latents=torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(3)),
-        num_inference_steps=3,
-        guidance_scale=4.0,
-        output_type="pt",
-    ).images
+        image=condition, prompt_embeds=text, negative_prompt_embeds=empty,
+        latents=torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(3)), num_inference_steps=3,
+        guidance_scale=4.0, output_type="pt",
+    ).images  # fmt: skip
     torch.testing.assert_close(drawn(module, condition), theirs, rtol=1e-4, atol=1e-5)
 
 

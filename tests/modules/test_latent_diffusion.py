@@ -403,22 +403,12 @@ def test_a_missing_part_is_named(make_model, tmp_path):
 @pytest.mark.parametrize(
     ("name", "class_name", "config", "message"),
     [
-        (
-            "transformer",
-            "FluxTransformer2DModel",
-            {},
-            "trains PixArt .* is a FluxTransformer2DModel",
-        ),
+        ("transformer", "FluxTransformer2DModel", {}, "trains PixArt .* is a FluxTransformer2DModel"),
         ("unet", "UNet3DConditionModel", {}, "trains U-Nets .* is a UNet3DConditionModel"),
         ("unet", None, {"addition_embed_type": "text_time"}, r"added conditions \(text_time\)"),
-        (
-            "unet",
-            None,
-            {"in_channels": 9},
-            "takes 9 channels, and latents .* have 4: .* inpainting",
-        ),
+        ("unet", None, {"in_channels": 9}, "takes 9 channels, and latents .* have 4: .* inpainting"),
     ],
-)
+)  # fmt: skip
 def test_other_denoisers_are_refused_before_weights_are_read(
     make_model, tmp_path, name, class_name, config, message
 ):
@@ -467,15 +457,9 @@ def test_a_tokenizer_without_length_is_refused(make_model, batch):
 def test_pixart_of_1024_pixels_is_given_the_size_as_in_diffusers(batch):
     """History: such models could be neither trained nor sampled; a default of the class asks for the size."""
     transformer = diffusers.PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=8,
-        num_layers=1,
-        cross_attention_dim=24,
-        caption_channels=16,
-        sample_size=128,
-    )
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=8, num_layers=1,
+        cross_attention_dim=24, caption_channels=16, sample_size=128,
+    )  # fmt: skip
     assert transformer.config.use_additional_conditions is None
     scheduler = SCHEDULERS["epsilon"]()
     parts = (tiny_vae(), tiny_text_encoder(), tiny_tokenizer())
@@ -495,15 +479,9 @@ def test_pixart_of_1024_pixels_is_given_the_size_as_in_diffusers(batch):
     states = torch.zeros(1, 4, 16)
     mask = torch.ones(1, 4)
     pipeline(
-        prompt_embeds=states,
-        prompt_attention_mask=mask,
-        negative_prompt=None,
-        negative_prompt_embeds=states,
-        negative_prompt_attention_mask=mask,
-        use_resolution_binning=False,
-        output_type="latent",
-        **size,
-    )
+        prompt_embeds=states, prompt_attention_mask=mask, negative_prompt=None, negative_prompt_embeds=states,
+        negative_prompt_attention_mask=mask, use_resolution_binning=False, output_type="latent", **size,
+    )  # fmt: skip
     handle.remove()
     ours, theirs = seen
     assert ours.keys() == theirs.keys() == {"resolution", "aspect_ratio"}

@@ -137,27 +137,15 @@ def test_groups_are_found_in_names_the_first_one_counting():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"groups": {"unet": {"learning_rate": 1e-5}}},
-            "groups 'unet': AdamW has no 'learning_rate'; it has lr",
-        ),
-        (
-            {"optimizer": partial(torch.optim.SGD, momentum=-1)},
-            "optimizer: Invalid momentum value: -1",
-        ),
-        (
-            {"optimizer": partial(torch.optim.SGD, betas=3)},
-            "optimizer: .*unexpected keyword argument 'betas'",
-        ),
+        ({"groups": {"unet": {"learning_rate": 1e-5}}}, "groups 'unet': AdamW has no 'learning_rate'; it has lr"),
+        ({"optimizer": partial(torch.optim.SGD, momentum=-1)}, "optimizer: Invalid momentum value: -1"),
+        ({"optimizer": partial(torch.optim.SGD, betas=3)}, "optimizer: .*unexpected keyword argument 'betas'"),
         ({"optimizer": Prodigy, "lr": 1e-4}, r"one learning rate.*got lr=0\.0001: take lr=1"),
-        (
-            {"optimizer": Prodigy, "lr": 1.0, "groups": {"a": {"lr": 0.5}}},
-            r"got lr=0\.5 beside 1\.0",
-        ),
+        ({"optimizer": Prodigy, "lr": 1.0, "groups": {"a": {"lr": 0.5}}}, r"got lr=0\.5 beside 1\.0"),
         ({"decay": "exponential"}, "decay must be one of constant.*polynomial"),
         ({"num_cycles": 0}, "num_cycles must be"),
     ],
-)
+)  # fmt: skip
 def test_wrong_settings_are_named_when_they_are_given(settings, reason):
     with pytest.raises(ConfigurationError, match=reason):
         Optimization(**settings)

@@ -14,15 +14,9 @@ from tests.ranks import run_ranks
 
 def fit_and_validate(module, batch, folder, steps):
     return fit(
-        module,
-        batch,
-        folder,
-        steps,
-        DataLoader([batch] * 2, batch_size=None),
-        check_val_every_n_epoch=None,
-        val_check_interval=steps,
-        num_sanity_val_steps=0,
-    )
+        module, batch, folder, steps, DataLoader([batch] * 2, batch_size=None), check_val_every_n_epoch=None,
+        val_check_interval=steps, num_sanity_val_steps=0,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -109,14 +103,9 @@ def test_the_learning_rate_of_a_stream_without_a_length_stays(batch, tmp_path):
     """History: Lightning tells -1 steps of epochs without a length; the whole run had 2 % of its learning rate."""
     module = AutoencoderTraining(tiny_vae(), optimization=Optimization(lr=1e-3, warmup_steps=1))
     trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     trainer.fit(module, DataLoader(Stream(batch), batch_size=None))
     assert trainer.global_step == 3
     assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-3

@@ -221,13 +221,9 @@ def by_hand_chroma(m, batch):
     one_more = F.pad(words.attention_mask, (1, 0), value=1)[:, :8]  # of the padding
     tokens, places = packed(noisy)
     predicted = m.transformer(
-        tokens,
-        states,
-        sigmas,
-        places,
-        torch.zeros(8, 3),
+        tokens, states, sigmas, places, torch.zeros(8, 3),
         attention_mask=torch.cat([one_more.float(), torch.ones(tokens.shape[:2])], 1),
-    ).sample
+    ).sample  # fmt: skip
     return unpacked(predicted, noisy), target
 
 
@@ -296,14 +292,9 @@ def by_hand_kontext(m, batch):
     (tokens, places), (given, _) = packed(noisy), packed(before)
     both = torch.cat([places, places + torch.tensor([1.0, 0, 0])])
     predicted = m.transformer(
-        torch.cat([tokens, given], 1),
-        states,
-        pooled,
-        sigmas,
-        both,
-        torch.zeros(8, 3),
+        torch.cat([tokens, given], 1), states, pooled, sigmas, both, torch.zeros(8, 3),
         guidance=torch.ones(3) if m.transformer.config.guidance_embeds else None,
-    ).sample
+    ).sample  # fmt: skip
     return unpacked(predicted[:, : tokens.shape[1]], noisy), target
 
 

@@ -23,45 +23,25 @@ def tiny_vae():
 
 def tiny_unet(**options):
     defaults = {
-        "sample_size": 4,
-        "in_channels": 4,
-        "out_channels": 4,
-        "block_out_channels": (8, 16),
+        "sample_size": 4, "in_channels": 4, "out_channels": 4, "block_out_channels": (8, 16),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "layers_per_block": 1,
-        "cross_attention_dim": 16,
-        "attention_head_dim": 8,
-        "norm_num_groups": 4,
-    }
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "cross_attention_dim": 16,
+        "attention_head_dim": 8, "norm_num_groups": 4,
+    }  # fmt: skip
     return diffusers.UNet2DConditionModel(**defaults | options)
 
 
 def tiny_transformer(learns_variance=False):
     return diffusers.PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8 if learns_variance else 4,
-        num_layers=2,
-        cross_attention_dim=16,
-        caption_channels=16,
-        sample_size=4,
-        patch_size=1,
-        interpolation_scale=1,
-        use_additional_conditions=False,
-    )
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8 if learns_variance else 4,
+        num_layers=2, cross_attention_dim=16, caption_channels=16, sample_size=4, patch_size=1,
+        interpolation_scale=1, use_additional_conditions=False,
+    )  # fmt: skip
 
 
 def tiny_text_encoder():
     config = transformers.T5Config(
-        vocab_size=384,
-        d_model=16,
-        d_kv=4,
-        d_ff=16,
-        num_layers=1,
-        num_heads=4,
-        dropout_rate=0.1,
+        vocab_size=384, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, dropout_rate=0.1
     )
     return transformers.T5EncoderModel(config)
 
@@ -82,13 +62,8 @@ def tiny_latent_diffusion(denoiser="transformer", prediction="flow", in_channels
     torch.manual_seed(0)
     part = tiny_unet(in_channels=in_channels) if denoiser == "unet" else tiny_transformer()
     return LatentDiffusion(
-        tiny_vae(),
-        tiny_text_encoder(),
-        tiny_tokenizer(),
-        SCHEDULERS[prediction](),
-        **{denoiser: part},
-        **options,
-    )
+        tiny_vae(), tiny_text_encoder(), tiny_tokenizer(), SCHEDULERS[prediction](), **{denoiser: part}, **options,
+    )  # fmt: skip
 
 
 def tiny_cascade(prediction="flow", unet=None, upscaler=None, **options):
@@ -97,13 +72,9 @@ def tiny_cascade(prediction="flow", unet=None, upscaler=None, **options):
     base = {"in_channels": 3, "out_channels": 3}
     large = {"in_channels": 24, "out_channels": 12, "class_embed_type": "timestep"}
     module = CascadedDiffusion(
-        tiny_unet(**base | (unet or {})),
-        tiny_unet(**large | (upscaler or {})),
-        tiny_text_encoder(),
-        tiny_tokenizer(),
-        SCHEDULERS[prediction](),
-        **options,
-    )
+        tiny_unet(**base | (unet or {})), tiny_unet(**large | (upscaler or {})), tiny_text_encoder(),
+        tiny_tokenizer(), SCHEDULERS[prediction](), **options,
+    )  # fmt: skip
     for part in (module.unet, module.upscaler):
         perturb(part, torch.Generator().manual_seed(0))
     return module
@@ -119,12 +90,8 @@ def perturbed_latent_diffusion():
 def tiny_clip():
     """A text encoder whose padding is text, as in Stable Diffusion."""
     config = transformers.CLIPTextConfig(
-        vocab_size=384,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
+        vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
     return transformers.CLIPTextModel(config)
 
 
@@ -156,13 +123,8 @@ def save_checkpoint(module, path, **further):
 def fit(module, batch, folder, steps=3, validation=None, **options):
     """Trains some steps on one batch."""
     trainer = L.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+        max_steps=steps, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
     trainer.fit(module, DataLoader([batch] * steps, batch_size=None), validation)
     return trainer

@@ -84,16 +84,11 @@ def random_profile(rng, num_layers, frozen=False):
         scale = rng.uniform(0.5, 1.5)
         layers.append(
             LayerProfile(
-                f"layer{i}",
-                random_times(rng, scale),
-                random_times(rng, 2 * scale),
-                None,
-                parameter_bytes=rng.randint(1, 50),
-                gradient_bytes=rng.randint(0, 50),
-                boundary_bytes_per_sample=rng.randint(1, 20),
-                activation_bytes_per_sample=rng.randint(1, 20),
+                f"layer{i}", random_times(rng, scale), random_times(rng, 2 * scale), None,
+                parameter_bytes=rng.randint(1, 50), gradient_bytes=rng.randint(0, 50),
+                boundary_bytes_per_sample=rng.randint(1, 20), activation_bytes_per_sample=rng.randint(1, 20),
             )
-        )
+        )  # fmt: skip
     whole = EncoderLayerProfile("whole", random_times(rng, 2), 20, 4)
     encoder = EncoderProfile("vae", (whole,), (), (FrozenResult(3, (0, num_layers - 1)),))
     return ModelProfile(

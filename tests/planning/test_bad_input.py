@@ -41,11 +41,7 @@ LAYER = ("backbones", 0, "layers", 1)
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        (
-            ("format",),
-            "diffpipe-profile/2",
-            'format: expected "diffpipe-profile/1"; got "diffpipe-',
-        ),
+        (("format",), "diffpipe-profile/2", 'format: expected "diffpipe-profile/1"; got "diffpipe-'),
         (("colour",), 1, "unknown key 'colour'; known keys here: format, name, backbones"),
         ((*LAYER, "forwards"), {}, "unknown key 'backbones[0].layers[1].forwards'"),
         ((*LAYER, "forward_s"), ..., "missing key 'backbones[0].layers[1].forward_s'"),
@@ -55,25 +51,14 @@ LAYER = ("backbones", 0, "layers", 1)
         ((*LAYER, "forward_s", "1"), "fast", 'forward_s.1: expected a number >= 0; got "fast"'),
         ((*LAYER, "forward_s", "1"), float("nan"), "forward_s.1: expected a number >= 0; got NaN"),
         # History: a bare assertion of the search, for which every plan took for ever.
-        (
-            (*LAYER, "forward_s", "1"),
-            1e308,
-            "forward_s.1: expected a number >= 0 and <= 1e+30; got 1e+308",
-        ),
+        ((*LAYER, "forward_s", "1"), 1e308, "forward_s.1: expected a number >= 0 and <= 1e+30; got 1e+308"),
         ((*LAYER, "forward_s", "many"), 1, "numbers of samples such as \"4\" as keys, not 'many'"),
         ((*LAYER, "forward_s", "01"), 5.0, "numbers of samples such as \"4\" as keys, not '01'"),
         ((*LAYER, "forward_s", "9" * 5000), 1, 'numbers of samples such as "4" as keys'),
         ((*LAYER, "parameter_bytes"), 10**400, "a whole number of at most 9223372036854775807"),
-        (
-            (*LAYER, "parameter_bytes"),
-            1.5,
-            "parameter_bytes: expected a whole number >= 0; got 1.5",
-        ),
-        (
-            (*LAYER, "weight_gradient_s"),
-            {"1": 2.5},
-            "layers[1].weight_gradient_s.1: expected at most the backward_s of 1 samples, 2, of which it is a part",
-        ),
+        ((*LAYER, "parameter_bytes"), 1.5, "parameter_bytes: expected a whole number >= 0; got 1.5"),
+        ((*LAYER, "weight_gradient_s"), {"1": 2.5},
+         "layers[1].weight_gradient_s.1: expected at most the backward_s of 1 samples, 2, of which it is a part"),
         ((*LAYER, "name"), 3, "layers[1].name: expected a string; got 3"),
         (("backbones",), [], "profile 'equal' has no backbone; nothing can be trained"),
         (("backbones", 0, "layers"), [], "'unet' of profile 'equal' has no layers"),
@@ -82,19 +67,12 @@ LAYER = ("backbones", 0, "layers", 1)
         (("encoders", 0, "needs"), ["vae"], "encoders need each other in a circle: ['vae']"),
         (("encoders", 0, "name"), "unet", "backbones and encoders need different names"),
         (("backbones", 0, "passes"), [[0, 1]], "passes: expected two ranges of layers or more"),
-        (
-            ("backbones", 0, "passes"),
-            [[0, 1], [1, 3]],
-            "equally long, one after the other, 3 at most",
-        ),
-        (
-            ("backbones", 0, "skips"),
-            [{"bytes_per_sample": 1, "made": 2, "readers": [1]}],
-            "readers: expected positions after layer 2, ascending, 3 at most",
-        ),
+        (("backbones", 0, "passes"), [[0, 1], [1, 3]], "equally long, one after the other, 3 at most"),
+        (("backbones", 0, "skips"), [{"bytes_per_sample": 1, "made": 2, "readers": [1]}],
+         "readers: expected positions after layer 2, ascending, 3 at most"),
         (("self_conditioning", "probability"), 1.5, "probability: expected a number >= 0 and <= 1"),
     ],
-)
+)  # fmt: skip
 def test_bad_profiles(path, value, complaint):
     with pytest.raises(ProfileError, match=re.escape(complaint)):
         ModelProfile.from_json(edited(PROFILE, path, value), "profile.json")
@@ -177,45 +155,24 @@ def test_clusters_from_plain_values():
         ({"global_batch_size": 0}, "global_batch_size must be a whole number >= 1; got 0"),
         ({"global_batch_size": 8, "num_stages": 2.5}, "num_stages must be a whole number >= 1 or"),
         ({"global_batch_size": 8, "stages": 2}, "unknown key 'stages'"),
-        (
-            {"global_batch_size": 8, "schedule": "2f2b"},
-            "unknown schedule='2f2b'; choose one of auto",
-        ),
+        ({"global_batch_size": 8, "schedule": "2f2b"}, "unknown schedule='2f2b'; choose one of auto"),
         ({"global_batch_size": 8, "filling": "sand"}, "unknown filling='sand'; choose one of none"),
-        (
-            {"global_batch_size": 8, "num_replicas": [1, 0]},
-            "num_replicas must be a whole number >= 1",
-        ),
-        (
-            {"global_batch_size": 8, "num_replicas": []},
-            "num_replicas names no stage: []; give a number for all stages",
-        ),
-        (
-            {"global_batch_size": 8, "frozen_splittable": "false"},
-            "frozen_splittable must be true or false; got 'false'",
-        ),
-        (
-            {"global_batch_size": 8, "optimizer_bytes_factor": None},
-            "number >= 0, such as 2 for Adam; got None",
-        ),
+        ({"global_batch_size": 8, "num_replicas": [1, 0]}, "num_replicas must be a whole number >= 1"),
+        ({"global_batch_size": 8, "num_replicas": []},
+         "num_replicas names no stage: []; give a number for all stages"),
+        ({"global_batch_size": 8, "frozen_splittable": "false"},
+         "frozen_splittable must be true or false; got 'false'"),
+        ({"global_batch_size": 8, "optimizer_bytes_factor": None}, "number >= 0, such as 2 for Adam; got None"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": "auto"}, "must be a number >= 0"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": -5}, "must be a number >= 0"),
-        (
-            {"global_batch_size": 8, "averages_bytes_factor": -1},
-            "averages_bytes_factor must be a number",
-        ),
-        (
-            {"global_batch_size": 8, "shard_optimizer": "all"},
-            "must be true, false or 'auto'; got 'all'",
-        ),
+        ({"global_batch_size": 8, "averages_bytes_factor": -1}, "averages_bytes_factor must be a number"),
+        ({"global_batch_size": 8, "shard_optimizer": "all"}, "must be true, false or 'auto'; got 'all'"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.nan}, "must be a number >= 0"),
         ({"global_batch_size": 8, "optimizer_bytes_factor": math.inf}, "must be a number >= 0"),
-        (
-            {"global_batch_size": 8, "num_replicas": [1, 2], "num_stages": 3},
-            "num_replicas=(1, 2) names 2 stages, but num_stages=3",
-        ),
+        ({"global_batch_size": 8, "num_replicas": [1, 2], "num_stages": 3},
+         "num_replicas=(1, 2) names 2 stages, but num_stages=3"),
     ],
-)
+)  # fmt: skip
 def test_bad_options(values, complaint):
     with pytest.raises(ConfigurationError, match=re.escape(complaint)):
         PlanOptions.from_dict(values)
@@ -224,40 +181,22 @@ def test_bad_options(values, complaint):
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
-        (
-            {"num_stages": 4},
-            PartitionError,
-            "cannot cut 3 layers into 4 stages; choose num_stages bet",
-        ),
+        ({"num_stages": 4}, PartitionError, "cannot cut 3 layers into 4 stages; choose num_stages bet"),
         ({"num_stages": 5}, PartitionError, "cannot cut 3 layers into 5 stages"),
-        (
-            {"num_replicas": (1, 2)},
-            ConfigurationError,
-            "num_replicas=(1, 2) take 3 ranks, which do not add up to the 4 ranks there are",
-        ),
-        (
-            {"num_replicas": (2, 2), "data_parallel": 2},
-            ConfigurationError,
-            "take 4 ranks, which do not add up to the 4 ranks there are, in [2] pipelines",
-        ),
+        ({"num_replicas": (1, 2)}, ConfigurationError,
+         "num_replicas=(1, 2) take 3 ranks, which do not add up to the 4 ranks there are"),
+        ({"num_replicas": (2, 2), "data_parallel": 2}, ConfigurationError,
+         "take 4 ranks, which do not add up to the 4 ranks there are, in [2] pipelines"),
         (
             {"num_replicas": 3},
             ConfigurationError,
             "num_replicas=3 alone needs pipelines of as many ranks or a multiple, for at most 3 stages (one a "
             "layer); possible are pipelines of [4, 2, 1] ranks",
         ),
-        (
-            {"data_parallel": 3},
-            ConfigurationError,
-            "data_parallel=3 must divide the 4 ranks and the",
-        ),
-        (
-            {"num_microbatches": 9},
-            ConfigurationError,
-            "num_microbatches=9 is more than the 8 samples",
-        ),
+        ({"data_parallel": 3}, ConfigurationError, "data_parallel=3 must divide the 4 ranks and the"),
+        ({"num_microbatches": 9}, ConfigurationError, "num_microbatches=9 is more than the 8 samples"),
     ],
-)
+)  # fmt: skip
 def test_options_that_cannot_be_met(options, error, complaint):
     with pytest.raises(error, match=re.escape(complaint)):
         find_plan(equal_profile(3), Cluster(4), PlanOptions(8, **options))
@@ -386,11 +325,7 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        (
-            ("format",),
-            "diffpipe-plan/9",
-            'format: expected "diffpipe-plan/1"; got "diffpipe-plan/9"',
-        ),
+        (("format",), "diffpipe-plan/9", 'format: expected "diffpipe-plan/1"; got "diffpipe-plan/9"'),
         (("extra",), 1, "unknown key 'extra'; known keys here: format, options, stages"),
         (("programs", "1"), ..., "missing key 'programs.1'"),
         (("programs", "1"), "E1 E2 X F0 F1 Q0", "programs.1: 'Q0' is no instruction"),
@@ -398,11 +333,7 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
         (("programs", "1"), "E1 E2 X B0 F0 B1 F1 F2 B2 F3 B3", "forward comes before backward"),
         (("programs", "2"), "E3 E4 X F3 F2 F1 F0 B0 B1 B2 B3", "each waits for the other"),
         (("programs", "1"), "E1 X F0 F1 B0 F2 B1 F3 B2 B3", "frozen part 2 is never run"),
-        (
-            ("programs", "1"),
-            "E2 E2 X F0 F1 B0 F2 B1 F3 B2 B3",
-            "programs.1: E2 is not a frozen part",
-        ),
+        (("programs", "1"), "E2 E2 X F0 F1 B0 F2 B1 F3 B2 B3", "programs.1: E2 is not a frozen part"),
         (("stages", 1, "first_layer"), 3, "stage 1 starts at layer 3, but stage 0 ends at layer 1"),
         (("stages", 1, "index"), 2, "stages[1].index: expected 1; got 2"),
         (("stages", 1, "num_replicas"), 2, "missing key 'programs.3'"),
@@ -411,11 +342,7 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
         (("stages", 1, "ranks"), [-1], "stages[1].ranks[0]: expected a whole number >= 0; got -1"),
         (("stages", 2, "last_layer"), 3, "stage 2 needs at least one layer; got layers 4-3"),
         (("options", "num_stages"), "auto", "digest: expected"),
-        (
-            ("options", "num_microbatches"),
-            "auto",
-            "options.num_microbatches: a plan needs a number",
-        ),
+        (("options", "num_microbatches"), "auto", "options.num_microbatches: a plan needs a number"),
         # History: a KeyError, as nobody had asked before the schedule was looked up.
         (("options", "schedule"), "auto", "options.schedule: a plan needs the schedule"),
         (("options", "color"), 1, "unknown key 'options.color'"),
@@ -428,31 +355,17 @@ def test_a_plan_written_by_hand_needs_neither_digest_nor_costs():
         (("costs", "sizes"), [3, 3], "costs.sizes: [3, 3], but microbatches have [3, 3, 3, 3]"),
         (("costs", "all_reduce_s"), [0], "costs.all_reduce_s: 1 numbers, but there are 3 ranks"),
         (("costs", "encode_s"), [0], "costs.encode_s: 1 numbers, but there are 5 frozen parts"),
-        (
-            ("options", "global_batch_size"),
-            2,
-            "options.num_microbatches: 4 microbatches need a sample each, but a pipeline has 2",
-        ),
-        (
-            ("options", "data_parallel"),
-            5,
-            "global_batch_size: 12 samples cannot be divided evenly among data_parallel=5",
-        ),
-        (
-            ("options", "num_replicas"),
-            5,
-            "options.num_replicas: 5, but the stages have [1, 1, 1]",
-        ),
+        (("options", "global_batch_size"), 2,
+         "options.num_microbatches: 4 microbatches need a sample each, but a pipeline has 2"),
+        (("options", "data_parallel"), 5,
+         "global_batch_size: 12 samples cannot be divided evenly among data_parallel=5"),
+        (("options", "num_replicas"), 5, "options.num_replicas: 5, but the stages have [1, 1, 1]"),
         (("options", "num_stages"), 2, "options: num_replicas=(1, 1, 1) names 3 stages"),
         (("planned", "iteration_s"), 10**400, "planned.iteration_s: expected a number >= 0"),
-        (
-            ("options", "global_batch_size"),
-            10**400,
-            "global_batch_size must be a whole number >= 1",
-        ),
+        (("options", "global_batch_size"), 10**400, "global_batch_size must be a whole number >= 1"),
         (("digest",), "0123456789abcdef", "the digest of this content"),
     ],
-)
+)  # fmt: skip
 def test_bad_plans(path, value, complaint):
     with pytest.raises(PlanError, match=re.escape(complaint)):
         PipelinePlan.from_json(edited(json.loads(PLAN.to_json()), path, value))

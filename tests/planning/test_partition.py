@@ -9,12 +9,7 @@ from lightning_diffpipe.errors import PartitionError
 from lightning_diffpipe.planning.cluster import Cluster, Link
 from lightning_diffpipe.planning.cost import CostModel, LayerRun
 from lightning_diffpipe.planning.options import PARTITIONS, PlanOptions
-from lightning_diffpipe.planning.partition import (
-    Stage,
-    greedy_cuts,
-    minimax_cuts,
-    partition_fronts,
-)
+from lightning_diffpipe.planning.partition import Stage, greedy_cuts, minimax_cuts, partition_fronts
 from lightning_diffpipe.planning.proposals import pipedream_cuts
 from lightning_diffpipe.planning.search import find_plan
 

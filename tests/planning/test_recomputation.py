@@ -29,15 +29,10 @@ from lightning_diffpipe.planning.search import find_plan
 
 def layer(name, forward_s=1.0, kept=100, inputs=10):
     return LayerProfile(
-        name,
-        Seconds.per_sample(forward_s),
-        Seconds.per_sample(2 * forward_s),
-        parameter_bytes=50,
-        gradient_bytes=50,
-        boundary_bytes_per_sample=5,
-        activation_bytes_per_sample=kept,
+        name, Seconds.per_sample(forward_s), Seconds.per_sample(2 * forward_s), parameter_bytes=50,
+        gradient_bytes=50, boundary_bytes_per_sample=5, activation_bytes_per_sample=kept,
         input_bytes_per_sample=inputs,
-    )
+    )  # fmt: skip
 
 
 def profile_of(layers):

@@ -1,7 +1,5 @@
 """PipeFusion on paper: its turns, and the bytes and messages that the tests expect of them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,13 +36,9 @@ def test_sharing_tokens_adds_what_the_ranks_of_a_stage_trade():
     """Two stages of two ranks: each pipeline carries half, and rows are put together once."""
     plan = PipeFusionPlan(10, 2, 2, num_ranks=2, automatic=True, ranks_per_stage=2)
     assert pipefusion_bytes(plan, [100], 7, attention_bytes=(30, 40)) == {
-        "hidden": 10 * 100,
-        "latents": 9 * 7,
-        "result": (1 + 2) * 7,
-        "sequence": 2 * 30 + 8 * 40,
-        "statistics": 2 * 2 * CHANGE_BYTES,
-        "control": 2 * 2,
-    }
+        "hidden": 10 * 100, "latents": 9 * 7, "result": (1 + 2) * 7, "sequence": 2 * 30 + 8 * 40,
+        "statistics": 2 * 2 * CHANGE_BYTES, "control": 2 * 2,
+    }  # fmt: skip
     sent = pipefusion_messages(plan, [1], attention_messages=4)
     turns = 2 + 8 * 2
     assert (sent["hidden"], sent["sequence"]) == (2 * turns, 4 * turns)

@@ -8,11 +8,7 @@ import pytest
 
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.filling import encode_parts
-from lightning_diffpipe.planning.instruction import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-)
+from lightning_diffpipe.planning.instruction import Backward, BackwardInput, BackwardWeight
 from lightning_diffpipe.planning.laws import check_laws
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.passes import schedule_of_passes, widened

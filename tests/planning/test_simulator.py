@@ -11,12 +11,7 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks,
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
 from lightning_diffpipe.planning.instruction import BackwardInput, BackwardWeight
 from lightning_diffpipe.planning.lowering import lower, prefix_frozen
-from lightning_diffpipe.planning.profile import (
-    BackboneProfile,
-    LayerProfile,
-    ModelProfile,
-    Seconds,
-)
+from lightning_diffpipe.planning.profile import BackboneProfile, LayerProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe

@@ -76,10 +76,7 @@ def slow_links():
 
 def draw_as_chosen(rank, path, prompts, settings, options):
     """With `method="auto"`, twice; then by name."""
-    with (
-        slow_links(),
-        Predictor.from_pretrained(path, method="auto", **options) as predictor,
-    ):
+    with slow_links(), Predictor.from_pretrained(path, method="auto", **options) as predictor:
         images = predictor(prompts, **settings)
         chosen = predictor.report
         predictor(prompts, **settings | {"num_inference_steps": 2})

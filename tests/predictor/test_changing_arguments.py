@@ -173,14 +173,10 @@ def test_answers_of_an_adapter_that_the_pipeline_scales_in_place(scale, guidance
     pipeline.save_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
     given = {
-        "prompt_embeds": torch.randn(1, 5, 16),
-        "negative_prompt_embeds": torch.randn(1, 5, 16),
-        "image": torch.rand(1, 3, 32, 32),
-        "adapter_conditioning_scale": scale,
-        "guidance_scale": guidance_scale,
-        "num_inference_steps": 2,
-        "output_type": "latent",
-    }
+        "prompt_embeds": torch.randn(1, 5, 16), "negative_prompt_embeds": torch.randn(1, 5, 16),
+        "image": torch.rand(1, 3, 32, 32), "adapter_conditioning_scale": scale, "guidance_scale": guidance_scale,
+        "num_inference_steps": 2, "output_type": "latent",
+    }  # fmt: skip
     expected = pipeline(**given, height=32, width=32, generator=torch.Generator().manual_seed(0))
     found = Predictor.from_pretrained(tmp_path, "single")(None, height=32, width=32, **given)
     assert torch.equal(found, expected.images)

@@ -31,10 +31,8 @@ from tests.rows import row
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["sampler=pipefusion", "sampler.num_patchs=3"],
-            "Could not override 'sampler.num_patchs'. To append to your config use +sampler.num_patchs=3",
-        ),
+        (["sampler=pipefusion", "sampler.num_patchs=3"],
+         "Could not override 'sampler.num_patchs'. To append to your config use +sampler.num_patchs=3"),
         (["trainer.devices=0"], "trainer.devices must be a number of processes; got 0"),
         (["trainer.accelerator=tpu"], "trainer.accelerator='tpu'; choose cpu or gpu"),
         (["dtype=float8"], "dtype='float8'; choose bfloat16, float16"),
@@ -51,26 +49,18 @@ from tests.rows import row
         (["trainer.devices=true"], "trainer.devices must be a number of processes; got True"),
         (["num_threads=100000"], "num_threads must be a whole number >= 1 and <= 1024; got 100000"),
         (["+sampler.ema=maybe"], "sampler.ema must be true or false; got 'maybe'"),
-        (
-            ["sampler=pipefusion", "+sampler.verify=7"],
-            "sampler.verify must be true or false; got 7",
-        ),
+        (["sampler=pipefusion", "+sampler.verify=7"], "sampler.verify must be true or false; got 7"),
         (["output=null"], "output=null names no folder; leave it out for a new one"),
         (["options={prompts: [b]}"], "options.prompts is a setting of its own; write prompts="),
         (["options={self: 3}"], "options.self=3 is no argument of a pipeline"),
         (["options={3: 3}"], "options.3=3 is no argument of a pipeline"),
         (["images={3: a.png}"], "images.3=a.png is no argument of a pipeline"),
-        (
-            ["options={output_type: np}"],
-            "options.output_type is a setting of its own; write output_type=np",
-        ),
+        (["options={output_type: np}"], "options.output_type is a setting of its own; write output_type=np"),
         # History: it was never settled, and every step synchronous.
-        (
-            ["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.settled=nan"],
-            "sampler.settled must be a number >= 0; got nan",
-        ),
+        (["sampler=pipefusion", "sampler.warmup_steps=auto", "+sampler.settled=nan"],
+         "sampler.settled must be a number >= 0; got nan"),
     ],
-)
+)  # fmt: skip
 def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = call(capsys, monkeypatch, "sample", "progress=false", *arguments)
@@ -472,12 +462,8 @@ def test_each_of_several_controlnets_has_an_image(folder_of, capsys, monkeypatch
     for name in "ab":
         Image.new("RGB", (32, 32), "red").save(f"{name}.png")
     settings = [
-        "path=model",
-        "prompts=[a]",
-        "output=out",
-        "num_inference_steps=2",
-        "progress=false",
-    ]
+        "path=model", "prompts=[a]", "output=out", "num_inference_steps=2", "progress=false",
+    ]  # fmt: skip
     code, _, err = call(capsys, monkeypatch, "sample", *settings, "images={image: [a.png, b.png]}")
     assert code in (0, None), err
     assert Image.open("out/000.png").size == (32, 32)

@@ -43,14 +43,8 @@ def flux_control(folder):
     parts = parts_of("FluxPipeline", folder, transformer={"in_channels": 32, "out_channels": 16})
     parts |= {"image_encoder": None, "feature_extractor": None}
     names = (
-        "scheduler",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "text_encoder_2",
-        "tokenizer_2",
-        "transformer",
-    )
+        "scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer",
+    )  # fmt: skip
     pipeline = diffusers.FluxControlPipeline(**{name: parts[name] for name in names})
     return pipeline, WORDS | {"control_image": image()}
 
@@ -58,14 +52,8 @@ def flux_control(folder):
 def flux_fill(folder):
     parts = parts_of("FluxPipeline", folder, transformer={"in_channels": 48, "out_channels": 16})
     names = (
-        "scheduler",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "text_encoder_2",
-        "tokenizer_2",
-        "transformer",
-    )
+        "scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer",
+    )  # fmt: skip
     pipeline = diffusers.FluxFillPipeline(**{name: parts[name] for name in names})
     mask = Image.fromarray(np.tile(np.uint8([0, 255]), (32, 16)))
     return pipeline, WORDS | {"image": image(), "mask_image": mask}

@@ -175,21 +175,17 @@ def test_two_ranks_draw_with_adapters_what_one_process_draws(saved, monkeypatch)
     """Prompts, halves of guidance, bands, tokens or layers are divided; displaced bands equal the emulator."""
     double = {"dtype": torch.float64}
     cases = [
-        ("sd3", {"method": "single", **double}),
-        ("sd3", {"method": "single", "guidance": 2, **double}),
+        ("sd3", {"method": "single", **double}), ("sd3", {"method": "single", "guidance": 2, **double}),
         ("sd3", {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9, **double}),
         ("sd3", {"method": "pipefusion", "num_patches": 1, **double}),
         ("sd3", {"method": "distrifusion", "warmup_steps": 9, **double}),
         ("stable_diffusion", {"method": "single"}),
         ("stable_diffusion", {"method": "distrifusion", "warmup_steps": 9}),
-        ("sdxl", {"method": "single", "guidance": 2}),
-        ("sdxl", {"method": "distrifusion", "warmup_steps": 9}),
-        ("flux", {"method": "single"}),
-        ("flux", {"method": "sequence"}),
-        ("flux", {"method": "pipefusion", "num_patches": 1}),
-        ("flux", {"method": "pipefusion", "num_patches": 2}),
+        ("sdxl", {"method": "single", "guidance": 2}), ("sdxl", {"method": "distrifusion", "warmup_steps": 9}),
+        ("flux", {"method": "single"}), ("flux", {"method": "sequence"}),
+        ("flux", {"method": "pipefusion", "num_patches": 1}), ("flux", {"method": "pipefusion", "num_patches": 2}),
         ("stable_diffusion", {"method": "distrifusion", "warmup_steps": 1}),
-    ]
+    ]  # fmt: skip
     jobs = []
     for name, options in cases:
         images = random_image() if name == "sd3" else [[random_image(), random_image(1)]]
@@ -290,10 +286,7 @@ def test_ranks_with_another_adapter_are_refused(saved):
         settings,
         {"method": "single", "ip_adapters": {folder / name: scale}},
     )
-    cases = [
-        [job(FILE, 0.7), job("second.safetensors", 0.7)],
-        [job(FILE, 0.7), job(FILE, 0.6)],
-    ]
+    cases = [[job(FILE, 0.7), job("second.safetensors", 0.7)], [job(FILE, 0.7), job(FILE, 0.6)]]
     first, second = run_ranks(failure_of_each_rank, 2, cases)
     assert first == second
     assert "rank 1 has other weights than rank 0" in first[0]

@@ -345,18 +345,12 @@ QUERY = "transformer.transformer_blocks.0.attn.to_q"
         (((2, 16), (16, 3)), None, "size mismatch"),
         (((), (16, 2)), None, "size mismatch"),
         (((2, 16), (16, 2)), "[1]", "'list' object"),
-        (
-            ((2, 16), (16, 2)),
-            '{"transformer.lora_alpha": "x", "transformer.target_modules": ["to_q"]}',
-            "unsupported operand",
-        ),
-        (
-            ((2, 16), (16, 2)),
-            '{"transformer.alpha_pattern": {"(": 1}, "transformer.target_modules": ["to_q"]}',
-            "unterminated",
-        ),
+        (((2, 16), (16, 2)), '{"transformer.lora_alpha": "x", "transformer.target_modules": ["to_q"]}',
+         "unsupported operand"),
+        (((2, 16), (16, 2)), '{"transformer.alpha_pattern": {"(": 1}, "transformer.target_modules": ["to_q"]}',
+         "unterminated"),
     ],
-)
+)  # fmt: skip
 def test_damaged_files_are_named(shapes, metadata, said, tmp_path):
     """History: raw errors, of matrices that have no product only when their layer was read."""
     file = trained_with_peft(tmp_path) / LORA_FILE

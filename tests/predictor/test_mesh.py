@@ -273,8 +273,7 @@ def test_links_are_measured_where_messages_of_denoisers_travel(backend, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),
-    [("pipefusion", 1), ("distrifusion", 4), ("naive", 0), ("sequence", 1)],
+    ("method", "expected"), [("pipefusion", 1), ("distrifusion", 4), ("naive", 0), ("sequence", 1)]
 )
 def test_no_warm_up_asked_for_is_what_suits_the_method(method, expected):
     assert MethodOptions(method, warmup_steps=None).synchronous_steps == expected

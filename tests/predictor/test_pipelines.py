@@ -28,12 +28,7 @@ from lightning_diffpipe.sampling.loop import Step, _Generator, restored
 from lightning_diffpipe.sampling.methods import MethodOptions
 from lightning_diffpipe.sampling.source import Settings
 from tests.modules.tiny_parts import save_checkpoint, tiny_cascade
-from tests.predictor.scenarios import (
-    BothBands,
-    draw_each,
-    failure_of_each_rank,
-    latents_of_each,
-)
+from tests.predictor.scenarios import BothBands, draw_each, failure_of_each_rank, latents_of_each
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of, unet, vae
 from tests.ranks import run_ranks
 from tests.rows import row
@@ -261,45 +256,34 @@ def test_one_process_draws_what_diffusers_draws(kind, saved):
 
 
 TWO_RANKS = [
-    ("img2img", {"method": "single"}),
-    ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
+    ("img2img", {"method": "single"}), ("inpainting", {"method": "distrifusion", "warmup_steps": 9}),
     ("inpainting_by_mixing", {"method": "single", "guidance": 2}),
     ("controlnet", {"method": "distrifusion", "warmup_steps": 9}),
     ("several_controlnets", {"method": "distrifusion", "warmup_steps": 9}),
-    ("base", {"method": "distrifusion", "warmup_steps": 9}),
-    ("base", {"method": "single", "guidance": 2}),
+    ("base", {"method": "distrifusion", "warmup_steps": 9}), ("base", {"method": "single", "guidance": 2}),
     ("refiner", {"method": "distrifusion", "warmup_steps": 9}),
-    ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}),
-    ("two_transformers", {"method": "sequence"}),
+    ("sd3_img2img", {"method": "pipefusion", "num_patches": 1}), ("two_transformers", {"method": "sequence"}),
     ("two_transformers", {"method": "pipefusion", "num_patches": 2, "warmup_steps": 9}),
     ("sd3_controlnet", {"method": "pipefusion", "num_patches": 1}),
     ("rescaled_video", {"method": "pipefusion", "num_patches": 1}),
     ("chroma", {"method": "pipefusion", "warmup_steps": 9}),
     ("rescaled", {"method": "distrifusion", "warmup_steps": 9}),
     ("with_timesteps", {"method": "distrifusion", "warmup_steps": 9}),
-    ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}),
-    ("samples_in_a_list", {"method": "sequence"}),
+    ("with_sigmas", {"method": "pipefusion", "warmup_steps": 9}), ("samples_in_a_list", {"method": "sequence"}),
     ("samples_in_a_list", {"method": "pipefusion", "warmup_steps": 9}),
-]
+]  # fmt: skip
 FURTHER = [  # methods of the same kinds
-    ("controlnet", {"method": "single"}),
-    ("several_controlnets", {"method": "single"}),
-    ("several_controlnets", {"method": "single", "guidance": 2}),
-    ("refiner", {"method": "single"}),
-    ("sd3_img2img", {"method": "sequence"}),
-    ("two_transformers", {"method": "single"}),
+    ("controlnet", {"method": "single"}), ("several_controlnets", {"method": "single"}),
+    ("several_controlnets", {"method": "single", "guidance": 2}), ("refiner", {"method": "single"}),
+    ("sd3_img2img", {"method": "sequence"}), ("two_transformers", {"method": "single"}),
     ("two_transformers", {"method": "single", "guidance": 2}),
-    ("two_transformers", {"method": "pipefusion", "num_patches": 1}),
-    ("sd3_controlnet", {"method": "single"}),
-    ("sd3_controlnet", {"method": "sequence"}),
-    ("rescaled_video", {"method": "sequence"}),
-    ("chroma", {"method": "sequence"}),
-    ("with_timesteps", {"method": "single"}),
-    ("with_sigmas", {"method": "sequence"}),
-    ("samples_in_a_list", {"method": "single"}),
+    ("two_transformers", {"method": "pipefusion", "num_patches": 1}), ("sd3_controlnet", {"method": "single"}),
+    ("sd3_controlnet", {"method": "sequence"}), ("rescaled_video", {"method": "sequence"}),
+    ("chroma", {"method": "sequence"}), ("with_timesteps", {"method": "single"}),
+    ("with_sigmas", {"method": "sequence"}), ("samples_in_a_list", {"method": "single"}),
     ("samples_in_a_list", {"method": "single", "guidance": 2}),
     ("samples_in_a_list", {"method": "pipefusion", "num_patches": 1}),
-]
+]  # fmt: skip
 CHOSEN = [(kind, {"method": "auto"}) for kind in KINDS]
 SHARED = [(kind, {"method": "auto", "data": 1, "guidance": 1}) for kind in KINDS]
 
@@ -331,14 +315,10 @@ def test_patches_on_two_ranks_equal_one_rank(saved):
     """
     kinds, jobs = (
         (
-            "sd3_img2img",
-            "sd3_controlnet",
-            "rescaled_video",
-            "two_transformers",
-            "samples_in_a_list",
+            "sd3_img2img", "sd3_controlnet", "rescaled_video", "two_transformers", "samples_in_a_list",
         ),
         [],
-    )
+    )  # fmt: skip
     for kind in kinds:
         path, options, _ = saved(kind)
         patches = {"method": "pipefusion", "num_patches": 2}
@@ -447,7 +427,7 @@ def test_a_controlnet_is_shared_with_the_denoiser_that_reads_it(kind, saved):
             "rescaled_video",
             {"num_patches": 2, "warmup_steps": 0},
             "LTXPipeline brings rows of predictions together",
-        ),
+        )
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_name(kind, options, message, saved):

@@ -217,56 +217,26 @@ def test_a_closed_predictor_says_so(folder_of):
 
 BAD = [
     ("stable_diffusion", {}, {"prompts": "a cat"}, "prompts must be a list with at least one"),
-    (
-        "stable_diffusion",
-        {},
-        {"prompts": 5},
-        "prompts must be a list with at least one prompt; got 5",
-    ),
+    ("stable_diffusion", {}, {"prompts": 5}, "prompts must be a list with at least one prompt; got 5"),
     ("stable_diffusion", {}, {"prompts": np.array(["a", "b"])}, "prompts must be a list"),
     ("stable_diffusion", {}, {"seed": [1, 2]}, "seed must be a whole number; got .1, 2."),
     ("stable_diffusion", {}, {"seed": 2**64}, "seed must have 64 bits"),
-    (
-        "stable_diffusion",
-        {},
-        {"num_images_per_prompt": 0},
-        "num_images_per_prompt must be a whole number >= 1",
-    ),
-    (
-        "stable_diffusion",
-        {},
-        {"on_step": True},
-        "on_step must be a function of two numbers; got True",
-    ),
+    ("stable_diffusion", {}, {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number >= 1"),
+    ("stable_diffusion", {}, {"on_step": True}, "on_step must be a function of two numbers; got True"),
     ("pixart", {}, {"negative_prompt": ["x"]}, "negative_prompt has 1 texts for 2 prompts"),
     ("sdxl", {}, {"negative_prompt_2": ["x"] * 3}, "negative_prompt_2 has 3 texts for 2 prompts"),
-    (
-        "stable_diffusion",
-        {},
-        {"num_inference_steps": 0},
-        "num_inference_steps must be a whole number >= 1",
-    ),
+    ("stable_diffusion", {}, {"num_inference_steps": 0}, "num_inference_steps must be a whole number >= 1"),
     ("stable_diffusion", {}, {"negativ_prompt": ["x"]}, "did you mean 'negative_prompt'"),
     ("stable_diffusion", {}, {"return_dict": False}, "return_dict cannot be given"),
     ("stable_diffusion", {"method": "pipelinefusion"}, {}, "choose pipefusion, distrifusion, seq"),
     ("stable_diffusion", {"num_patches": 0}, {}, "num_patches must be a whole number >= 1; got 0"),
-    (
-        "stable_diffusion",
-        {"num_patches": "2"},
-        {},
-        "num_patches must be a whole number >= 1; got '2'",
-    ),
+    ("stable_diffusion", {"num_patches": "2"}, {}, "num_patches must be a whole number >= 1; got '2'"),
     ("stable_diffusion", {"parallel": 0}, {}, "parallel must be a whole number >= 1; got 0"),
     ("stable_diffusion", {}, {"num_inference_steps": 2.5}, "must be a whole number >= 1; got 2.5"),
     ("stable_diffusion", {}, {"seed": None}, "seed must be a whole number; got None"),
     ("stable_diffusion", {"guidance": 2}, {}, "cannot use 1 ranks as guidance=2; these fit: one"),
     ("stable_diffusion", {"nonsense": 1}, {}, "takes no 'nonsense'; it takes axis, hide_unseen,"),
-    (
-        "stable_diffusion",
-        {"method": "distrifusion", "num_patches": 2},
-        {},
-        "has no patches, leave it",
-    ),
+    ("stable_diffusion", {"method": "distrifusion", "num_patches": 2}, {}, "has no patches, leave it"),
     ("stable_diffusion", {}, {"prompt": "x"}, "prompt cannot be given; use prompts instead"),
     ("stable_diffusion", {}, {"negative_prompt": 3}, "`negative_prompt` should be the same type"),
     ("wan", {}, {"prompts": ["a", 4]}, "prompts of this model are texts, in quotes; got 4"),
@@ -281,19 +251,9 @@ BAD = [
     ("stable_diffusion", {}, {"height": -8}, "height must be a whole number >= 1; got -8"),
     ("dit", {"text_encoder_3": None}, {}, "text_encoder_3=None, but the DiTPipeline at .* it has"),
     ("pixart", {"settled": "soon"}, {}, "settled must be a number >= 0; got 'soon'"),
-    (
-        "pixart",
-        {"warmup_microbatches": 0},
-        {},
-        "warmup_microbatches must be a whole number >= 1; got 0",
-    ),
-    (
-        "pixart",
-        {"method": "single"},
-        {"num_inference_steps": 1},
-        "ends in IndexError before anything is denoised",
-    ),
-]
+    ("pixart", {"warmup_microbatches": 0}, {}, "warmup_microbatches must be a whole number >= 1; got 0"),
+    ("pixart", {"method": "single"}, {"num_inference_steps": 1}, "ends in IndexError before anything is denoised"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "changes", "message"), BAD)

@@ -333,20 +333,12 @@ def test_a_choice_in_patches_is_that_method_by_name_and_is_kept(job):
 @pytest.mark.parametrize(
     ("hook", "block", "why", "methods"),
     [
-        (
-            counts_tokens,
-            1,
-            "in 2 patches this model computes something else than on all tokens",
-            ["pipefusion", "sequence", "distrifusion", "synchronous"],
-        ),
-        (
-            expects_all_tokens,
-            0,
-            "in 2 patches this model fails, most likely because a block expects all tokens",
-            ["pipefusion", "sequence", "distrifusion", "synchronous"],
-        ),
+        (counts_tokens, 1, "in 2 patches this model computes something else than on all tokens",
+         ["pipefusion", "sequence", "distrifusion", "synchronous"]),
+        (expects_all_tokens, 0, "in 2 patches this model fails, most likely because a block expects all tokens",
+         ["pipefusion", "sequence", "distrifusion", "synchronous"]),
     ],
-)
+)  # fmt: skip
 def test_a_choice_that_is_refused_leaves_the_next_one(hook, block, why, methods, job):
     """History: the user got the error. Of a model that fails in patches, only the rank does that has its block."""
     path, prompts, settings, _ = job("pixart", 8)

@@ -59,18 +59,11 @@ def train_and_predict(rank, world_size, folder, num_patches=1):
     samples = Remembering(PROMPTS, every_n_steps=None, num_patches=num_patches, **settings)
     strategy = DiffPipeStrategy(num_stages=2, profile="flops", seed=1, timeout_s=20)
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=strategy if world_size > 1 else "auto",
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        accelerator="cpu", devices=world_size, strategy=strategy if world_size > 1 else "auto", max_epochs=1,
+        num_sanity_val_steps=0, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
         callbacks=[EMA(decay=0.5), samples, FinalCheckpoint(folder / "final.ckpt")],
-    )
+    )  # fmt: skip
     module = tiny_module()
     trainer.fit(module, batches(), batches())
     assert not samples.draws_by_layers
@@ -190,17 +183,10 @@ def train(rank, world_size, name, every_n_steps, options=None):
     strategy = DiffPipeStrategy(profile="flops", timeout_s=20, **options)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            accelerator="cpu",
-            devices=world_size,
-            strategy=strategy,
-            max_steps=2,
-            default_root_dir=folder,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
+            accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, default_root_dir=folder,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             callbacks=[samples],
-        )
+        )  # fmt: skip
         module = module_of(name)
         draw = torch.Generator().manual_seed(1)
         images = torch.rand(8, 3, 32, 32, generator=draw) * 2 - 1

@@ -30,17 +30,10 @@ def clip_tokenizer(folder):
 
 def clip_encoder(width=16, projection=None):
     config = transformers.CLIPTextConfig(
-        vocab_size=80,
-        hidden_size=width,
-        intermediate_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=12,
-        projection_dim=projection or width,
-        bos_token_id=72,
-        eos_token_id=73,
+        vocab_size=80, hidden_size=width, intermediate_size=width, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=12, projection_dim=projection or width, bos_token_id=72, eos_token_id=73,
         pad_token_id=73,
-    )
+    )  # fmt: skip
     if projection:
         return transformers.CLIPTextModelWithProjection(config)
     return transformers.CLIPTextModel(config)
@@ -48,42 +41,29 @@ def clip_encoder(width=16, projection=None):
 
 def vae(latent_channels=4, **config):
     return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
-        latent_channels=latent_channels,
-        **config,
-    )
+        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, latent_channels=latent_channels, **config,
+    )  # fmt: skip
 
 
 def unet(**config):
     return diffusers.UNet2DConditionModel(
         **{
-            "sample_size": 16,
-            "block_out_channels": (8, 16),
+            "sample_size": 16, "block_out_channels": (8, 16),
             "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-            "layers_per_block": 1,
-            "cross_attention_dim": 16,
-            "attention_head_dim": 4,
-            "norm_num_groups": 4,
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1,
+            "cross_attention_dim": 16, "attention_head_dim": 4, "norm_num_groups": 4,
         }
-        | config,
-    )
+        | config
+    )  # fmt: skip
 
 
 def stable_diffusion(folder):
     return diffusers.StableDiffusionPipeline(
-        vae=vae(),
-        text_encoder=clip_encoder(),
-        tokenizer=clip_tokenizer(folder),
-        unet=unet(),
-        scheduler=diffusers.EulerDiscreteScheduler(steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
+        vae=vae(), text_encoder=clip_encoder(), tokenizer=clip_tokenizer(folder), unet=unet(),
+        scheduler=diffusers.EulerDiscreteScheduler(steps_offset=1), safety_checker=None, feature_extractor=None,
         requires_safety_checker=False,
-    )
+    )  # fmt: skip
 
 
 def sdxl(folder):
@@ -111,18 +91,11 @@ def pixart(folder, num_layers=4):
         text_encoder=tiny_text_encoder(),
         tokenizer=tiny_tokenizer(),
         transformer=diffusers.PixArtTransformer2DModel(
-            **HEADS,
-            in_channels=4,
-            out_channels=8,
-            num_layers=num_layers,
-            cross_attention_dim=16,
-            caption_channels=16,
-            sample_size=16,
-            patch_size=2,
-            norm_num_groups=4,
+            **HEADS, in_channels=4, out_channels=8, num_layers=num_layers, cross_attention_dim=16,
+            caption_channels=16, sample_size=16, patch_size=2, norm_num_groups=4,
         ),
         scheduler=diffusers.DPMSolverMultistepScheduler(),
-    )
+    )  # fmt: skip
 
 
 def sd3(folder):
@@ -135,18 +108,11 @@ def sd3(folder):
         tokenizer_2=clip_tokenizer(folder),
         tokenizer_3=tiny_tokenizer(),
         transformer=diffusers.SD3Transformer2DModel(
-            **HEADS,
-            sample_size=16,
-            in_channels=4,
-            out_channels=4,
-            num_layers=4,
-            joint_attention_dim=16,
-            caption_projection_dim=16,
-            pooled_projection_dim=16,
-            pos_embed_max_size=24,
+            **HEADS, sample_size=16, in_channels=4, out_channels=4, num_layers=4, joint_attention_dim=16,
+            caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=24,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-    )
+    )  # fmt: skip
 
 
 def flux(folder, guidance_embeds=True):
@@ -157,30 +123,19 @@ def flux(folder, guidance_embeds=True):
         tokenizer=clip_tokenizer(folder),
         tokenizer_2=tiny_tokenizer(),
         transformer=diffusers.FluxTransformer2DModel(
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=8,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            pooled_projection_dim=16,
-            axes_dims_rope=(2, 2, 4),
+            in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=8, num_attention_heads=2,
+            joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4),
             guidance_embeds=guidance_embeds,
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-    )
+    )  # fmt: skip
 
 
 def dit(folder):
     return diffusers.DiTPipeline(
         vae=vae(),
         transformer=diffusers.DiTTransformer2DModel(
-            **HEADS,
-            in_channels=4,
-            out_channels=8,
-            num_layers=4,
-            sample_size=16,
-            norm_num_groups=4,
+            **HEADS, in_channels=4, out_channels=8, num_layers=4, sample_size=16, norm_num_groups=4
         ),
         scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
     )
@@ -192,29 +147,18 @@ def wan(folder):
     )
     return diffusers.WanPipeline(
         vae=diffusers.AutoencoderKLWan(
-            base_dim=3,
-            z_dim=16,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
+            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
         ),
         text_encoder=transformers.UMT5EncoderModel(config),
         tokenizer=tiny_tokenizer(),
         transformer=diffusers.WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            num_layers=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            rope_max_seq_len=32,
+            num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16, num_layers=4,
+            text_dim=16, freq_dim=32, ffn_dim=32, rope_max_seq_len=32,
         ),
         scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
-    )
+    )  # fmt: skip
 
 
 PIPELINES = {f.__name__: f for f in (stable_diffusion, sdxl, pixart, sd3, flux, dit, wan)}

@@ -8,8 +8,6 @@ what one process gives. *Tokens*: so do two ranks of sequence parallelism. *Band
 DistriFusion. `test_models.py` runs some rows again.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -17,11 +17,7 @@ def chain(*blocks):
 
 def test_equal_blocks_are_alike_the_first_and_other_shapes_are_not():
     module, _, _, graph = chain(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8))
-    assert equal_layers(graph, module) == [
-        [0],
-        [1, 2, 3],
-        [4],
-    ]  # nothing before 0 wants a gradient
+    assert equal_layers(graph, module) == [[0], [1, 2, 3], [4]]  # nothing before 0 wants a gradient
 
 
 def test_a_frozen_block_is_not_like_a_trained_one():

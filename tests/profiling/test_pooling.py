@@ -45,12 +45,8 @@ def subject_of(step):
 def scaled(step, factor):
     row = lambda seconds: tuple(factor * second for second in seconds)
     return StepTimes(
-        row(step.before),
-        row(step.inside),
-        factor * step.tail,
-        row(step.backward),
-        factor * step.backward_tail,
-    )
+        row(step.before), row(step.inside), factor * step.tail, row(step.backward), factor * step.backward_tail,
+    )  # fmt: skip
 
 
 def test_the_profile_has_the_median_over_ranks():

@@ -1,7 +1,5 @@
 """Small modules to profile, and a clock that does not mind a busy machine."""
 
-from __future__ import annotations
-
 import functools
 import random
 import time

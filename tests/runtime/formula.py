@@ -4,8 +4,6 @@ It knows nothing of pipelines: it stores the whole model after every step, puts 
 the versions that the formula names for every stage, and steps one optimizer. Draining starts the formula anew.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

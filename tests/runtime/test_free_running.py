@@ -5,8 +5,6 @@ model together from the versions that the formula names for every stage, and ste
 the formula anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -59,15 +57,8 @@ def check(schedule, num_stages, microbatches, optimizer, module=Noisy, drains=(6
         root = module().double()
         batches = [torch.randn(4, 16) for _ in range(num_batches)]
         pipeline = Loopback(
-            root,
-            step,
-            batches[0],
-            num_stages,
-            microbatches,
-            schedule=schedule,
-            seed=SEED,
-            max_share=1 / 30,
-        )
+            root, step, batches[0], num_stages, microbatches, schedule=schedule, seed=SEED, max_share=1 / 30,
+        )  # fmt: skip
         initial = {n: p.detach().clone() for n, p in root.named_parameters()}
         stages = enumerate(pipeline.pieces.stages)
         stage_of = {n: s for s, cut in stages for n in cut.parameters & pipeline.graph.trained}

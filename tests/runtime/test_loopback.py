@@ -8,8 +8,6 @@ not, as fake tensors of one sample have other strides than real ones, and stride
 `randn_like` draws.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -189,12 +187,8 @@ def check_weights(pipeline: Loopback, alone: Any, initial: dict[str, torch.Tenso
                 assert torch.equal(value, initial[name]), f"frozen {name} moved"
 
 
-LEFT_TO_TABLES = {
-    "SDXL",
-    "LoRA",
-    "dropout",
-    *DENOISERS[4:],
-}  # tests/graph/test_stages.py cuts these
+# These are cut in tests/graph/test_stages.py.
+LEFT_TO_TABLES = {"SDXL", "LoRA", "dropout", *DENOISERS[4:]}
 
 
 @pytest.mark.slow
@@ -247,13 +241,7 @@ def test_denoisers_of_diffusers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("tied weights", "long skips") else pytest.mark.slow)
-        for name in TOWERS
-    ],
-)
+@pytest.mark.parametrize("name", TOWERS)
 def test_towers(name):
     make, max_share = TOWERS[name]
     generator = torch.Generator().manual_seed(1)
@@ -263,7 +251,7 @@ def test_towers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b_deep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b_deep"])
 def test_unequal_replicas_and_other_schedules(schedule):
     batches = [rows(5).double() for _ in range(5)]
     with in_double():

@@ -1,7 +1,5 @@
 """Microbatches of all kinds and sizes find the graph that was made for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,11 +45,12 @@ class Wire:
     def barrier(self, group):
         pass
 
-    def broadcast(self, buffer, src, group):
+    def broadcast(self, buffer, src, group, async_op):
         if self.owner_sends:
             self.sent.append(buffer)
         else:
             buffer.copy_(self.sent.pop(0))
+        return SimpleNamespace(wait=lambda: None)
 
 
 @pytest.fixture

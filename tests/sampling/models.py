@@ -4,8 +4,6 @@ Weights are random and nowhere zero, so that nothing hides behind a gate that is
 float64: what differs by more than rounding is wrong.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

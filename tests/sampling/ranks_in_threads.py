@@ -1,7 +1,5 @@
 """Several ranks as threads of one process, each with a copy of the model of its own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

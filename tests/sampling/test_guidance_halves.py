@@ -1,7 +1,5 @@
 """Two halves of the ranks, one for each branch of guidance: the same result, and no row is sent twice."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 
@@ -54,14 +52,7 @@ def pipefusion(model, links, inside):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "per_rank"),
-    [
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        (2, 2),
-    ],
-)
+@pytest.mark.parametrize(("num_ranks", "per_rank"), [(1, 1), (2, 1), (2, 2)])
 def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
     """Once it was the whole prediction, for every patch, with its variance: eight times as much."""
     model, call = pixart_call()
@@ -75,7 +66,7 @@ def test_pipefusion_sends_the_rows_of_a_patch(num_ranks, per_rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_sequence_parallelism_sends_the_rows_of_a_rank(num_ranks):
     model, call = pixart_call()
     expected = OneProcess().sample(call.request(model))

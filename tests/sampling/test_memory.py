@@ -1,7 +1,5 @@
 """Running out of memory: how it is told from other errors, and what is let go of."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Samplers whose messages have no tags and whose communicators are NCCL's; see `tests/nccl_like.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Real processes on gloo: the same bits as one process, whatever the number of ranks; and no hangs."""
 
-from __future__ import annotations
-
 import os
 import time
 

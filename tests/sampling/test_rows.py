@@ -123,10 +123,7 @@ def call_of(num, *options):
         "control": Control(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
     }
-    arguments = {
-        "prompt": ["a", "bcd", "ef"][:num],
-        "generator": torch.Generator().manual_seed(1),
-    }
+    arguments = {"prompt": ["a", "bcd", "ef"][:num], "generator": torch.Generator().manual_seed(1)}
     pipeline = Videos({**parts, "unet": parts["unet"]}, *options)
     device = torch.device("cpu")
     return PipelineCall(pipeline, "__call__", arguments, parts, tuple(parts), device)

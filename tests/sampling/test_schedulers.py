@@ -1,7 +1,5 @@
 """Schedulers in patches: admitted by trying them, stepped as in one process, refused by name."""
 
-from __future__ import annotations
-
 import abc
 import pickle
 from types import SimpleNamespace
@@ -25,16 +23,10 @@ from tests.sampling.models import build, knowing, request_for, sample_plainly
 from tests.sampling.ranks_in_threads import sample_together
 
 DETERMINISTIC = [
-    "DDIMScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler",
-    "EulerDiscreteScheduler",
-    "FlowMatchEulerDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "PNDMScheduler",
+    "DDIMScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "EulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "PNDMScheduler",
     "UniPCMultistepScheduler",
-]
+]  # fmt: skip
 STOCHASTIC = ["DDPMScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler"]
 
 
@@ -83,8 +75,7 @@ def test_noise_of_patches_is_cut_out_of_noise_for_the_whole(name, tiny, synchron
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler"],
+    "name", ["EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler"]
 )
 def test_ranks_that_never_step_scale_their_input_all_the_same(name, tiny):
     options = {"make_generator": generator} if name in STOCHASTIC else {}

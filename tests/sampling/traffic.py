@@ -7,8 +7,6 @@ divide evenly; the functions here count them as they are:
     ring        keys and values rotate:        2 (N - 1)       e B t h
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

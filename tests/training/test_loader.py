@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.comm.packing import flat_bytes, take_apart
+from lightning_diffpipe.comm.packing import flat_bytes, pickled_value
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.training.loader import Feed, PipelineLoader, end_workers_with_rank
@@ -342,13 +342,13 @@ class Hands:
 
     def handed_on(self, value=None):
         if self.local_rank == 0:
-            self._box.put(take_apart(value))
+            self._box.put(pickled_value(value, CPU))
             return value
-        apart, tensors = self._box.get(timeout=10)
-        received = apart.empty(CPU)
+        pickled, tensors = self._box.get(timeout=10)
+        received = pickled.empty(CPU)
         for own, other in zip(tensors, received, strict=True):
             flat_bytes(other).copy_(flat_bytes(own))
-        return apart.put_together(received, CPU)
+        return pickled.put_together(received, CPU)
 
 
 class Tensors:

@@ -337,16 +337,10 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (
-            nn.Sequential(*MODULE[:2]),
-            "has 4 layers, but .* has 2, and they differ: from layer 2 on",
-        ),
-        (
-            nn.Sequential(OrderedDict(zip("01x3", MODULE, strict=True))),
-            "layer 2 is 2 there and x here",
-        ),
+        (nn.Sequential(*MODULE[:2]), "has 4 layers, but .* has 2, and they differ: from layer 2 on"),
+        (nn.Sequential(OrderedDict(zip("01x3", MODULE, strict=True))), "layer 2 is 2 there and x here"),
     ],
-)
+)  # fmt: skip
 def test_a_profile_of_another_module_is_refused_by_its_own_name(module, message):
     """History: the plan made from it was refused instead, and `strategy.plan` blamed, which nobody had set."""
     subject = SimpleNamespace(module=module, graph=graph_of(module))

@@ -1,7 +1,5 @@
 """A step that changes after it was probed is noticed, and the user told what changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from types import SimpleNamespace

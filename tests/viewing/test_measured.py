@@ -102,7 +102,7 @@ def test_the_first_to_come_to_an_exchange_wait_for_the_last():
 
 def test_frozen_work_that_runs_inside_an_exchange_is_counted_once():
     noted = [
-        [Span(0, Forward(0, 0), 0, 1), Span(0, ExchangeFrozen(), 1, 6), Span(0, Encode(3), 2, 4)],
+        [Span(0, Forward(0, 0), 0, 1), Span(0, ExchangeFrozen(), 1, 6), Span(0, Encode(3), 2, 4)]
     ]
     spent = occupation(measured_timeline(noted, [0.0], Placement.of_replicas([1])))
     assert spent.busy_s == (6.0,)

@@ -26,11 +26,7 @@ from lightning_diffpipe.planning.profile import (
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import TickCosts, simulate
-from lightning_diffpipe.viewing.explain import (
-    _balanced,
-    _with_largest_layer_split,
-    explain,
-)
+from lightning_diffpipe.viewing.explain import _balanced, _with_largest_layer_split, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
@@ -70,15 +66,9 @@ def test_planned_and_measured_on_one_scale():
 
 def plan_of(num_stages=4, **options):
     profile = equal_profile(
-        8,
-        0.44,
-        forward_s=0.002,
-        backward_s=0.004,
-        parameter_bytes=10**8,
-        gradient_bytes=10**8,
-        boundary_bytes_per_sample=10**6,
-        activation_bytes_per_sample=10**7,
-    )
+        8, 0.44, forward_s=0.002, backward_s=0.004, parameter_bytes=10**8, gradient_bytes=10**8,
+        boundary_bytes_per_sample=10**6, activation_bytes_per_sample=10**7,
+    )  # fmt: skip
     cluster = Cluster(4, p2p=Link(25e9, 1e-5), all_reduce=Link(2e10, 1e-4))
     values = {"num_microbatches": 4, "partition": "uniform", **options}
     plan = find_plan(profile, cluster, PlanOptions(32, num_stages=num_stages, **values))

@@ -12,8 +12,6 @@ The models are built directly, without the hub, with random weights. Parameters 
 every one. Dropout is switched off: a split run draws masks from other streams than a plain run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

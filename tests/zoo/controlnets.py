@@ -1,7 +1,5 @@
 """ControlNets, alone (the loss reads every residual) and training through a locked denoiser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import diffusers
@@ -115,14 +113,9 @@ def residuals_with_control(model: Controlled, batch: Batch, constants: dict | No
 def z_image_pair() -> Controlled:
     denoiser = diffusers.ZImageTransformer2DModel(**Z_IMAGE)
     control = diffusers.ZImageControlNetModel(
-        control_layers_places=[0, 2],
-        control_refiner_layers_places=[0, 1],
-        control_in_dim=4,
-        add_control_noise_refiner="control_noise_refiner",
-        dim=24,
-        n_heads=2,
-        n_kv_heads=2,
-    )
+        control_layers_places=[0, 2], control_refiner_layers_places=[0, 1], control_in_dim=4,
+        add_control_noise_refiner="control_noise_refiner", dim=24, n_heads=2, n_kv_heads=2,
+    )  # fmt: skip
     control = diffusers.ZImageControlNetModel.from_transformer(control, denoiser)
     control.gradient_checkpointing = False  # its forward reads this, its constructor forgets it
     return Controlled(control, denoiser)
@@ -214,9 +207,7 @@ CASES = [
         ),
     ),
     Case(
-        "FluxControlNetModel",
-        {**FLUX, "num_single_layers": 2},
-        FLUX_INPUTS | dict(controlnet_cond=normal(24, 4)),
+        "FluxControlNetModel", {**FLUX, "num_single_layers": 2}, FLUX_INPUTS | dict(controlnet_cond=normal(24, 4)),
         packed.IDS,
     ),
     Case(
@@ -285,10 +276,8 @@ CASES = [
         ),
     ),
     Case(
-        "HunyuanDiT2DControlNetModel",
-        HUNYUAN_CONTROL,
-        HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16)),
-        HUNYUAN_CASE.constants,
+        "HunyuanDiT2DControlNetModel", HUNYUAN_CONTROL,
+        HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16)), HUNYUAN_CASE.constants,
     ),
     Case(
         "HunyuanDiT2DControlNetModel with locked transformer",
@@ -304,28 +293,22 @@ CASES = [
         batch=HUNYUAN_CASE.batch | dict(controlnet_cond=normal(4, 16, 16)),
         make=several("HunyuanDiT2DMultiControlNetModel", HUNYUAN_CONTROL),
         call=lambda model, batch: model(
-            **(batch | {"controlnet_cond": [batch["controlnet_cond"]] * 2}),
-            **HUNYUAN_CASE.constants,
-            conditioning_scale=[0.5, 1.0],
-            return_dict=False,
+            **(batch | {"controlnet_cond": [batch["controlnet_cond"]] * 2}), **HUNYUAN_CASE.constants,
+            conditioning_scale=[0.5, 1.0], return_dict=False,
         ),
     ),
     Case(
         "SanaControlNetModel",
         SANA,
         dict(
-            hidden_states=normal(4, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(4, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps(),
             controlnet_cond=normal(4, 8, 12),
         ),
     ),
     Case(
         "SanaControlNetModel with locked transformer",
         batch=dict(
-            hidden_states=normal(4, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(4, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps(),
             controlnet_cond=normal(4, 8, 12),
         ),
         make=lambda: Controlled(
@@ -348,14 +331,11 @@ CASES = [
         | dict(num_attention_heads=2, attention_head_dim=16, mlp_ratio=2, text_embed_dim=12)
         | dict(adaln_lora_dim=4, max_size=(4, 16, 16)),
         dict(
-            controls_latents=normal(4, 3, 8, 12),
-            latents=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
-            condition_mask=filled(1.0, 1, 3, 8, 12),
+            controls_latents=normal(4, 3, 8, 12), latents=normal(4, 3, 8, 12), timestep=steps(),
+            encoder_hidden_states=normal(7, 12), condition_mask=filled(1.0, 1, 3, 8, 12),
         ),
         {"padding_mask": torch.zeros(1, 1, 8, 12).double(), "fps": 30},
         reason="needs torchvision, which is not installed",
         error="'transforms' is not defined",
     ),
-]
+]  # fmt: skip

@@ -6,8 +6,6 @@ unsplit run, a thousand times above the bound that the equivalence test holds. U
 every mention of float32 reads float64, and every mention of complex64 complex128.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

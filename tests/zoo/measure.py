@@ -5,8 +5,6 @@ stages, emulated in one process with NaN for everything that should not be read:
 and into three stages at the finest level, and into three stages with containers folded.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -97,17 +95,11 @@ def measure(case: Case) -> Outcome:
                 num_shared = max(num_shared, len(shared_parameters(split, plan)))
     worst = max(errors)
     return Outcome(
-        num_parameters=sum(p.numel() for p in root.parameters()),
-        num_layers=len(graph.layers),
-        num_frozen=len(graph.frozen),
-        probed_on_values=graph.mode.startswith("real"),
-        num_shared=num_shared,
-        samples_apart=apart,
-        loss_error=loss_error,
-        gradient_error=worst[0],
-        worst=worst[1],
+        num_parameters=sum(p.numel() for p in root.parameters()), num_layers=len(graph.layers),
+        num_frozen=len(graph.frozen), probed_on_values=graph.mode.startswith("real"), num_shared=num_shared,
+        samples_apart=apart, loss_error=loss_error, gradient_error=worst[0], worst=worst[1],
         idle_blocks=idle_blocks(root, expected),
-    )
+    )  # fmt: skip
 
 
 def samples_apart(root: DenoisingStep, batch: Batch, num_samples: int) -> bool | None:

@@ -5,8 +5,6 @@ for is None. Denoisers have the sizes of the zoo. Prompts are read as bytes, wha
 earnest: what is tested is how a pipeline's `__call__` feeds its denoiser, not the words.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types
@@ -117,12 +115,8 @@ def vision_language_model(
 
 def bert(_: Path) -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=384,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
+        vocab_size=384, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+    )  # fmt: skip
     return transformers.BertModel(config)
 
 
@@ -155,81 +149,46 @@ VAE = {"vae": of(tiny.vae)}
 SHIFTED = {"vae": of(tiny.vae, shift_factor=0.1)}
 DEEP = {
     "vae": of(
-        diffusers.AutoencoderKL,
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        norm_num_groups=4,
-        latent_channels=4,
-        shift_factor=0.1,
+        diffusers.AutoencoderKL, block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, shift_factor=0.1,
     )
-}
+}  # fmt: skip
 WAN_VAE = {
     "vae": of(
-        diffusers.AutoencoderKLWan,
-        base_dim=3,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
+        diffusers.AutoencoderKLWan, base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
         temperal_downsample=[False, True, True],
     )
-}
+}  # fmt: skip
 HUNYUAN_VIDEO_VAE = {
     "vae": of(
-        diffusers.AutoencoderKLHunyuanVideo,
-        in_channels=3,
-        out_channels=3,
-        norm_num_groups=4,
-        scaling_factor=0.5,
-        spatial_compression_ratio=8,
-        temporal_compression_ratio=4,
-        **levels("HunyuanVideo"),
+        diffusers.AutoencoderKLHunyuanVideo, in_channels=3, out_channels=3, norm_num_groups=4, scaling_factor=0.5,
+        spatial_compression_ratio=8, temporal_compression_ratio=4, **levels("HunyuanVideo"),
     )
-}
+}  # fmt: skip
 QWEN_VAE = {
     "vae": of(
-        diffusers.AutoencoderKLQwenImage,
-        base_dim=12,
-        z_dim=4,
-        dim_mult=[1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[0.1, 0.2, -0.1, 0.0],
-        latents_std=[1.0, 2.0, 0.5, 1.5],
+        diffusers.AutoencoderKLQwenImage, base_dim=12, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[False, True], latents_mean=[0.1, 0.2, -0.1, 0.0], latents_std=[1.0, 2.0, 0.5, 1.5],
     )
-}
+}  # fmt: skip
 DC = {
     "vae": of(
-        diffusers.AutoencoderDC,
-        in_channels=3,
-        latent_channels=4,
-        attention_head_dim=2,
+        diffusers.AutoencoderDC, in_channels=3, latent_channels=4, attention_head_dim=2,
         encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=[1, 1],
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
+        decoder_block_types=("ResBlock", "EfficientViTBlock"), encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8), encoder_qkv_multiscales=((), (5,)), decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1), decoder_layers_per_block=[1, 1], downsample_block_type="conv",
+        upsample_block_type="interpolate", decoder_norm_types="rms_norm", decoder_act_fns="silu",
         scaling_factor=0.41,
     )
-}
+}  # fmt: skip
 
 PATCHED = {
     "vae": of(
-        diffusers.AutoencoderKLFlux2,
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
-        latent_channels=4,
+        diffusers.AutoencoderKLFlux2, block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, latent_channels=4,
     )
-}
+}  # fmt: skip
 
 T5 = {"text_encoder": of(tiny_text_encoder), "tokenizer": byte_tokenizer}
 CLIP = {"text_encoder": of(tiny.clip_encoder), "tokenizer": tiny.clip_tokenizer}
@@ -305,15 +264,11 @@ HUNYUAN_DIT = {
     "text_encoder_2": of(tiny_text_encoder),
     "tokenizer_2": byte_tokenizer,
     "transformer": denoiser(
-        "HunyuanDiT2DModel",
-        cross_attention_dim=16,
-        cross_attention_dim_t5=16,
-        text_len=77,
-        text_len_t5=256,
+        "HunyuanDiT2DModel", cross_attention_dim=16, cross_attention_dim_t5=16, text_len=77, text_len_t5=256,
         pooled_projection_dim=16,
     ),
     "requires_safety_checker": of(bool),
-}
+}  # fmt: skip
 SANA = (
     GEMMA2
     | DC
@@ -388,33 +343,23 @@ PIPELINES: dict[str, TinyPipeline] = {
             **DDPM,
             "unet": denoiser("Kandinsky3UNet", encoder_hid_dim=16, in_channels=4),
             "movq": of(
-                diffusers.VQModel,
-                block_out_channels=(32,) * 3,
+                diffusers.VQModel, block_out_channels=(32,) * 3,
                 down_block_types=("DownEncoderBlock2D",) * 2 + ("AttnDownEncoderBlock2D",),
-                up_block_types=("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * 2,
-                norm_num_groups=4,
-                latent_channels=4,
-                norm_type="spatial",
-                num_vq_embeddings=12,
-                vq_embed_dim=4,
+                up_block_types=("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * 2, norm_num_groups=4,
+                latent_channels=4, norm_type="spatial", num_vq_embeddings=12, vq_embed_dim=4,
             ),
         }
     ),
     "AnimateDiffPipeline": TinyPipeline(SD | MOTION, FRAMES, VIDEO),
     "AnimateDiffPAGPipeline": TinyPipeline(SD | MOTION, FRAMES, VIDEO),
     "TextToVideoSDPipeline": TinyPipeline(
-        SD | {"unet": denoiser("UNet3DConditionModel", cross_attention_dim=16)},
-        FRAMES,
-        VIDEO,
+        SD | {"unet": denoiser("UNet3DConditionModel", cross_attention_dim=16)}, FRAMES, VIDEO
     ),
     "DreamLitePipeline": TinyPipeline(
         {
-            "processor": long_tokenizer,
-            **VAE,
-            **FLOW,
+            "processor": long_tokenizer, **VAE, **FLOW,
             "text_encoder": vision_language_model("Qwen3VL", "ForConditionalGeneration"),
-            "tokenizer": long_tokenizer,
-            "unet": denoiser("DreamLiteUNetModel", cross_attention_dim=16),
+            "tokenizer": long_tokenizer, "unet": denoiser("DreamLiteUNetModel", cross_attention_dim=16),
         }
     ),
     # Images or sounds without a prompt
@@ -436,9 +381,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "LDMPipeline": TinyPipeline(
         {
-            **DDIM,
-            "vqvae": of(tiny.vae),
-            "unet": denoiser("UNet2DModel", in_channels=4, out_channels=4),
+            **DDIM, "vqvae": of(tiny.vae), "unet": denoiser("UNet2DModel", in_channels=4, out_channels=4),
         }
     ),
     "DiTPipeline": TinyPipeline(VAE | DDIM | {"transformer": denoiser("DiTTransformer2DModel")}),
@@ -465,8 +408,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         PATCHED
         | SHIFTING
         | {
-            "text_encoder": language_model("Mistral", "ForCausalLM"),
-            "tokenizer": long_tokenizer,
+            "text_encoder": language_model("Mistral", "ForCausalLM"), "tokenizer": long_tokenizer,
             "transformer": denoiser("Flux2Transformer2DModel", **PACKED),
         },
         SHORT | {"text_encoder_out_layers": (1,)},
@@ -475,8 +417,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         PATCHED
         | SHIFTING
         | {
-            "text_encoder": language_model("Qwen3", "ForCausalLM"),
-            "tokenizer": long_tokenizer,
+            "text_encoder": language_model("Qwen3", "ForCausalLM"), "tokenizer": long_tokenizer,
             "transformer": denoiser("Flux2Transformer2DModel", **PACKED, guidance_embeds=False),
         },
         SHORT | {"text_encoder_out_layers": (1,)},
@@ -491,24 +432,14 @@ PIPELINES: dict[str, TinyPipeline] = {
         {
             **FLOW,
             "vae": of(
-                diffusers.AutoencoderKLWan,
-                base_dim=3,
-                z_dim=16,
-                dim_mult=[1, 1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[False, True, True],
-                in_channels=12,
-                out_channels=12,
-                patch_size=2,
+                diffusers.AutoencoderKLWan, base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                temperal_downsample=[False, True, True], in_channels=12, out_channels=12, patch_size=2,
                 scale_factor_spatial=16,
             ),
             "text_encoder": language_model("SmolLM3", "ForCausalLM", vocab_size=128001),
             "tokenizer": byte_tokenizer,
             "transformer": denoiser(
-                "BriaFiboTransformer2DModel",
-                in_channels=16,
-                joint_attention_dim=32,
-                text_encoder_dim=16,
+                "BriaFiboTransformer2DModel", in_channels=16, joint_attention_dim=32, text_encoder_dim=16,
             ),
         },
         SHORT,
@@ -560,11 +491,8 @@ PIPELINES: dict[str, TinyPipeline] = {
             "text_encoder_4": language_model("Llama", "ForCausalLM"),
             "tokenizer_4": byte_tokenizer,
             "transformer": denoiser(
-                "HiDreamImageTransformer2DModel",
-                caption_channels=[16, 16],
-                text_emb_dim=32,
-                llama_layers=(0, 1, 0, 1, 0, 1),
-                max_resolution=(64, 64),
+                "HiDreamImageTransformer2DModel", caption_channels=[16, 16], text_emb_dim=32,
+                llama_layers=(0, 1, 0, 1, 0, 1), max_resolution=(64, 64),
             ),
         },
         SHORT,
@@ -575,15 +503,9 @@ PIPELINES: dict[str, TinyPipeline] = {
             **QWEN_VL,
             **FLOW,
             "vae": of(
-                diffusers.AutoencoderKLHunyuanImage,
-                in_channels=3,
-                out_channels=3,
-                latent_channels=4,
-                block_out_channels=(32, 32, 32, 32),
-                layers_per_block=1,
-                scaling_factor=0.5,
-                spatial_compression_ratio=8,
-                sample_size=128,
+                diffusers.AutoencoderKLHunyuanImage, in_channels=3, out_channels=3, latent_channels=4,
+                block_out_channels=(32, 32, 32, 32), layers_per_block=1, scaling_factor=0.5,
+                spatial_compression_ratio=8, sample_size=128,
             ),
             "text_encoder_2": of(tiny_text_encoder),
             "tokenizer_2": byte_tokenizer,
@@ -613,10 +535,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "text_encoder_2": clip77,
             "tokenizer_2": tiny.clip_tokenizer,
             "transformer": denoiser(
-                "Kandinsky5Transformer3DModel",
-                in_text_dim=16,
-                in_text_dim2=16,
-                patch_size=(1, 2, 2),
+                "Kandinsky5Transformer3DModel", in_text_dim=16, in_text_dim2=16, patch_size=(1, 2, 2),
             ),
         },
         SHORT,
@@ -624,11 +543,8 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "Krea2Pipeline": TinyPipeline(
         {
-            **QWEN_VAE,
-            **SHIFTING,
-            "text_encoder": vision_language_model("Qwen3VL", "Model"),
-            "tokenizer": long_tokenizer,
-            "text_encoder_select_layers": of(tuple, (0, 1, 2)),
+            **QWEN_VAE, **SHIFTING, "text_encoder": vision_language_model("Qwen3VL", "Model"),
+            "tokenizer": long_tokenizer, "text_encoder_select_layers": of(tuple, (0, 1, 2)),
             "transformer": denoiser("Krea2Transformer2DModel", in_channels=16, text_hidden_dim=16),
         },
         SHORT,
@@ -640,10 +556,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "vae": of(tiny.vae, latent_channels=16, shift_factor=0.1),
             "text_processor": long_tokenizer,
             "transformer": denoiser(
-                "LongCatImageTransformer2DModel",
-                in_channels=64,
-                joint_attention_dim=16,
-                pooled_projection_dim=16,
+                "LongCatImageTransformer2DModel", in_channels=64, joint_attention_dim=16, pooled_projection_dim=16,
             ),
         },
         {"enable_prompt_rewrite": False},
@@ -657,10 +570,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     "LuminaPipeline": TinyPipeline(
         {
-            **DEEP,
-            **FLOW,
-            "text_encoder": language_model("Gemma", "ForCausalLM"),
-            "tokenizer": byte_tokenizer,
+            **DEEP, **FLOW, "text_encoder": language_model("Gemma", "ForCausalLM"), "tokenizer": byte_tokenizer,
             "transformer": denoiser("LuminaNextDiT2DModel", cross_attention_dim=16),
         },
         SHORT,
@@ -672,9 +582,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "text_encoder": vision_language_model("Qwen3VL", "ForConditionalGeneration"),
             "processor": long_tokenizer,
             "transformer": denoiser(
-                "NucleusMoEImageTransformer2DModel",
-                joint_attention_dim=16,
-                moe_enabled=False,
+                "NucleusMoEImageTransformer2DModel", joint_attention_dim=16, moe_enabled=False,
                 capacity_factors=[8.0] * 6,
             ),
         },
@@ -697,10 +605,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             **FLOW,
             "prompt_max_tokens": of(int, 16),
             "transformer": denoiser(
-                "PRXTransformer2DModel",
-                context_in_dim=16,
-                in_channels=3,
-                bottleneck_size=8,
+                "PRXTransformer2DModel", context_in_dim=16, in_channels=3, bottleneck_size=8,
                 resolution_embeds=True,
             ),
         },
@@ -743,12 +648,8 @@ PIPELINES: dict[str, TinyPipeline] = {
             **T5,
             "scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction"),
             "vae": of(
-                diffusers.AutoencoderKLCogVideoX,
-                in_channels=3,
-                out_channels=3,
-                norm_num_groups=2,
-                temporal_compression_ratio=4,
-                **levels("CogVideoX"),
+                diffusers.AutoencoderKLCogVideoX, in_channels=3, out_channels=3, norm_num_groups=2,
+                temporal_compression_ratio=4, **levels("CogVideoX"),
             ),
             "transformer": denoiser(
                 "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8
@@ -766,10 +667,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "text_encoder_2": clip77,
             "tokenizer_2": tiny.clip_tokenizer,
             "transformer": denoiser(
-                "HunyuanVideoTransformer3DModel",
-                guidance_embeds=True,
-                text_embed_dim=16,
-                pooled_projection_dim=16,
+                "HunyuanVideoTransformer3DModel", guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=16,
             ),
         },
         FRAMES | SHORT | {"prompt_template": {"template": "{}", "crop_start": 0}},
@@ -780,33 +678,19 @@ PIPELINES: dict[str, TinyPipeline] = {
             **FLOW,
             "guider": of(ClassifierFreeGuidance),
             "text_encoder": language_model(
-                "Qwen2_5_VLText",
-                rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+                "Qwen2_5_VLText", rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]}
             ),
             "tokenizer": long_tokenizer,
             "text_encoder_2": of(tiny_text_encoder),
             "tokenizer_2": byte_tokenizer,
             "vae": of(
-                diffusers.AutoencoderKLHunyuanVideo15,
-                in_channels=3,
-                out_channels=3,
-                latent_channels=4,
-                block_out_channels=(16, 16),
-                layers_per_block=1,
-                spatial_compression_ratio=4,
-                temporal_compression_ratio=2,
-                downsample_match_channel=False,
-                upsample_match_channel=False,
+                diffusers.AutoencoderKLHunyuanVideo15, in_channels=3, out_channels=3, latent_channels=4,
+                block_out_channels=(16, 16), layers_per_block=1, spatial_compression_ratio=4,
+                temporal_compression_ratio=2, downsample_match_channel=False, upsample_match_channel=False,
             ),
             "transformer": denoiser(
-                "HunyuanVideo15Transformer3DModel",
-                in_channels=9,
-                patch_size=1,
-                patch_size_t=1,
-                text_embed_dim=16,
-                text_embed_2_dim=16,
-                target_size=16,
-                task_type="t2v",
+                "HunyuanVideo15Transformer3DModel", in_channels=9, patch_size=1, patch_size_t=1, text_embed_dim=16,
+                text_embed_2_dim=16, target_size=16, task_type="t2v",
             ),
         },
         FRAMES,
@@ -821,10 +705,7 @@ PIPELINES: dict[str, TinyPipeline] = {
             "text_encoder_2": clip77,
             "tokenizer_2": tiny.clip_tokenizer,
             "transformer": denoiser(
-                "Kandinsky5Transformer3DModel",
-                in_text_dim=16,
-                in_text_dim2=16,
-                patch_size=(1, 2, 2),
+                "Kandinsky5Transformer3DModel", in_text_dim=16, in_text_dim2=16, patch_size=(1, 2, 2),
             ),
         },
         FRAMES | SHORT,
@@ -847,24 +728,13 @@ PIPELINES: dict[str, TinyPipeline] = {
             **T5,
             **SHIFTING,
             "vae": of(
-                diffusers.AutoencoderKLLTXVideo,
-                in_channels=3,
-                out_channels=3,
-                latent_channels=4,
-                block_out_channels=(8, 8, 8, 8),
-                decoder_block_out_channels=(8, 8, 8, 8),
-                layers_per_block=(1, 1, 1, 1, 1),
-                decoder_layers_per_block=(1, 1, 1, 1, 1),
+                diffusers.AutoencoderKLLTXVideo, in_channels=3, out_channels=3, latent_channels=4,
+                block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+                layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
                 spatio_temporal_scaling=(True, True, False, False),
-                decoder_spatio_temporal_scaling=(True, True, False, False),
-                decoder_inject_noise=(False,) * 5,
-                upsample_residual=(False,) * 4,
-                upsample_factor=(1, 1, 1, 1),
-                timestep_conditioning=False,
-                patch_size=1,
-                patch_size_t=1,
-                encoder_causal=True,
-                decoder_causal=False,
+                decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
+                upsample_residual=(False,) * 4, upsample_factor=(1, 1, 1, 1), timestep_conditioning=False,
+                patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False,
             ),
             "transformer": denoiser("LTXVideoTransformer3DModel", caption_channels=16),
         },
@@ -876,20 +746,13 @@ PIPELINES: dict[str, TinyPipeline] = {
             **T5,
             **FLOW,
             "vae": of(
-                diffusers.AutoencoderKLMochi,
-                latent_channels=12,
-                out_channels=3,
-                encoder_block_out_channels=(32, 32, 32, 32),
-                decoder_block_out_channels=(32, 32, 32, 32),
+                diffusers.AutoencoderKLMochi, latent_channels=12, out_channels=3,
+                encoder_block_out_channels=(32, 32, 32, 32), decoder_block_out_channels=(32, 32, 32, 32),
                 layers_per_block=(1, 1, 1, 1, 1),
             ),
             "transformer": denoiser(
-                "MochiTransformer3DModel",
-                in_channels=12,
-                out_channels=None,
-                text_embed_dim=16,
-                pooled_projection_dim=16,
-                max_sequence_length=8,
+                "MochiTransformer3DModel", in_channels=12, out_channels=None, text_embed_dim=16,
+                pooled_projection_dim=16, max_sequence_length=8,
             ),
         },
         {"num_frames": 7} | SHORT,
@@ -902,13 +765,8 @@ PIPELINES: dict[str, TinyPipeline] = {
             **T5,
             "guider": of(ClassifierFreeGuidance),
             "transformer": denoiser(
-                "MotifVideoTransformer3DModel",
-                in_channels=33,
-                out_channels=16,
-                patch_size=1,
-                patch_size_t=1,
-                text_embed_dim=16,
-                image_embed_dim=None,
+                "MotifVideoTransformer3DModel", in_channels=33, out_channels=16, patch_size=1, patch_size_t=1,
+                text_embed_dim=16, image_embed_dim=None,
             ),
         },
         FRAMES | SHORT,
@@ -944,7 +802,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         VIDEO,
     ),
     "WanPipeline": TinyPipeline(WAN, FRAMES | SHORT, VIDEO),
-}
+}  # fmt: skip
 
 
 def build(name: str, folder: Path, seed: int = 0) -> Any:

@@ -6,8 +6,6 @@ or a branch of guidance each by `single`, by other methods while all steps are s
 a step that is not.
 """
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import threading

@@ -4,8 +4,6 @@ Its step is cut into two stages, emulated in one process, and compared with the 
 opened by diffusers alone, and both draw from the same noise.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from dataclasses import dataclass
@@ -145,15 +143,11 @@ def measure(name: str, folder: Path) -> Trained:
         got_loss, got = emulate(module, graph, cut(graph, [place]), step, batch, SEED)
     error, worst = relative_error(expected, got, FLOOR)
     return Trained(
-        refusal=None,
-        prediction=prediction,
-        frozen=tuple(sorted({graph.layers[i].name.partition(".")[0] for i in graph.frozen})),
-        loss=loss.item(),
-        loss_error=abs(got_loss - loss.item()).item() / abs(loss.item()),
-        gradient_error=error,
-        worst=worst,
+        refusal=None, prediction=prediction,
+        frozen=tuple(sorted({graph.layers[i].name.partition(".")[0] for i in graph.frozen})), loss=loss.item(),
+        loss_error=abs(got_loss - loss.item()).item() / abs(loss.item()), gradient_error=error, worst=worst,
         same=same,
-    )
+    )  # fmt: skip
 
 
 def draws_the_same(module: PipelineDiffusion, folder: Path) -> bool:

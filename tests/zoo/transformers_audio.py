@@ -13,11 +13,8 @@ CASES = [
         | dict(num_key_value_heads=1, head_dim=8, in_channels=12, audio_acoustic_hidden_dim=4)
         | dict(sliding_window=4),
         dict(
-            hidden_states=normal(14, 4),
-            timestep=uniform(),
-            timestep_r=uniform(),
-            encoder_hidden_states=normal(7, 16),
-            context_latents=normal(14, 8),
+            hidden_states=normal(14, 4), timestep=uniform(), timestep_r=uniform(),
+            encoder_hidden_states=normal(7, 16), context_latents=normal(14, 8),
         ),
     ),
     Case(
@@ -27,9 +24,7 @@ CASES = [
         | dict(cross_attention_dim=8, time_proj_dim=8, global_states_input_dim=6)
         | dict(cross_attention_input_dim=10),
         dict(
-            hidden_states=normal(4, 8),
-            timestep=uniform(),
-            encoder_hidden_states=normal(7, 10),
+            hidden_states=normal(4, 8), timestep=uniform(), encoder_hidden_states=normal(7, 10),
             global_hidden_states=normal(1, 6),
         ),
         {"rotary_embedding": (torch.ones(9, 4).double(), torch.zeros(9, 4).double())},
@@ -40,23 +35,16 @@ CASES = [
         | dict(global_cond_dim=6, local_add_cond_dim=5, timestep_features_dim=8)
         | dict(ff_mult=2.0, num_memory_tokens=3),
         dict(
-            hidden_states=normal(4, 8),
-            timestep=uniform(),
-            encoder_hidden_states=normal(7, 10),
-            global_hidden_states=normal(6),
-            encoder_attention_mask=mask(7),
-            local_add_cond=normal(5, 8),
+            hidden_states=normal(4, 8), timestep=uniform(), encoder_hidden_states=normal(7, 10),
+            global_hidden_states=normal(6), encoder_attention_mask=mask(7), local_add_cond=normal(5, 8),
         ),
     ),
     Case(
         "LongCatAudioDiTTransformer",
         dict(dit_dim=16, dit_depth=4, dit_heads=2, dit_text_dim=10, latent_dim=4, ff_mult=2.0),
         dict(
-            hidden_states=normal(12, 4),
-            encoder_hidden_states=normal(7, 10),
-            encoder_attention_mask=mask(7),
-            timestep=uniform(),
-            attention_mask=lambda n, generator: torch.ones(n, 12, dtype=torch.bool),
+            hidden_states=normal(12, 4), encoder_hidden_states=normal(7, 10), encoder_attention_mask=mask(7),
+            timestep=uniform(), attention_mask=lambda n, generator: torch.ones(n, 12, dtype=torch.bool),
             latent_cond=normal(12, 4),
         ),
     ),
@@ -78,9 +66,7 @@ CASES = [
         dict(input_dims=4, targets_length=8, d_model=16, num_layers=4, num_heads=2, d_kv=8, d_ff=24)
         | dict(dropout_rate=0.1),
         dict(
-            decoder_input_tokens=normal(8, 4),
-            decoder_noise_time=uniform(),
-            encoded=normal(5, 16),
+            decoder_input_tokens=normal(8, 4), decoder_noise_time=uniform(), encoded=normal(5, 16),
             encoded_mask=filled(1.0, 5),
         ),
         call=lambda model, batch: model(
@@ -96,11 +82,8 @@ CASES = [
         | dict(audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2)
         | dict(audio_attention_head_dim=8, audio_cross_attention_dim=16, caption_channels=12),
         dict(
-            hidden_states=normal(24, 4),
-            audio_hidden_states=normal(5, 4),
-            encoder_hidden_states=normal(7, 12),
-            audio_encoder_hidden_states=normal(7, 12),
-            timestep=times(),
+            hidden_states=normal(24, 4), audio_hidden_states=normal(5, 4), encoder_hidden_states=normal(7, 12),
+            audio_encoder_hidden_states=normal(7, 12), timestep=times(),
         ),
         {"num_frames": 2, "height": 3, "width": 4, "audio_num_frames": 5, "fps": 25.0},
     ),
@@ -111,11 +94,8 @@ CASES = [
         | dict(axes_dims=(4, 6, 6), visual_cond=False, in_audio_dim=4, out_audio_dim=4)
         | dict(cross_gates=True),
         dict(
-            hidden_states=normal(2, 8, 12, 4),
-            encoder_hidden_states=normal(7, 12),
-            pooled_projections=normal(8),
-            timestep=times(),
-            audio_hidden_states=normal(5, 4),
+            hidden_states=normal(2, 8, 12, 4), encoder_hidden_states=normal(7, 12), pooled_projections=normal(8),
+            timestep=times(), audio_hidden_states=normal(5, 4),
         ),
     ),
     Case(
@@ -139,4 +119,4 @@ CASES = [
             "audio_indices": torch.arange(31, 36),
         },
     ),
-]
+]  # fmt: skip

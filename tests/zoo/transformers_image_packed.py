@@ -60,8 +60,7 @@ CASES = [
     Case(
         "BriaTransformer2DModel",
         DOUBLE_AND_SINGLE | HEADS | dict(joint_attention_dim=12, axes_dims_rope=[4, 4, 8]),
-        LATENTS_AND_TEXT | dict(timestep=uniform()),
-        IDS,
+        LATENTS_AND_TEXT | dict(timestep=uniform()), IDS,
     ),
     Case(
         "BriaFiboTransformer2DModel",
@@ -118,11 +117,8 @@ CASES = [
         | dict(in_channels=16, out_channels=4, num_layers=4, joint_attention_dim=12)
         | dict(axes_dims_rope=(4, 6, 6)),
         dict(
-            hidden_states=normal(24, 16),
-            encoder_hidden_states=normal(7, 12),
-            encoder_hidden_states_mask=mask(7),
-            timestep=uniform(),
-            img_shapes=listed([(1, 4, 6)]),
+            hidden_states=normal(24, 16), encoder_hidden_states=normal(7, 12), encoder_hidden_states_mask=mask(7),
+            timestep=uniform(), img_shapes=listed([(1, 4, 6)]),
         ),
     ),
     Case(
@@ -131,20 +127,15 @@ CASES = [
         | dict(in_channels=16, out_channels=16, num_layers=4, context_in_dim=12)
         | dict(axes_dims_rope=(4, 6, 6)),
         dict(
-            hidden_states=normal(24, 16),
-            encoder_hidden_states=normal(7, 12),
-            timestep=uniform(),
-            img_shapes=listed([(1, 4, 6)]),
-            img_mask=lambda n, generator: (torch.arange(13) >= 7).expand(n, -1),
+            hidden_states=normal(24, 16), encoder_hidden_states=normal(7, 12), timestep=uniform(),
+            img_shapes=listed([(1, 4, 6)]), img_mask=lambda n, generator: (torch.arange(13) >= 7).expand(n, -1),
         ),
     ),
     Case(
         "NucleusMoEImageTransformer2DModel",
         NUCLEUS,
         dict(
-            hidden_states=normal(24, 16),
-            encoder_hidden_states=normal(7, 12),
-            timestep=uniform(),
+            hidden_states=normal(24, 16), encoder_hidden_states=normal(7, 12), timestep=uniform(),
             img_shapes=listed((1, 4, 6)),
         ),
         make=nucleus,
@@ -157,9 +148,7 @@ CASES = [
         | dict(text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=16)
         | dict(axes_dims_rope=(4, 6, 6)),
         dict(
-            hidden_states=normal(24, 4),
-            encoder_hidden_states=normal(7, 3, 12),
-            timestep=uniform(),
+            hidden_states=normal(24, 4), encoder_hidden_states=normal(7, 3, 12), timestep=uniform()
         ),
         {"position_ids": torch.cat([torch.zeros(7, 3).double(), grid_ids(4, 6, num_axes=3)])},
     ),
@@ -183,9 +172,7 @@ CASES = [
         dict(hidden_size=16, num_attention_heads=2, num_layers=4, ffn_hidden_size=24)
         | dict(in_channels=4, out_channels=4, text_in_dim=12, rope_axes_dim=(4, 2, 2)),
         dict(
-            hidden_states=normal(4, 4, 6),
-            timestep=steps(),
-            text_bth=normal(7, 12),
+            hidden_states=normal(4, 4, 6), timestep=steps(), text_bth=normal(7, 12),
             text_lens=lambda n, generator: 7 - torch.arange(n) % 3,
         ),
     ),
@@ -196,11 +183,8 @@ CASES = [
         | dict(caption_channels=[12, 8], text_emb_dim=10, axes_dims_rope=(4, 6, 6))
         | dict(max_resolution=(16, 16), llama_layers=(0, 1, 2, 3, 4, 5)),
         dict(
-            hidden_states=normal(4, 8, 12),
-            timesteps=steps(),
-            encoder_hidden_states_t5=normal(5, 12),
-            pooled_embeds=normal(10),
-            llama=normal(6, 7, 8),
+            hidden_states=normal(4, 8, 12), timesteps=steps(), encoder_hidden_states_t5=normal(5, 12),
+            pooled_embeds=normal(10), llama=normal(6, 7, 8),
         ),
         call=lambda model, batch: model(
             **{k: v for k, v in batch.items() if k != "llama"},
@@ -223,13 +207,9 @@ CASES = [
         | dict(num_refiner_layers=2, text_embed_dim=12, text_embed_2_dim=8, rope_axes_dim=(8, 8))
         | dict(guidance_embeds=True),
         dict(
-            hidden_states=normal(4, 4, 6),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_attention_mask=mask(7),
-            encoder_hidden_states_2=normal(5, 8),
-            encoder_attention_mask_2=mask(5),
+            hidden_states=normal(4, 4, 6), timestep=times(), encoder_hidden_states=normal(7, 12),
+            encoder_attention_mask=mask(7), encoder_hidden_states_2=normal(5, 8), encoder_attention_mask_2=mask(5),
             guidance=uniform(),
         ),
     ),
-]
+]  # fmt: skip

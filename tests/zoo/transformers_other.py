@@ -12,33 +12,21 @@ HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
 def omni(model: nn.Module, batch: Batch) -> list[Tensor]:
     """Packs text and a video into one sequence: five words, 2 x 2 x 3 patches."""
     return model(
-        input_ids=batch["input_ids"][0],
-        text_indexes=torch.arange(5),
-        position_ids=torch.arange(17).expand(3, -1),
-        und_len=5,
-        sequence_length=17,
-        vision_tokens=[batch["vision"]],
-        vision_token_shapes=[(2, 2, 3)],
-        vision_sequence_indexes=torch.arange(5, 17),
-        vision_mse_loss_indexes=torch.arange(5, 17),
-        vision_timesteps=batch["timestep"].expand(12),
-        vision_noisy_frame_indexes=[torch.arange(2)],
+        input_ids=batch["input_ids"][0], text_indexes=torch.arange(5), position_ids=torch.arange(17).expand(3, -1),
+        und_len=5, sequence_length=17, vision_tokens=[batch["vision"]], vision_token_shapes=[(2, 2, 3)],
+        vision_sequence_indexes=torch.arange(5, 17), vision_mse_loss_indexes=torch.arange(5, 17),
+        vision_timesteps=batch["timestep"].expand(12), vision_noisy_frame_indexes=[torch.arange(2)],
         return_dict=False,
-    )[0]
+    )[0]  # fmt: skip
 
 
 def reference_pass(model: nn.Module, batch: Batch) -> Tensor:
     """The pass that fills the cache of keys and values; the other one needs FlexAttention."""
     output = model(
-        list(batch["hidden_states"]),
-        batch["timestep"],
-        list(batch["encoder_hidden_states"]),
-        list(batch["condition_latents"]),
-        WanAnimate2KVCache(4),
-        "extract",
-        seq_len=72,
+        list(batch["hidden_states"]), batch["timestep"], list(batch["encoder_hidden_states"]),
+        list(batch["condition_latents"]), WanAnimate2KVCache(4), "extract", seq_len=72,
         offset_grid_sizes=torch.tensor([[3, 4, 6]]).expand(len(batch["timestep"]), -1),
-    )
+    )  # fmt: skip
     return torch.stack(output.sample)
 
 
@@ -64,12 +52,8 @@ CASES = [
         | dict(linear_head_dim=16, softmax_every_n=2, caption_channels=8, mlp_ratio=2.0)
         | dict(chunk_plucker_channels=6, chunk_plucker_post_attn_blocks=4),
         dict(
-            hidden_states=normal(4, 3, 4, 6),
-            timestep=tokens(1000, 1, 3),
-            encoder_hidden_states=normal(1, 7, 8),
-            encoder_attention_mask=filled(1, 7),
-            chunk_plucker=normal(6, 3, 4, 6),
-            camera_conditions=camera(3),
+            hidden_states=normal(4, 3, 4, 6), timestep=tokens(1000, 1, 3), encoder_hidden_states=normal(1, 7, 8),
+            encoder_attention_mask=filled(1, 7), chunk_plucker=normal(6, 3, 4, 6), camera_conditions=camera(3),
         ),
     ),
     Case(
@@ -89,13 +73,8 @@ CASES = [
         | dict(feats_cond_seq=("time_emb_bb_ca", "time_emb_local_latents"))
         | dict(feats_pair_repr=("xt_bb_ca_pair_dists",)),
         dict(
-            bb_ca=normal(9, 3),
-            local_latents=normal(9, 4),
-            bb_ca_time=uniform(),
-            local_latents_time=uniform(),
-            padding_mask=filled(1.0, 9),
-            token_type=tokens(7, 9),
-            is_in_context_conditioning=filled(0.0, 9),
+            bb_ca=normal(9, 3), local_latents=normal(9, 4), bb_ca_time=uniform(), local_latents_time=uniform(),
+            padding_mask=filled(1.0, 9), token_type=tokens(7, 9), is_in_context_conditioning=filled(0.0, 9),
             supports_local_latent=filled(1.0, 9),
         ),
         call=lambda model, batch: model(
@@ -109,9 +88,7 @@ CASES = [
         dict(text_len=7, in_dim=8, dim=24, ffn_dim=32, freq_dim=32, text_dim=16, out_dim=4)
         | dict(num_heads=2, num_layers=4, use_img_emb=False),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 16),
+            hidden_states=normal(4, 3, 8, 12), timestep=times(), encoder_hidden_states=normal(7, 16),
             condition_latents=normal(4, 3, 8, 12),
         ),
         call=reference_pass,
@@ -133,9 +110,7 @@ CASES = [
             cross_attention_dim=((None, 8, 12),) * 2,
         ),
         dict(
-            sample=normal(4, 16, 8),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 8),
+            sample=normal(4, 16, 8), timestep=steps(), encoder_hidden_states=normal(7, 8),
             encoder_hidden_states_1=normal(5, 12),
         ),
     ),
@@ -145,11 +120,8 @@ CASES = [
         | dict(attention_head_dim=8, in_channels=4, out_channels=4, num_layers=4, patch_size=2)
         | dict(sample_size=8, norm_type="layer_norm", block_type="unidiffuser"),
         dict(
-            latent_image_embeds=normal(4, 8, 8),
-            image_embeds=normal(1, 6),
-            prompt_embeds=normal(5, 12),
-            timestep_img=steps(),
-            timestep_text=steps(),
+            latent_image_embeds=normal(4, 8, 8), image_embeds=normal(1, 6), prompt_embeds=normal(5, 12),
+            timestep_img=steps(), timestep_text=steps(),
         ),
     ),
-]
+]  # fmt: skip

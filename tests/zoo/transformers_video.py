@@ -13,13 +13,9 @@ HUNYUAN_VIDEO = (
     | dict(text_embed_dim=12, pooled_projection_dim=10, rope_axes_dim=(4, 6, 6))
 )
 HUNYUAN_VIDEO_INPUTS = dict(
-    hidden_states=normal(4, 3, 8, 12),
-    timestep=times(),
-    encoder_hidden_states=normal(7, 12),
-    encoder_attention_mask=mask(7),
-    pooled_projections=normal(10),
-    guidance=uniform(),
-)
+    hidden_states=normal(4, 3, 8, 12), timestep=times(), encoder_hidden_states=normal(7, 12),
+    encoder_attention_mask=mask(7), pooled_projections=normal(10), guidance=uniform(),
+)  # fmt: skip
 
 CASES = [
     Case(
@@ -29,9 +25,7 @@ CASES = [
         | dict(num_layers=4, cross_attention_dim=32, sample_height=16, sample_width=24)
         | dict(sample_frames=4, caption_channels=8),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            encoder_attention_mask=mask(7),
+            hidden_states=normal(4, 3, 8, 12), encoder_hidden_states=normal(7, 8), encoder_attention_mask=mask(7),
             timestep=steps(),
         ),
         {"image_rotary_emb": None},
@@ -44,9 +38,7 @@ CASES = [
         | dict(sample_frames=9, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=7)
         | dict(use_rotary_positional_embeddings=True),
         dict(
-            hidden_states=normal(3, 4, 16, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(3, 4, 16, 12), encoder_hidden_states=normal(7, 8), timestep=steps()
         ),
         {"image_rotary_emb": (torch.ones(144, 16).double(), torch.zeros(144, 16).double())},
     ),
@@ -61,11 +53,8 @@ CASES = [
         | dict(LFE_num_id_token=1, LFE_num_querie=2, LFE_output_dim=10, LFE_ff_mult=1)
         | dict(LFE_num_scale=1),
         dict(
-            hidden_states=normal(1, 4, 8, 8),
-            encoder_hidden_states=normal(8, 8),
-            timestep=steps(),
-            id_cond=normal(2),
-            id_vit_hidden=normal(2, 2),
+            hidden_states=normal(1, 4, 8, 8), encoder_hidden_states=normal(8, 8), timestep=steps(),
+            id_cond=normal(2), id_vit_hidden=normal(2, 2),
         ),
         call=lambda model, batch: model(**(batch | {"id_vit_hidden": [batch["id_vit_hidden"]]})),
     ),
@@ -76,9 +65,7 @@ CASES = [
         | dict(num_layers=4, mlp_ratio=2, text_embed_dim=12, adaln_lora_dim=4, max_size=(4, 16, 16))
         | dict(concat_padding_mask=False),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
+            hidden_states=normal(4, 3, 8, 12), timestep=steps(), encoder_hidden_states=normal(7, 12)
         ),
         {"fps": 30},
     ),
@@ -89,16 +76,10 @@ CASES = [
         | dict(patch_size=2, num_layers=4, mmdit_layers=3, time_embed_dim=8, text_embed_dim=12)
         | dict(sample_width=12, sample_height=8),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
+            hidden_states=normal(4, 3, 8, 12), timestep=steps(), encoder_hidden_states=normal(7, 12)
         ),
     ),
-    Case(
-        "HunyuanVideoTransformer3DModel",
-        HUNYUAN_VIDEO,
-        HUNYUAN_VIDEO_INPUTS,
-    ),
+    Case("HunyuanVideoTransformer3DModel", HUNYUAN_VIDEO, HUNYUAN_VIDEO_INPUTS),
     Case(
         "HunyuanVideoTransformer3DModel token replace",
         HUNYUAN_VIDEO | dict(image_condition_type="token_replace"),
@@ -111,12 +92,8 @@ CASES = [
         | dict(num_layers=4, num_refiner_layers=2, mlp_ratio=2, text_embed_dim=12)
         | dict(text_embed_2_dim=8, image_embed_dim=6, rope_axes_dim=(4, 6, 6)),
         dict(
-            hidden_states=normal(4, 2, 4, 6),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_attention_mask=mask(7),
-            encoder_hidden_states_2=normal(5, 8),
-            encoder_attention_mask_2=mask(5),
+            hidden_states=normal(4, 2, 4, 6), timestep=times(), encoder_hidden_states=normal(7, 12),
+            encoder_attention_mask=mask(7), encoder_hidden_states_2=normal(5, 8), encoder_attention_mask_2=mask(5),
             image_embeds=normal(3, 6),
         ),
     ),
@@ -124,15 +101,9 @@ CASES = [
         "HunyuanVideoFramepackTransformer3DModel",
         HUNYUAN_VIDEO | dict(has_image_proj=True, image_proj_dim=6, has_clean_x_embedder=True),
         dict(
-            hidden_states=normal(4, 2, 8, 12),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_attention_mask=mask(7),
-            pooled_projections=normal(10),
-            guidance=uniform(),
-            image_embeds=normal(3, 6),
-            latents_clean=normal(4, 2, 8, 12),
-            latents_history_2x=normal(4, 2, 8, 12),
+            hidden_states=normal(4, 2, 8, 12), timestep=times(), encoder_hidden_states=normal(7, 12),
+            encoder_attention_mask=mask(7), pooled_projections=normal(10), guidance=uniform(),
+            image_embeds=normal(3, 6), latents_clean=normal(4, 2, 8, 12), latents_history_2x=normal(4, 2, 8, 12),
             latents_history_4x=normal(4, 4, 8, 12),
         ),
         {
@@ -148,9 +119,7 @@ CASES = [
         | dict(hidden_size=32, num_attention_heads=2, text_dim=12, mlp_width_ratio=2, num_layers=4)
         | dict(rope_dim_list=[4, 6, 6]),
         dict(
-            hidden_states=normal(4, 3, 8, 12),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
+            hidden_states=normal(4, 3, 8, 12), timestep=steps(), encoder_hidden_states=normal(7, 12)
         ),
     ),
     Case(
@@ -159,11 +128,8 @@ CASES = [
         | dict(hidden_size=32, num_attention_heads=2, text_dim=12, mlp_width_ratio=2, num_layers=4)
         | dict(rope_dim_list=[4, 6, 6]),
         dict(
-            hidden_states=normal(24, 4, 1, 2, 2),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_hidden_states_mask=mask(7),
-            shape_list=listed([(1, 3, 4), (1, 3, 4)]),
+            hidden_states=normal(24, 4, 1, 2, 2), timestep=steps(), encoder_hidden_states=normal(7, 12),
+            encoder_hidden_states_mask=mask(7), shape_list=listed([(1, 3, 4), (1, 3, 4)]),
         ),
     ),
     Case(
@@ -173,9 +139,7 @@ CASES = [
             model_dim=32, ff_dim=48, num_text_blocks=2, num_visual_blocks=4, axes_dims=(4, 6, 6)
         ),
         dict(
-            hidden_states=normal(2, 8, 12, 4),
-            encoder_hidden_states=normal(7, 12),
-            timestep=uniform(),
+            hidden_states=normal(2, 8, 12, 4), encoder_hidden_states=normal(7, 12), timestep=uniform(),
             pooled_projections=normal(8),
         ),
         {
@@ -191,18 +155,14 @@ CASES = [
         | dict(attention_bias=True, num_embeds_ada_norm=1000, norm_type="ada_norm_single")
         | dict(norm_elementwise_affine=False, activation_fn="gelu-approximate"),
         dict(
-            hidden_states=normal(4, 3, 8, 8),
-            timestep=steps(),
-            encoder_hidden_states=normal(7, 8),
+            hidden_states=normal(4, 3, 8, 8), timestep=steps(), encoder_hidden_states=normal(7, 8)
         ),
     ),
     Case(
         "LTXVideoTransformer3DModel",
         CHANNELS | HEADS | dict(cross_attention_dim=32, num_layers=4, caption_channels=8),
         dict(
-            hidden_states=normal(24, 4),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(24, 4), encoder_hidden_states=normal(7, 8), timestep=steps(),
             encoder_attention_mask=mask(7),
         ),
         {"num_frames": 2, "height": 3, "width": 4},
@@ -214,9 +174,7 @@ CASES = [
         | dict(num_layers=4, pooled_projection_dim=32, text_embed_dim=32, time_embed_dim=4)
         | dict(max_sequence_length=7),
         dict(
-            hidden_states=normal(4, 2, 8, 12),
-            encoder_hidden_states=normal(7, 32),
-            timestep=steps(),
+            hidden_states=normal(4, 2, 8, 12), encoder_hidden_states=normal(7, 32), timestep=steps(),
             encoder_attention_mask=lambda n, generator: mask(7)(n, generator).bool(),
         ),
     ),
@@ -227,11 +185,8 @@ CASES = [
         | dict(num_layers=2, num_single_layers=4, num_decoder_layers=2, mlp_ratio=2)
         | dict(text_embed_dim=12, image_embed_dim=6, rope_axes_dim=(4, 6, 6)),
         dict(
-            hidden_states=normal(4, 2, 8, 12),
-            timestep=times(),
-            encoder_hidden_states=normal(7, 12),
-            encoder_attention_mask=mask(7),
-            image_embeds=normal(3, 6),
+            hidden_states=normal(4, 2, 8, 12), timestep=times(), encoder_hidden_states=normal(7, 12),
+            encoder_attention_mask=mask(7), image_embeds=normal(3, 6),
         ),
     ),
     Case(
@@ -241,15 +196,12 @@ CASES = [
         | dict(num_layers=4, num_cross_attention_heads=2, cross_attention_head_dim=16)
         | dict(cross_attention_dim=32, caption_channels=8, sample_size=8),
         dict(
-            hidden_states=normal(4, 2, 8, 12),
-            encoder_hidden_states=normal(7, 8),
-            timestep=steps(),
+            hidden_states=normal(4, 2, 8, 12), encoder_hidden_states=normal(7, 8), timestep=steps()
         ),
     ),
     Case(
-        "TransformerTemporalModel",
-        HEADS | dict(in_channels=16, num_layers=4, norm_num_groups=4),
+        "TransformerTemporalModel", HEADS | dict(in_channels=16, num_layers=4, norm_num_groups=4),
         dict(hidden_states=normal(3, 16, 4, 6)),
         call=lambda model, batch: model(batch["hidden_states"].flatten(0, 1), num_frames=3),
     ),
-]
+]  # fmt: skip

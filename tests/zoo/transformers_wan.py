@@ -17,11 +17,7 @@ IMAGE = {"encoder_hidden_states_image": normal(5, 6), "encoder_hidden_states": n
 
 CASES = [
     Case("WanTransformer3DModel", WAN, INPUTS),
-    Case(
-        "WanTransformer3DModel image to video",
-        WAN | dict(image_dim=6, added_kv_proj_dim=24),
-        INPUTS | IMAGE,
-    ),
+    Case("WanTransformer3DModel image to video", WAN | dict(image_dim=6, added_kv_proj_dim=24), INPUTS | IMAGE),
     Case(
         "WanVACETransformer3DModel",
         WAN | dict(vace_layers=[0, 2], vace_in_channels=6),
@@ -86,4 +82,4 @@ CASES = [
             indices_latents_history_long=lambda n, generator: torch.arange(4).expand(n, -1),
         ),
     ),
-]
+]  # fmt: skip

@@ -90,9 +90,7 @@ CASES = [
         | dict(cross_attention_dim=12, num_attention_heads=(2, 4), num_frames=2)
         | dict(addition_time_embed_dim=8, projection_class_embeddings_input_dim=24),
         dict(
-            sample=normal(2, 8, 4, 8),
-            timestep=steps(),
-            encoder_hidden_states=normal(1, 12),
+            sample=normal(2, 8, 4, 8), timestep=steps(), encoder_hidden_states=normal(1, 12),
             added_time_ids=uniform(3),
         ),
     ),
@@ -110,11 +108,8 @@ CASES = [
         | dict(clip_text_in_channels=10, clip_text_pooled_in_channels=6)
         | dict(clip_image_in_channels=6, clip_seq=2),
         dict(
-            sample=normal(4, 8, 12),
-            timestep_ratio=uniform(),
-            clip_text_pooled=normal(1, 6),
-            clip_text=normal(7, 10),
-            clip_img=normal(1, 6),
+            sample=normal(4, 8, 12), timestep_ratio=uniform(), clip_text_pooled=normal(1, 6),
+            clip_text=normal(7, 10), clip_img=normal(1, 6),
         ),
     ),
     Case(
@@ -123,11 +118,8 @@ CASES = [
         IMAGE | TEXT,
     ),
     Case(
-        "MotionAdapter",
-        dict(block_out_channels=(8, 16), motion_num_attention_heads=2, motion_norm_num_groups=4),
-        IMAGE,
-        call=lambda model, batch: model(batch["sample"]),
-        reason="holds weights for UNetMotionModel; its forward is empty",
-        error="no attribute 'backward'",
+        "MotionAdapter", dict(block_out_channels=(8, 16), motion_num_attention_heads=2, motion_norm_num_groups=4),
+        IMAGE, call=lambda model, batch: model(batch["sample"]),
+        reason="holds weights for UNetMotionModel; its forward is empty", error="no attribute 'backward'",
     ),
-]
+]  # fmt: skip

@@ -8,8 +8,6 @@ Numbers of layers depend on the probe, error sizes on the machine; everything el
 equivalence test compares all but the errors with what it measures.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import tempfile
@@ -31,15 +29,8 @@ from .train_pipelines import measure as train
 
 PATH = Path(__file__).parents[2] / "docs" / "models.md"
 COLUMNS = (
-    "Model",
-    "Parameters",
-    "Layers",
-    "Frozen",
-    "Shared",
-    "Probed on",
-    "Samples apart",
-    "Gradient error",
-)
+    "Model", "Parameters", "Layers", "Frozen", "Shared", "Probed on", "Samples apart", "Gradient error",
+)  # fmt: skip
 INTRODUCTION = """\
 # Which models work
 
@@ -68,13 +59,9 @@ the Predictor runs the loops of diffusers' pipelines; the samplers themselves ta
 
 
 PIPELINE_COLUMNS = (
-    "Pipeline",
-    "Learns",
-    "Frozen parts",
-    "Gradient error",
-    "Saved, draws the same",
+    "Pipeline", "Learns", "Frozen parts", "Gradient error", "Saved, draws the same",
     *(f"`{method}`" for method in METHODS),
-)
+)  # fmt: skip
 PIPELINES_INTRODUCTION = """\
 ## Pipelines trained by their own call
 
@@ -148,15 +135,10 @@ def row(case: Case, outcome: Outcome | None) -> str:
         return f"| {title} | not tested: {case.reason} " + "| " * (len(COLUMNS) - 2) + "|"
     apart = {True: "yes", False: "no", None: "one sample"}[outcome.samples_apart]
     cells = (
-        title,
-        f"{outcome.num_parameters:,}",
-        str(outcome.num_layers),
-        str(outcome.num_frozen),
-        str(outcome.num_shared),
-        "values" if outcome.probed_on_values else "shapes",
-        apart,
+        title, f"{outcome.num_parameters:,}", str(outcome.num_layers), str(outcome.num_frozen),
+        str(outcome.num_shared), "values" if outcome.probed_on_values else "shapes", apart,
         power_of_ten(outcome.gradient_error),
-    )
+    )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 

@@ -9,8 +9,6 @@ Every rank keeps the activations of all its microbatches, so that memory grows w
 Source: GPipe, Huang et al. (2019), https://arxiv.org/abs/1811.06965
 """
 
-from __future__ import annotations
-
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 

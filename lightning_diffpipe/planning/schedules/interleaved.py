@@ -12,8 +12,6 @@ Source:
     Narayanan et al. (2021), https://arxiv.org/abs/2104.04473
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program

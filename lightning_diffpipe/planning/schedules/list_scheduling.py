@@ -35,8 +35,6 @@ Sources:
     one model Chimera, Li and Hoefler (2021), https://arxiv.org/abs/2107.06925. The greedy orders are ours.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable
@@ -97,8 +95,7 @@ class ListScheduling:
     def programs(self, *urgencies: Callable[[Work], tuple[float, ...]]) -> tuple[Program, ...]:
         """Makes the programs of all ranks.
 
-        Args:
-            urgencies: By each of them the smallest is taken first; the order is returned that ends first.
+        For each of some urgencies the work with the smallest is taken first; returns the order that ends first.
         """
         return min(map(self._run, urgencies), key=itemgetter(0))[1]
 

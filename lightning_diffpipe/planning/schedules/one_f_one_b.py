@@ -28,8 +28,6 @@ Sources:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from lightning_diffpipe.planning.instruction import (
@@ -109,10 +107,7 @@ def _zero_bubble_program(placement: Placement, num_microbatches: int, rank: int)
 
 one_f_one_b = ScheduleSpec("1f1b", one_f_one_b_program, auto=True)
 deep_one_f_one_b = ScheduleSpec(
-    "1f1b_deep",
-    partial(one_f_one_b_program, depth=2),
-    auto=True,
-    advice="another order",
+    "1f1b_deep", partial(one_f_one_b_program, depth=2), auto=True, advice="another order"
 )
 zero_bubble = ScheduleSpec(
     "zero_bubble", _zero_bubble_program, splits_backward=True, advice="backwards in two parts"

@@ -24,8 +24,6 @@ Sources:
     PipeDream-2BW, Narayanan et al. (2021), https://arxiv.org/abs/2006.09503: two buffered weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lightning_diffpipe.planning.instruction import (
@@ -56,10 +54,7 @@ pipedream_vertical_sync = ScheduleSpec(
     staleness=lambda placement, stage: admitted_batches(placement) - 1,
 )
 pipedream_2bw = ScheduleSpec(
-    "pipedream_2bw",
-    one_f_one_b_program,
-    staleness=lambda placement, stage: 1,
-    accumulates=True,
+    "pipedream_2bw", one_f_one_b_program, staleness=lambda placement, stage: 1, accumulates=True
 )
 """Called with stages and microbatches these give one batch by itself; `unrolled` has many follow each other."""
 

@@ -12,8 +12,6 @@ Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lightning_diffpipe.errors import ConfigurationError

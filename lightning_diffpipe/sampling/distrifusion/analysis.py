@@ -244,11 +244,7 @@ class MarkedRun(Run, TorchFunctionMode):
         }
 
     def unit(self) -> int:
-        """Returns the rows of the latents that strides and patches take together.
-
-        Raises:
-            ConfigurationError: They do not divide the rows.
-        """
+        """Returns the rows that strides and patches take together, or raises ConfigurationError."""
         unit, num_rows = 1, self._look.num_rows
         for rows in self._units:
             if rows > 1 and not rows.is_integer():
@@ -318,7 +314,8 @@ class MarkedRun(Run, TorchFunctionMode):
 
     def _conv2d(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rows, columns = windows_of(weight, *args, **kwargs)
-        if not rows.is_patch:
+        # Of whole patches every input is read once, and nothing is seen beyond a band.
+        if rows.padding or rows.reach != rows.stride - 1:
             self._num_exchanging += 1
         picked = x[..., _centres(rows, x.shape[-2], x.device), :]
         picked = picked[..., _centres(columns, x.shape[-1], x.device)]

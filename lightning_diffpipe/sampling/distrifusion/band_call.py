@@ -17,8 +17,6 @@ Everything else acts on rows or tokens one by one, which `analysis.py` has seen.
 such as those that make keys and values of them, run once, for as long as their input stays the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,11 +82,7 @@ class BandCall(Run, TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        analysis: CallAnalysis,
-        bands: Bands,
-        exchange: Exchange,
-        group_norm: GroupNormRule,
+        self, analysis: CallAnalysis, bands: Bands, exchange: Exchange, group_norm: GroupNormRule
     ) -> None:
         super().__init__()
         self._analysis, self._bands, self._exchange = analysis, bands, exchange

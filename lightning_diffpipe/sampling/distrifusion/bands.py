@@ -42,11 +42,7 @@ class Bands:
 
     @classmethod
     def split(cls, num_rows: int, num_bands: int, unit: int, rank: int) -> Bands:
-        """Cuts rows into balanced bands of whole units, larger ones first.
-
-        Raises:
-            ConfigurationError: The rows are no whole units, or there are fewer units than bands.
-        """
+        """Cuts rows into balanced bands of whole units, larger first; else raises ConfigurationError."""
         units, rest = divmod(num_rows, unit)
         if rest:
             raise ConfigurationError(
@@ -117,11 +113,7 @@ _WITHOUT_RULE = {
 
 
 def refuse(func: Any) -> None:
-    """Refuses functions that are known to mix rows.
-
-    Raises:
-        GraphError: It is one.
-    """
+    """Raises GraphError for functions that are known to mix rows."""
     if func in _WITHOUT_RULE:
         raise unsupported(func.__name__)
 
@@ -164,11 +156,6 @@ class Window:
     padding: int
 
     @property
-    def is_patch(self) -> bool:
-        """Every input is read once: nothing is seen beyond a band of whole patches."""
-        return self.padding == 0 and self.reach == self.stride - 1
-
-    @property
     def below(self) -> int:
         """Inputs read after a band; negative if some of its own are not."""
         return self.reach - self.padding - self.stride + 1
@@ -178,11 +165,7 @@ class Window:
         return (size + 2 * self.padding - self.reach - 1) // self.stride + 1
 
     def halo(self, rows: int) -> tuple[int, int]:
-        """Returns the rows that a band needs of its neighbours, above and below.
-
-        Raises:
-            GraphError: The window does not fit bands of so many rows.
-        """
+        """Returns the rows that a band needs from above and below; raises GraphError for bands of too few rows."""
         if rows % self.stride:
             raise unsupported(f"a convolution of stride {self.stride} on a band of {rows} rows")
         if self.padding and self.below < 0:

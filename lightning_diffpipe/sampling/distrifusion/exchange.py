@@ -19,8 +19,6 @@ step they were made in, and reading any but the step before raises.
 Modules that are given texts only have the same input in all steps, so they run once (`Constants`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

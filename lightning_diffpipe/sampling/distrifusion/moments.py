@@ -89,11 +89,7 @@ class Moments:
 
 
 def stale(before: Moments, now: Moments, band: int, shares: Sequence[float]) -> Moments:
-    """Takes other bands to be as they were one step ago, in `before`; `now` is of this band.
-
-    Returns:
-        Moments of the whole image.
-    """
+    """Returns moments of the whole image if other bands are as one step ago, in `before`; `now` is of this band."""
     return before.with_band(band, now).combined(shares)
 
 

@@ -25,8 +25,6 @@ Source:
     DistriFusion, Li et al. (2024), https://arxiv.org/abs/2402.19481 (its warm-up of w is our w + 1)
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -62,11 +60,7 @@ from lightning_diffpipe.sampling.rehearsal import (
     tolerance_of,
 )
 from lightning_diffpipe.sampling.request import InputScaler, Request, require_warmup
-from lightning_diffpipe.sampling.schedulers import (
-    drawing_from,
-    random_states,
-    takes_generator,
-)
+from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 
 Profile = tuple[str, list[Tensor]]
@@ -155,7 +149,7 @@ class DistriFusionRun(Run):
     """Everything that lives as long as one request.
 
     Attributes:
-        settings: Of the model; one of others is looked at anew.
+        settings: Of the model; one of others is looked at again.
     """
 
     sampler: DistriFusion
@@ -216,11 +210,7 @@ class DistriFusionRun(Run):
         return call.run(whole, self._step)
 
     def _band_call(self, call: ModelCall) -> BandCall:
-        """Returns who answers the next call of a step; the first step decides.
-
-        Raises:
-            GraphError: The model cannot run on bands, or its arguments changed shape between steps.
-        """
+        """Returns who answers the next call of a step; the first step decides."""
         kind, index = (call.signature(), self.settings), self._num_calls
         analyses = self.sampler.analyses
         if index < len(self.calls):
@@ -325,11 +315,11 @@ def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:
                 profiles.append((getattr(func, "__name__", str(func)), means))
             return out
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        with Noting():  # inside of what answers functions on bands, so that their answers are noted
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with Noting():  # inside of what answers functions on bands, so that it sees their answers
             return call.forward(*args, **kwargs)
 
-    run(call._replace(forward=noted))
+    run(call._replace(forward=recorded))
     return profiles
 
 

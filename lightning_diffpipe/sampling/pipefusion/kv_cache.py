@@ -14,8 +14,6 @@ Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,7 +88,7 @@ class _Buffer:
     key: Tensor
     value: Tensor
     mask: Tensor | None = None
-    written: dict[Part, int] = field(default_factory=dict)  # patch -> step
+    written: set[Part] = field(default_factory=set)  # patches
 
 
 @dataclass
@@ -129,24 +127,15 @@ class KvCache:
     Args:
         patches: The patches, in the order in which they are computed.
         hide_unseen: Hide keys that have never been written, instead of attending to zeros.
-        verify: Assert at every call that keys are as old as they should be.
+
+    Attributes:
+        keeps: Whether a synchronous step is stored, as it is if the step after it is to read it.
     """
 
-    def __init__(
-        self,
-        patches: Sequence[Part],
-        *,
-        hide_unseen: bool = True,
-        verify: bool = False,
-    ) -> None:
+    def __init__(self, patches: Sequence[Part], *, hide_unseen: bool = True) -> None:
         self._patches, self._hide_unseen = tuple(patches), hide_unseen
-        self._verify = verify
         self._buffers: dict[tuple[int, int], _Buffer] = {}
-        self._step, self._keep = -1, False
-
-    def start_step(self, step: int, keep: bool) -> None:
-        """Begins a denoising step; one that is synchronous is stored if the step after it is to read it."""
-        self._step, self._keep = step, keep
+        self.keeps = False
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Writes the part's keys and values, then attends to all that can be seen."""
@@ -173,14 +162,13 @@ class KvCache:
                 the shares, and their number of tokens does not matter.
         """
         if call.part.units is None:
-            views = self._place_of_samples(call) if self._keep else None
+            views = self._place_of_samples(call) if self.keeps else None
             return KeysInShares(views, call.mask)
         buffer = self._buffer(call, len(call.k))
         mask = self._over_all_keys(call, buffer)
         visible = set(buffer.written if self._hide_unseen else self._patches)
         others = partial(self._keys_of, call, visible - {call.part})
-        buffer.written[call.part] = self._step
-        self._verify_ages(call, buffer)
+        buffer.written.add(call.part)
         return KeysInShares((buffer.key, buffer.value), mask, others)
 
     def _place_of_samples(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -198,7 +186,7 @@ class KvCache:
                 if buffer.mask is None:
                     buffer.mask = mask.new_zeros(num_samples, *mask.shape[1:])
                 buffer.mask[samples] = mask  # the same for all, or one for each
-        buffer.written = dict.fromkeys(self._patches, self._step)
+        buffer.written = set(self._patches)
         return buffer.key[samples], buffer.value[samples]
 
     def _over_all_keys(self, call: AttentionCall, buffer: _Buffer) -> Tensor | None:
@@ -229,16 +217,3 @@ class KvCache:
         units = tuple(patch.units for patch in self._patches if patch in patches)
         text = next((patch.text for patch in patches if patch.text), None)
         return call.tokens.owned(Part(units, text))
-
-    def _verify_ages(self, call: AttentionCall, buffer: _Buffer) -> None:
-        """Checks how old the keys are that a patch is about to read, if asked to."""
-        here = self._patches.index(call.part)
-        for m, patch in enumerate(self._patches if self._verify else ()):
-            step = self._step if m <= here else self._step - 1
-            expected = step if step >= 0 else None
-            if (found := buffer.written.get(patch)) != expected:
-                raise LayoutError(
-                    f"{call.block.name}: in step {self._step} patch {here} would read keys of patch {m} "
-                    f"from step {found}, not {expected}. This is a defect of PipeFusion, not of the request: "
-                    "draw with method=single, and report it with the name of the model"
-                )

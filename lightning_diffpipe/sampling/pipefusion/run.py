@@ -5,18 +5,16 @@ rank compares what the model will be given next with what it was given, and send
 they have it, they post no receive for what may be of another shape.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_diffpipe.comm.links import Incoming, Links, MessageKind, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
@@ -24,7 +22,7 @@ from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.planning.schedules.pipefusion import PipeFusionPlan, Turn
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttention
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES, SequenceMode
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Complete, InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
@@ -52,19 +50,6 @@ class PipeFusionSetting:
     plan: PipeFusionPlan
 
 
-class RunOptions(Protocol):
-    """What a run reads of its sampler; see `PipeFusion`."""
-
-    model: nn.Module
-    links: Links
-    sequence_links: Links
-    sequence_mode: SequenceMode
-    hide_unseen: bool
-    settled: float
-    verify: bool
-    steps_all_rows: bool
-
-
 class PipeFusionRun:
     """Everything that lives as long as one request, caches included.
 
@@ -73,7 +58,7 @@ class PipeFusionRun:
     """
 
     def __init__(
-        self, sampler: RunOptions, request: Request, setting: PipeFusionSetting, watch: Stopwatch
+        self, sampler: Any, request: Request, setting: PipeFusionSetting, watch: Stopwatch
     ) -> None:
         self._links, self._request, self._setting = sampler.links, request, setting
         self._watch, self.plan = watch, setting.plan
@@ -82,11 +67,7 @@ class PipeFusionRun:
         self._is_first, self._is_last = links.rank == 0, links.rank == links.num_ranks - 1
         self._sequence = sampler.sequence_links
         shared = self._sequence.num_ranks > 1
-        self._cache = KvCache(
-            setting.patches,
-            hide_unseen=sampler.hide_unseen,
-            verify=sampler.verify,
-        )
+        self._cache = KvCache(setting.patches, hide_unseen=sampler.hide_unseen)
         self._fill = _NAN if sampler.verify else 0.0
         self._interception = Interception(sampler.model)
         attend: PartAttention = self._cache.attend
@@ -165,7 +146,7 @@ class PipeFusionRun:
         for turn in self._turns():
             if turn.is_first:
                 keep = self.plan.may_be_last_synchronous(turn.step)
-                self._cache.start_step(turn.step, keep)
+                self._cache.keeps = keep
                 self._runner.start_step()
             self._take_back(turn, latents)
             part = self._part(turn)
@@ -285,7 +266,6 @@ class PipeFusionRun:
         links = self._links
         last = links.num_ranks - 1
         if self._is_last:
-            assert before is not None
             now = self._given(latents, turn.step + 1)
             squares = torch.stack([x.double().square().sum() for x in (now - before, now)])
             num_ranks = self._sequence.num_ranks

@@ -15,8 +15,6 @@ Source:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -65,8 +63,8 @@ class PipeFusion:
             Then `links` join the ranks of equal position in their stages.
         sequence_mode: How they attend: "ulysses" trades tokens for heads, "ring" passes keys and values round.
         axis: Axis of the latents to cut; rows, or packed tokens, if None. 2 cuts a video along time.
-        verify: Fill everything that must not be read with NaN, check the age of all keys, and rehearse the first
-            request of a layout: a step in patches against a synchronous one (`sampling/rehearsal.py`).
+        verify: Fill everything that must not be read with NaN, and rehearse the first request of a layout: a step
+            in patches against a synchronous one (`sampling/rehearsal.py`).
 
     Raises:
         ConfigurationError: An option is none of these, or out of range.

@@ -25,8 +25,6 @@ Source:
     Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -51,10 +49,7 @@ class _OverRanks:
     """What both ways share; `share` tells what all ranks compute together and the part of each."""
 
     def __init__(
-        self,
-        links: Links,
-        share: Callable[[Part], tuple[Part, Sequence[Part]]],
-        inner: KvCache,
+        self, links: Links, share: Callable[[Part], tuple[Part, Sequence[Part]]], inner: KvCache
     ) -> None:
         self._links, self._share, self._inner = links, share, inner
         self._peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
@@ -62,19 +57,16 @@ class _OverRanks:
     @classmethod
     def refuse(cls, layout: Layout, num_ranks: int) -> None:
         """Raises LayoutError if so many ranks cannot share the tokens of a model."""
-        if num_ranks > 1 and not divides_text(layout):
-            counts = sorted({block.num_text for block in layout.blocks})
+        counts = sorted({block.num_text for block in layout.blocks})
+        # A rank owns the same text tokens in all blocks: ranks divide them by their number.
+        if num_ranks > 1 and len({count for count in counts if count}) > 1:
             raise LayoutError(
                 f"blocks of the model have {', '.join(map(str, counts))} text tokens, of which a rank would own "
                 "other ones in one block than in the next; take pipefusion with sequence=1, or single"
             )
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attends from this rank's tokens to those of all ranks.
-
-        Raises:
-            LayoutError: There are keys that ranks cannot divide.
-        """
+        """Attends to the tokens of all ranks; raises LayoutError for keys that ranks cannot divide."""
         self._refuse_keys(call)
         together, parts = self._share(call.part)
         # Where the tokens of each part are, among those of all parts together.
@@ -125,11 +117,6 @@ class _OverRanks:
     def _attend(self, call: AttentionCall, owned: Sequence[Selection]) -> Tensor:
         """Does the same without ghosts, for tokens of all ranks at some positions."""
         raise NotImplementedError
-
-
-def divides_text(layout: Layout) -> bool:
-    """Returns whether a rank owns the same text tokens in all blocks: ranks divide them by their number."""
-    return len({block.num_text for block in layout.blocks if block.num_text}) <= 1
 
 
 def _places(call: AttentionCall, owned: Sequence[Selection]) -> list[Selection]:
@@ -268,7 +255,6 @@ class Ring(_OverRanks):
             total = merged(total, attention_part(q, k, v, part, scale))
             if turn < n - 1:
                 k, v = unpack(coming.wait(), shapes)
-        assert total is not None
         return total[0].to(q.dtype)
 
 

@@ -15,8 +15,6 @@ Source:
     Ring attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from lightning_diffpipe.comm.links import Links

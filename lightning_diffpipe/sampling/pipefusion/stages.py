@@ -123,11 +123,7 @@ def resident_parameters(model: nn.Module, layout: Layout, stages: Stages, rank: 
 
 
 def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tuple[int, ...]:
-    """Finds positions that make the slowest rank as fast as possible.
-
-    Raises:
-        PartitionError: There are fewer blocks than ranks.
-    """
+    """Finds positions that make the slowest rank fastest; raises PartitionError for fewer blocks than ranks."""
     num_blocks = len(layout.block_names)
     if num_ranks > num_blocks:
         raise PartitionError(

@@ -6,8 +6,6 @@ the key axis of its mask one-to-one are a key mask. Those that reach neither, bu
 per-token residuals. Indices that reach the samples of keys, masks or results one-to-one count samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any

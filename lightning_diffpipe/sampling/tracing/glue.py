@@ -195,11 +195,7 @@ class _Follower(TorchFunctionMode):
 def _axis_of_local(
     module: nn.Module, flat: list[Any], spec: Any, leaf: int, axis: int
 ) -> int | None:
-    """Tries a module with random weights on all tokens of an argument and on parts of them.
-
-    Returns:
-        The axis of the result that runs over the same tokens; None if the module is not local.
-    """
+    """Returns the axis of tokens of a module's result, if it is local by a trial with random weights."""
     given, size = flat[leaf], flat[leaf].shape[axis]
     draw = torch.Generator(given.device).manual_seed(0)
 

@@ -101,7 +101,6 @@ class Selection:
 
     def _index_on(self, device: torch.device) -> Tensor:
         """Returns the index on a device; copied there once, as the host waits for a copy."""
-        assert self.index is not None
         if self._there is None or self._there.device != device:
             self._there = self.index.to(device)
         return self._there
@@ -379,11 +378,7 @@ class Layout:
         return list(dict.fromkeys(block.name for block in self.blocks))
 
     def split_units(self, num_parts: int, what: str = "num_patches") -> list[range]:
-        """Cuts units into balanced contiguous ranges, longer ones first.
-
-        Raises:
-            ConfigurationError: There are more parts than units.
-        """
+        """Cuts units into balanced ranges, longer ones first, or raises ConfigurationError if there are too few."""
         if not 1 <= num_parts <= self.num_units:
             raise ConfigurationError(
                 f"{what}={num_parts}, but the latents have {self.num_rows} rows, which tokens group by "
@@ -413,11 +408,7 @@ class Layout:
             )
 
     def split_range(self, units: range, num_parts: int) -> list[range]:
-        """Shares one patch among the ranks of a stage.
-
-        Raises:
-            ConfigurationError: There are more ranks than units.
-        """
+        """Shares a patch among the ranks of a stage; raises ConfigurationError for more ranks than units."""
         if num_parts > len(units):
             raise ConfigurationError(
                 f"a patch of {len(units)} x {self.rows_per_unit} rows cannot be shared by {num_parts} ranks of "

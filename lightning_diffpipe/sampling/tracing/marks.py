@@ -206,14 +206,7 @@ class CodeWords:
         self._index = {sum(1 << bit for bit in bits): index for index, bits in enumerate(words)}
 
     def decode(self, lines: Sequence[Tensor]) -> Tensor:
-        """Finds out which index reached each place.
-
-        Args:
-            lines: For every bit, which places were marked.
-
-        Returns:
-            For each place the index, `UNREACHED`, or `MIXED` if it was reached by several.
-        """
+        """Returns for each place the index that reached it, `UNREACHED` or, if several did, `MIXED`."""
         words = sum(line.long() << bit for bit, line in enumerate(lines)).tolist()
         known = self._index | {0: UNREACHED}
         return torch.tensor([known.get(word, MIXED) for word in words], dtype=torch.long)

@@ -16,8 +16,6 @@ That is about `log2(units) + 8` runs of the model, most of which follow NaN only
 not matter, so placeholders will do.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -378,7 +376,7 @@ class LayoutStore:
 
 
 def _key(request: Request) -> _Key:
-    # A model whose attention processors were exchanged since is looked at anew.
+    # A model whose attention processors were exchanged since is looked at again.
     return request.latents.shape, request.latents.dtype, settings_digest(request.model)
 
 

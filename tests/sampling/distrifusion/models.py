@@ -1,7 +1,5 @@
 """Tiny U-Nets beside the tiny transformers, and requests that play given latents instead of a sampler's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import diffusers

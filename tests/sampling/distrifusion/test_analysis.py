@@ -1,7 +1,5 @@
 """What is found out about models, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,16 +244,10 @@ def test_an_image_too_large_for_one_rank_is_not_compared(caplog):
 @pytest.mark.parametrize(
     ("too_large", "message"),
     [
-        (
-            "marked",
-            "to be looked at, on all rows at once, than there is: .*; sample it with PipeFusion",
-        ),
-        (
-            "on a band",
-            r"needs more memory on a band of 8 of 16 rows than there is: .*; use more ranks",
-        ),
+        ("marked", "to be looked at, on all rows at once, than there is: .*; sample it with PipeFusion"),
+        ("on a band", r"needs more memory on a band of 8 of 16 rows than there is: .*; use more ranks"),
     ],
-)
+)  # fmt: skip
 def test_too_little_memory_is_an_error_that_all_ranks_can_go_on_from(too_large, message):
     """History: an error of torch's broke off the Predictor, and method=auto did not take the next best."""
     model = Hungry({too_large})

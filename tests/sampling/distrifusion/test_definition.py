@@ -5,8 +5,6 @@ the own band is of now and each other one is what its owner had there one step a
 own rows count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Messages of displaced steps, and texts that stay the same: mechanisms on their own."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

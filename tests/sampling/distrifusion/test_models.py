@@ -1,7 +1,5 @@
 """Whole models on bands: equal to one process where they should be, and to the laws of displacement."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace
@@ -71,11 +69,7 @@ def test_only_synchronous_steps_are_the_synchronous_mode(name, tiny_models):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "group_norm"),
-    [
-        pytest.param("sd", "predicted", marks=pytest.mark.slow),
-        ("sd", "corrected"),
-        ("sd3", "predicted"),
-    ],
+    [("sd", "predicted"), ("sd", "corrected"), ("sd3", "predicted")],
 )
 def test_latents_that_stand_still_show_no_staleness(name, group_norm, tiny_models):
     tiny = tiny_models(name)
@@ -290,9 +284,7 @@ def test_bands_that_drew_other_noise_are_named(tiny_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settled", "num_synchronous"), [(1e9, 1), pytest.param(0.0, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("settled", "num_synchronous"), [(1e9, 1), (0.0, 3)])
 def test_automatic_warmup_ends_when_latents_hardly_change(settled, num_synchronous, tiny_models):
     request = request_for("sd", tiny_models("sd"), num_steps=3)
     found, samplers = emulate(request, 2, warmup_steps="auto", settled=settled)

@@ -1,7 +1,5 @@
 """Combining moments of bands: pure arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

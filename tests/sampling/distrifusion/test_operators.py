@@ -1,7 +1,5 @@
 """Each rule against a reference written by hand: the own band is new, every other is one step old."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention

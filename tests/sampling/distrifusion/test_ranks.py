@@ -1,7 +1,5 @@
 """Real processes: bit-equal to the emulator, byte for byte, and an end for all when one dies."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace
@@ -20,15 +18,11 @@ from tests.sampling.distrifusion.models import build, request_for
 pytestmark = pytest.mark.distributed
 
 CASES = [
-    ("sd", {"warmup_steps": 1}),
-    ("sd", {"warmup_steps": 0, "calls_per_message": 3}),
-    ("sd", {"warmup_steps": 1, "group_norm": "corrected"}),
-    ("sd", {"mode": "synchronous"}),
-    ("sd, two calls", {"warmup_steps": 1, "group_norm": "synchronous"}),
-    ("pixart", {"warmup_steps": 1}),
-    ("flux", {"warmup_steps": 1}),
-    ("pixart", {"mode": "naive", "warmup_steps": 1}),
-]
+    ("sd", {"warmup_steps": 1}), ("sd", {"warmup_steps": 0, "calls_per_message": 3}),
+    ("sd", {"warmup_steps": 1, "group_norm": "corrected"}), ("sd", {"mode": "synchronous"}),
+    ("sd, two calls", {"warmup_steps": 1, "group_norm": "synchronous"}), ("pixart", {"warmup_steps": 1}),
+    ("flux", {"warmup_steps": 1}), ("pixart", {"mode": "naive", "warmup_steps": 1}),
+]  # fmt: skip
 FOUR = [CASES[0], CASES[5]]
 
 

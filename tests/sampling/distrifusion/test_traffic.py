@@ -195,14 +195,10 @@ def operators_of(model: nn.Module, run) -> tuple[BandOperator, ...]:
 
 
 MODES = [
-    {"mode": "synchronous"},
-    {"warmup_steps": 1},
-    {"warmup_steps": 0},
-    {"warmup_steps": 3, "calls_per_message": 2},
+    {"mode": "synchronous"}, {"warmup_steps": 1}, {"warmup_steps": 0}, {"warmup_steps": 3, "calls_per_message": 2},
     {"warmup_steps": 1, "group_norm": "separate"},
-    {"warmup_steps": 2, "group_norm": "synchronous", "calls_per_message": 1},
-    {"mode": "naive", "warmup_steps": 2},
-]
+    {"warmup_steps": 2, "group_norm": "synchronous", "calls_per_message": 1}, {"mode": "naive", "warmup_steps": 2},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """PipeFusion with several ranks in a stage, which share the tokens of every patch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -66,7 +64,7 @@ def test_sharing_a_stage_does_not_change_the_result(name, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hide_unseen", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hide_unseen", [True, False])
 def test_a_ring_without_a_synchronous_step(hide_unseen):
     """Nothing is known of other patches at first. Three ranks, which two heads would not do for."""
     tiny = build("sd3")

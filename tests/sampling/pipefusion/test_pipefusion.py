@@ -1,7 +1,5 @@
 """PipeFusion equals one process where it should, its emulator always, and costs what the formulas say."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -57,16 +55,6 @@ def test_one_patch_or_only_synchronous_steps_are_one_process(name, tiny_models):
     assert torch.equal(emulate(name, tiny, 4, STEPS), expected)
 
 
-def test_keys_of_another_step_are_refused_by_name(tiny_models, monkeypatch):
-    """History: a bare AssertionError with a tuple."""
-    start = KvCache.start_step
-    monkeypatch.setattr(
-        KvCache, "start_step", lambda cache, step, keep: start(cache, 2 * step, keep)
-    )
-    with pytest.raises(LayoutError, match="patch 0 would read keys of patch 1 from step 0, not 1"):
-        emulate("sd3", tiny_models("sd3"), 4, 1)
-
-
 def test_keys_of_others_are_selected_only_where_they_are_read_apart(tiny_models, monkeypatch):
     """History: a ring reads them so, and all calls of attention made the selection: seconds for long sequences."""
     keys_of = KvCache._keys_of
@@ -96,15 +84,10 @@ def test_any_number_of_ranks_gives_the_same_bits(name, tiny_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warmup_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("warmup_steps", [0, 2])
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    [
-        ("sd3", 2),
-        ("sd3", 3),  # of four samples
-        pytest.param("dit", 2, marks=pytest.mark.slow),
-        pytest.param("pixart, two calls", 1, marks=pytest.mark.slow),
-    ],
+    [("sd3", 2), ("sd3", 3), ("dit", 2), ("pixart, two calls", 1)],  # "sd3" of four samples
 )
 def test_synchronous_steps_in_microbatches(name, warmup_steps, microbatches, tiny_models):
     tiny = tiny_models(name)
@@ -149,11 +132,7 @@ def test_branches_of_guidance_follow_each_other_unless_the_image_is_exact(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settled", "found", "num_ranks"),
-    [
-        pytest.param(10.0, 1, 1, marks=pytest.mark.slow),
-        (None, 3, 3),
-        pytest.param(0.0, 5, 2, marks=pytest.mark.slow),
-    ],
+    [(10.0, 1, 1), (None, 3, 3), (0.0, 5, 2)],
 )
 def test_an_automatic_warmup_ends_on_all_ranks_alike(settled, found, num_ranks, tiny_models):
     """At the first decision, at a later one, never: the bits of as many synchronous steps."""
@@ -367,20 +346,13 @@ class Noting:
     ("options", "error", "words"),
     [
         ({"num_patches": 17}, ConfigurationError, "between 1 and 16"),
-        (
-            {"num_patches": 2, "warmup_steps": "automatic"},
-            ConfigurationError,
-            "0 or more, or 'auto'",
-        ),
+        ({"num_patches": 2, "warmup_steps": "automatic"}, ConfigurationError, "0 or more, or 'auto'"),
         ({"num_patches": 0}, ConfigurationError, "at least one"),
         ({"num_patches": 2, "split": (1,)}, ConfigurationError, "1 ranks"),
-        (
-            {"num_patches": 2, "warmup_microbatches": 5},
-            ConfigurationError,
-            "warmup_microbatches=5, but the model is given 4 samples in a step, .*; choose at most 4",
-        ),
+        ({"num_patches": 2, "warmup_microbatches": 5}, ConfigurationError,
+         "warmup_microbatches=5, but the model is given 4 samples in a step, .*; choose at most 4"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be(options, error, words, tiny_models):
     tiny = tiny_models("pixart")
     with pytest.raises(error, match=words):

@@ -1,7 +1,5 @@
 """A model that computes something else in patches is refused before its first request."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

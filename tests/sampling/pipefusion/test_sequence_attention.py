@@ -1,7 +1,5 @@
 """Attention to a part of the keys never holds all scores, whatever computes it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequence parallelism computes what one process computes, and sends what the formulas say."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace
@@ -64,7 +62,7 @@ def test_a_request_decides_about_inference_mode(infers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [3, 4])
 def test_ulysses_on_more_than_two_ranks(num_ranks, monkeypatch):
     """Four heads over three ranks, 2 + 1 + 1, and 16 rows of tokens, 6 + 5 + 5."""
     monkeypatch.setitem(

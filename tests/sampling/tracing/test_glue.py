@@ -1,7 +1,5 @@
 """What need not run for every patch is found by trying, and never changes the result."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

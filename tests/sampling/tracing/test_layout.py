@@ -1,7 +1,5 @@
 """The layout found by tracing: who owns which token; and models it refuses, with the operator's name."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
