@@ -8,10 +8,12 @@ The journey of a request:
     rank 0     prompts -> text encoders -> start noise -> Call          sampling/call.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
-    rank 0     latents -> autoencoder -> images, report               sampling/report.py
+    all ranks  latents -> tiles or images, decoded -> rank 0          sampling/decoding.py
+    rank 0     images, report                                         sampling/report.py
 
-Text encoders and autoencoder live on rank 0 only. Under PipeFusion a rank reads only the weights of its own
-layers; under the other methods each has the whole denoiser.
+Text encoders live on rank 0 only, and so does the autoencoder until there are tiles or images to decode on all
+ranks. Under PipeFusion a rank reads only the weights of its own layers; under the other methods each has the whole
+denoiser.
 
 Sources:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
@@ -52,6 +54,7 @@ from lightning_diffpipe.model_sources import (
     source_of_module,
 )
 from lightning_diffpipe.sampling.call import Call, told_apart
+from lightning_diffpipe.sampling.decoding import DECODING, Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
 from lightning_diffpipe.sampling.methods import Chooser, MethodOptions, Worker, fitted, free_memory
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
@@ -79,6 +82,7 @@ class Predictor:
         world: All ranks, from `join_world`.
         device: Where this rank computes.
         timeout_s: Longest wait for a message, in seconds.
+        decoding: Who decodes, `"auto"` or `"rank_0"`; see `from_pretrained`.
 
     Example:
         >>> predictor = Predictor.from_pretrained("examples/glyphs", method="single")  # doctest: +SKIP
@@ -93,11 +97,12 @@ class Predictor:
         world: World,
         device: torch.device,
         timeout_s: float = 120.0,
+        decoding: str = "auto",
     ) -> None:
         if device.type == "cpu":
             keep_freed_memory()
         self.source, self.options, self.device = source, options, device
-        self.timeout_s = timeout_s
+        self.timeout_s, self.decoding = timeout_s, decoding
         self.report: SamplingReport | None = None
         """Of the last request; on rank 0."""
         self._world = world
@@ -106,6 +111,7 @@ class Predictor:
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
         self._compared: set[str] = set()  # parts besides the denoiser that all ranks have alike
+        self._looked: dict[str, dict[str, Any]] = {}  # what is known of decoders
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
@@ -126,6 +132,7 @@ class Predictor:
         loras: Mapping[str | Path, float] | None = None,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
+        decoding: Literal["auto", "rank_0"] = "auto",
         pipeline_class: str | type | None = None,
         ip_adapters: Mapping[str | Path, Any] | None = None,
         base: str | Path | None = None,
@@ -148,6 +155,8 @@ class Predictor:
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
             vae_tiling: Decode tile by tile, in less memory; images differ a little.
             vae_slicing: Decode image by image.
+            decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
+                each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
@@ -164,6 +173,7 @@ class Predictor:
         given = {n: v for n, v in further.items() if n not in parts}
         given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
         options = _options_of(method, given, timeout_s)
+        _refuse_decoding(decoding)
         with raised_by_all():
             dtype = dtype_named("dtype", dtype)
         world, where = _world(device, alone, timeout_s)
@@ -171,12 +181,18 @@ class Predictor:
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
         read = partial(open_source, path, world.rank == 0, where, loras=loras, **loading)
-        source = _opened(read, options, world, loading)
-        return cls(source, options, world, where, timeout_s)
+        source = _opened(read, options, world, loading | {"decoding": decoding})
+        return cls(source, options, world, where, timeout_s, decoding)
 
     @classmethod
     def from_module(
-        cls, module: Any, method: str = "pipefusion", *, timeout_s: float = 120.0, **options: Any
+        cls,
+        module: Any,
+        method: str = "pipefusion",
+        *,
+        timeout_s: float = 120.0,
+        decoding: Literal["auto", "rank_0"] = "auto",
+        **options: Any,
     ) -> Self:
         """Samples a `LatentDiffusion` or `CascadedDiffusion` that is in memory, whole, on every rank.
 
@@ -184,6 +200,7 @@ class Predictor:
             module: The module; not changed.
             method: As in `from_pretrained`.
             timeout_s: Longest wait for a message, in seconds.
+            decoding: As in `from_pretrained`.
             options: As in `from_pretrained`: `num_patches`, `warmup_steps`, the mesh and options of the method.
                 Device, dtype and weights are those of the module.
 
@@ -192,10 +209,11 @@ class Predictor:
                 method, its options or the mesh cannot work; on all ranks.
         """
         choice = _options_of(method, options, timeout_s)
+        _refuse_decoding(decoding)
         refuse_module(module)
         world = join_world(module.device, timeout_s)
         source = _opened(partial(source_of_module, module), choice, world)
-        return cls(source, choice, world, module.device, timeout_s)
+        return cls(source, choice, world, module.device, timeout_s, decoding)
 
     def __call__(
         self,
@@ -277,6 +295,7 @@ class Predictor:
 
     def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
         broadcast, has_begun = self._world.links.broadcast_object, False
+        decoding = self._decodes()
         self._world.enter("encoding prompts", works=True)
 
         def sample(call: Call) -> Tensor:
@@ -284,12 +303,20 @@ class Predictor:
             has_begun = True
             if self._divides():
                 call = told_apart(call)
-            return self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
+            if self._world.num_ranks > 1 and self.decoding == "auto":
+                pipeline = call.pipeline
+                pipeline.parts = decoding.divided(pipeline.parts, pipeline.needed)
+            latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
+            decoding.begin()
+            return latents
 
         try:
             settings = settle()
             refuse_ignored_size(self.source, settings)
-            return self.source.draw(settings, sample)
+            images: list[Any] = self.source.draw(settings, sample)
+            if self.report is not None and decoding.num_calls:
+                self.report = self.report.with_decoding(decoding)
+            return images
         except Exception as error:
             if not has_begun:
                 reason = error
@@ -302,6 +329,19 @@ class Predictor:
                 with contextlib.suppress(Exception):
                     broadcast(fail)
             raise
+        finally:
+            decoding.end()
+
+    def _decodes(self) -> Decoding:
+        """Returns who decodes what this request draws."""
+        return Decoding(
+            self._world,
+            self.source.part,
+            self._compare_part,
+            self._break_off,
+            self.device,
+            self._looked,
+        )
 
     def _divides(self) -> bool:
         """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
@@ -319,16 +359,14 @@ class Predictor:
             refuse_other_request(self._world.rank, settle().as_texts(), texts)
 
         self._sample(packed, compare)
+        self._decodes().follow()
 
     def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
         try:
             self._world.agree("comparing requests", compare)
             # Parts that every rank reads whole, such as a second denoiser.
             for name in packed.pipeline.needed if self._world.num_ranks > 1 else ():
-                if name not in self._compared:
-                    look = partial(self.source.identity, name)
-                    refuse_other_models(self._world, self._world.agree("comparing weights", look))
-                    self._compared.add(name)
+                self._compare_part(name)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
@@ -360,6 +398,13 @@ class Predictor:
                     f"{dtype}): {advice}"
                 )
         return latents
+
+    def _compare_part(self, name: str) -> None:
+        """Raises ConfigurationError, on all ranks, if one has another part of that name, which all read whole."""
+        if name not in self._compared:
+            look = partial(self.source.identity, name)
+            refuse_other_models(self._world, self._world.agree("comparing weights", look))
+            self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
         """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
@@ -455,6 +500,12 @@ class Predictor:
             chosen = self._world.links.broadcast_object(decide)
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
+
+
+@raised_by_all()
+def _refuse_decoding(decoding: Any) -> None:
+    if decoding not in DECODING:
+        raise ConfigurationError(f"decoding={decoding!r}; choose {' or '.join(DECODING)}")
 
 
 @raised_by_all()

@@ -79,6 +79,7 @@ def _written_earlier(folder: Path) -> set[str]:
 @raised_by_all()
 def _refuse_values(values: dict[str, Any]) -> None:
     """Refuses what no process could work with, before there are several."""
+    from lightning_diffpipe.sampling.decoding import DECODING
     from lightning_diffpipe.sampling.skeleton import dtype_named
 
     if values["output"] is None:
@@ -87,7 +88,12 @@ def _refuse_values(values: dict[str, Any]) -> None:
     accelerator = values["trainer"]["accelerator"]
     if accelerator not in ("cpu", "gpu", "cuda"):
         raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
-    for name, choices in (("output_type", tuple(_OUTPUT_TYPES)), ("video_format", _VIDEO_FORMATS)):
+    known = {
+        "output_type": tuple(_OUTPUT_TYPES),
+        "video_format": _VIDEO_FORMATS,
+        "decoding": DECODING,
+    }
+    for name, choices in known.items():
         if values[name] not in choices:
             raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")
     if values["report"] and values["output_type"] != "pil":
@@ -265,7 +271,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
-    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing")}
+    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", "decoding")}
     device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
     return _opening(values) | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
 

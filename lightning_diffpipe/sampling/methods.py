@@ -67,7 +67,7 @@ _SAMPLERS: dict[str, type] = {
 """The sampler of each method; DistriFusion is that of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
 _OF_PREDICTOR = (
-    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
+    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing", "decoding"
 )  # fmt: skip
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 

@@ -12,12 +12,13 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lightning_diffpipe.comm.links import Traffic
+from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.methods import RankReport
 
 
@@ -37,6 +38,8 @@ class SamplingReport:
         resident_bytes: Bytes of the denoiser's parameters, by rank.
         whole_bytes: Bytes of all its parameters.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.
+        decoder_calls: Calls of the autoencoder's decoder, by rank; empty if rank 0 decoded alone.
+        decoder_bytes: Bytes of the autoencoder's weights, which each rank holds if all decode.
     """
 
     method: str
@@ -52,6 +55,8 @@ class SamplingReport:
     resident_bytes: list[int]
     whole_bytes: int
     total_s: float = math.nan
+    decoder_calls: list[int] = field(default_factory=list)
+    decoder_bytes: int = 0
 
     def __str__(self) -> str:
         numbers = [f"num_patches={self.num_patches}"] if self.num_patches is not None else []
@@ -67,7 +72,21 @@ class SamplingReport:
             f"{'bytes sent':13} {', '.join(sent) or 'none'}",
             f"{'weights':13} {', '.join(weights)}; the whole denoiser has {_size(self.whole_bytes)}",
         ]
+        if self.decoder_calls:
+            calls = ", ".join(f"rank {rank}: {num}" for rank, num in enumerate(self.decoder_calls))
+            lines.append(
+                f"{'decoder calls':13} {calls}; each holds an autoencoder of {_size(self.decoder_bytes)}"
+            )
         return "\n".join(lines)
+
+    def with_decoding(self, decoding: Decoding) -> SamplingReport:
+        """Returns the same with what all ranks did to decode."""
+        sent = self.bytes_sent | {"images": decoding.num_bytes}
+        messages = self.messages_sent | {"images": sum(decoding.num_calls[1:])}
+        return replace(
+            self, bytes_sent=sent, messages_sent=messages,
+            decoder_calls=decoding.num_calls, decoder_bytes=decoding.weight_bytes,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers, for JSON."""
