@@ -61,6 +61,7 @@ from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memo
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
+from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
 
@@ -68,7 +69,12 @@ OnStep = Callable[[int, int], None]
 _OPTIONAL_PART = re.compile(
     r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
 )
-_SHARED_OPTIONS = ("num_patches", "warmup_steps", "data", "guidance", "parallel", "sequence")
+_SHARED_OPTIONS = {each.name for each in fields(MethodOptions)} - {
+    "method",
+    "further",
+    "mesh",
+    "reason",
+}
 
 
 class Predictor:
@@ -211,6 +217,10 @@ class Predictor:
         choice = _options_of(method, options, timeout_s)
         _refuse_decoding(decoding)
         refuse_module(module)
+        if choice.compile:
+            raise ConfigurationError(
+                "compile=blocks would change the module; save it to a folder (save_pretrained), and open that"
+            )
         world = join_world(module.device, timeout_s)
         source = _opened(partial(source_of_module, module), choice, world)
         return cls(source, choice, world, module.device, timeout_s, decoding)
@@ -544,6 +554,8 @@ def _opened(
         fitted(options, world.num_ranks)
         source = read()
         refuse_method(source, options.method)
+        if options.compile:
+            compile_blocks(source.denoiser, options.compile_backend)
         return source
 
     source = world.agree("opening the model", open_it)

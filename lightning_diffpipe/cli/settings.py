@@ -24,7 +24,7 @@ TYPES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("dtype", "pipeline_class", "base", "variant", "output"), _TEXT),
         **{"num_inference_steps": int, "fps": int, "height": _WHOLE, "width": _WHOLE},
         **{"guidance_scale": float | None, "timeout_s": float, "report": bool, "progress": bool},
-        **{"vae_tiling": bool, "vae_slicing": bool, "decoding": str},
+        **{"vae_tiling": bool, "vae_slicing": bool, "decoding": str, "compile": _TEXT},
     },
     "profile": {
         **_PROCESS,

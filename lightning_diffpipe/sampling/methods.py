@@ -18,7 +18,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
+from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
@@ -82,6 +83,8 @@ class MethodOptions:
         warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
             method.
         data: Size of the data axis of the mesh, if wished; so are the next three.
+        compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
+        compile_backend: Of `torch.compile`.
         further: Options of the method's own.
         mesh: What was decided.
         reason: Why, where the method was chosen automatically.
@@ -94,6 +97,8 @@ class MethodOptions:
     guidance: int | None = None
     parallel: int | None = None
     sequence: int | None = None
+    compile: Literal["blocks"] | None = None
+    compile_backend: str = "inductor"
     further: Mapping[str, Any] = field(default_factory=dict)
     mesh: SamplingMesh | None = None
     reason: str | None = None
@@ -108,6 +113,11 @@ class MethodOptions:
         for name in ("num_patches", *get_args(Axis)):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), 1, whole=True)
+        if self.compile not in (None, "blocks"):
+            raise ConfigurationError(
+                f"compile={self.compile!r}: ranks answer what happens inside a denoiser, which a compiler hides; "
+                "choose 'blocks'"
+            )
         if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
             raise ConfigurationError(
                 f"num_patches={self.num_patches} is of method=pipefusion; method={self.method} has no patches, "
@@ -173,8 +183,18 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
         return options
     mesh = fit_mesh(num_ranks, method, **wish)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
+    _refuse_compiled(chosen)
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
     return chosen
+
+
+def _refuse_compiled(options: MethodOptions) -> None:
+    """Raises ConfigurationError for compiled blocks of a method that looks into them."""
+    if options.compile and _SAMPLERS.get(options.method, DistriFusion) is DistriFusion:
+        raise ConfigurationError(
+            f"compile=blocks: with method={options.method} ranks answer convolutions, norms and attention inside "
+            "blocks, where compilers leave nothing to answer; take pipefusion, sequence or single, or leave it out"
+        )
 
 
 def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
@@ -357,6 +377,7 @@ def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
     mesh, patches = options.mesh, 1
     assert mesh is not None
+    _refuse_compiled(options)
     if options.method == "pipefusion":
         patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
@@ -472,6 +493,8 @@ class Worker:
         else:
             model = call.pipeline.parts[call.denoiser]
             if call.denoiser not in self._later:
+                if self.options.compile:
+                    compile_blocks(model, self.options.compile_backend)
                 links = self.place.links, self.place.sequence_links
                 self._later[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._later[call.denoiser]

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.packing import TensorShape, as_received
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
+from lightning_diffpipe.sampling.tracing.compiled import compiled_blocks
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     WHOLE,
@@ -79,9 +79,14 @@ class PartRunner:
         self.of_step: dict[Any, Any] = {}
         places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
-        compiled = any(is_compiled(module) for module in self.interception.root.modules())
-        # Compilers have looked names up for good.
-        by_name = layout.attention_by_name and not compiled
+        compiled, by_others = compiled_blocks(self.interception.root)
+        if compiled and not layout.attention_by_name:
+            raise LayoutError(
+                "compile=blocks hides attention that a model does not look up by its name when it wants it; leave "
+                "compile out"
+            )
+        # Compilers of others have looked names up for good.
+        by_name = layout.attention_by_name and not by_others
         self.attention_answered_by = AttentionByName if by_name else AttentionIntercepted
 
     def start_step(self) -> None:
