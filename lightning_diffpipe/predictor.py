@@ -11,9 +11,8 @@ The journey of a request:
     all ranks  latents -> tiles or images, decoded -> rank 0          sampling/decoding.py
     rank 0     images, report                                         sampling/report.py
 
-Text encoders live on rank 0 only, and so does the autoencoder until there are tiles or images to decode on all
-ranks. Under PipeFusion a rank reads only the weights of its own layers; under the other methods each has the whole
-denoiser.
+Text encoders live on rank 0 only, and so does the autoencoder unless all decode. Under PipeFusion a rank reads only
+the weights of its own layers; under the other methods each has the whole denoiser.
 
 Sources:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
@@ -26,7 +25,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ from lightning_diffpipe.model_sources import (
     source_of_module,
 )
 from lightning_diffpipe.sampling.call import Call, told_apart
-from lightning_diffpipe.sampling.decoding import DECODING, Decoding
+from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
 from lightning_diffpipe.sampling.methods import Chooser, MethodOptions, Worker, fitted, free_memory
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
@@ -69,12 +68,9 @@ OnStep = Callable[[int, int], None]
 _OPTIONAL_PART = re.compile(
     r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
 )
-_SHARED_OPTIONS = {each.name for each in fields(MethodOptions)} - {
-    "method",
-    "further",
-    "mesh",
-    "reason",
-}
+_SHARED_OPTIONS = [
+    f.name for f in fields(MethodOptions)[1:-3]
+]  # less the method and what it decides
 
 
 class Predictor:
@@ -88,7 +84,6 @@ class Predictor:
         world: All ranks, from `join_world`.
         device: Where this rank computes.
         timeout_s: Longest wait for a message, in seconds.
-        decoding: Who decodes, `"auto"` or `"rank_0"`; see `from_pretrained`.
 
     Example:
         >>> predictor = Predictor.from_pretrained("examples/glyphs", method="single")  # doctest: +SKIP
@@ -103,12 +98,11 @@ class Predictor:
         world: World,
         device: torch.device,
         timeout_s: float = 120.0,
-        decoding: str = "auto",
     ) -> None:
         if device.type == "cpu":
             keep_freed_memory()
         self.source, self.options, self.device = source, options, device
-        self.timeout_s, self.decoding = timeout_s, decoding
+        self.timeout_s = timeout_s
         self.report: SamplingReport | None = None
         """Of the last request; on rank 0."""
         self._world = world
@@ -138,7 +132,6 @@ class Predictor:
         loras: Mapping[str | Path, float] | None = None,
         vae_tiling: bool = False,
         vae_slicing: bool = False,
-        decoding: Literal["auto", "rank_0"] = "auto",
         pipeline_class: str | type | None = None,
         ip_adapters: Mapping[str | Path, Any] | None = None,
         base: str | Path | None = None,
@@ -161,15 +154,13 @@ class Predictor:
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
             vae_tiling: Decode tile by tile, in less memory; images differ a little.
             vae_slicing: Decode image by image.
-            decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
-                each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
             pipeline_class: Of diffusers, such as `"StableDiffusionImg2ImgPipeline"`, or a class of your own, in
                 place of the folder's.
             ip_adapters: Scale of each IP-Adapter's file, or what else `set_ip_adapter_scale` takes. The image
                 encoder is the pipeline's, the folder `image_encoder` beside a file, or given as `image_encoder=`.
             base: Folder or hub id of the model below the adapters of a checkpoint; None for that which it names.
-            further: The mesh and options of the method, see `MethodOptions`; or a part of the pipeline, the same on
-                all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None`.
+            further: The mesh, `compile`, `decoding` and options of the method, see `MethodOptions`; or a part of a
+                pipeline, alike on all ranks, such as `scheduler=`, or None to leave one out: `text_encoder_3=None`.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
@@ -179,7 +170,6 @@ class Predictor:
         given = {n: v for n, v in further.items() if n not in parts}
         given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
         options = _options_of(method, given, timeout_s)
-        _refuse_decoding(decoding)
         with raised_by_all():
             dtype = dtype_named("dtype", dtype)
         world, where = _world(device, alone, timeout_s)
@@ -187,18 +177,12 @@ class Predictor:
         loading = {"dtype": dtype, "ema": ema, "variant": variant, "parts": parts, "vae": vae}
         loading |= {"pipeline_class": pipeline_class, "ip_adapters": ip_adapters, "base": base}
         read = partial(open_source, path, world.rank == 0, where, loras=loras, **loading)
-        source = _opened(read, options, world, loading | {"decoding": decoding})
-        return cls(source, options, world, where, timeout_s, decoding)
+        source = _opened(read, options, world, loading)
+        return cls(source, options, world, where, timeout_s)
 
     @classmethod
     def from_module(
-        cls,
-        module: Any,
-        method: str = "pipefusion",
-        *,
-        timeout_s: float = 120.0,
-        decoding: Literal["auto", "rank_0"] = "auto",
-        **options: Any,
+        cls, module: Any, method: str = "pipefusion", *, timeout_s: float = 120.0, **options: Any
     ) -> Self:
         """Samples a `LatentDiffusion` or `CascadedDiffusion` that is in memory, whole, on every rank.
 
@@ -206,7 +190,6 @@ class Predictor:
             module: The module; not changed.
             method: As in `from_pretrained`.
             timeout_s: Longest wait for a message, in seconds.
-            decoding: As in `from_pretrained`.
             options: As in `from_pretrained`: `num_patches`, `warmup_steps`, the mesh and options of the method.
                 Device, dtype and weights are those of the module.
 
@@ -215,15 +198,12 @@ class Predictor:
                 method, its options or the mesh cannot work; on all ranks.
         """
         choice = _options_of(method, options, timeout_s)
-        _refuse_decoding(decoding)
         refuse_module(module)
         if choice.compile:
-            raise ConfigurationError(
-                "compile=blocks would change the module; save it to a folder (save_pretrained), and open that"
-            )
+            raise ConfigurationError("compile=blocks would change the module; open a saved one")
         world = join_world(module.device, timeout_s)
         source = _opened(partial(source_of_module, module), choice, world)
-        return cls(source, choice, world, module.device, timeout_s, decoding)
+        return cls(source, choice, world, module.device, timeout_s)
 
     def __call__(
         self,
@@ -262,6 +242,10 @@ class Predictor:
         if self._is_closed:
             raise DiffPipeError("this predictor is closed; make another one")
         self._connect_anew()
+        compare, guard = self._compare_part, self._ending_together
+        self._decoding = Decoding(
+            self._world, self.source.part, compare, guard, self.device, self._looked
+        )
 
         def settle() -> Settings:
             if on_step is not None and not callable(on_step):
@@ -305,7 +289,6 @@ class Predictor:
 
     def _lead(self, settle: Callable[[], Settings]) -> list[Any]:
         broadcast, has_begun = self._world.links.broadcast_object, False
-        decoding = self._decodes()
         self._world.enter("encoding prompts", works=True)
 
         def sample(call: Call) -> Tensor:
@@ -313,19 +296,22 @@ class Predictor:
             has_begun = True
             if self._divides():
                 call = told_apart(call)
-            if self._world.num_ranks > 1 and self.decoding == "auto":
-                pipeline = call.pipeline
-                pipeline.parts = decoding.divided(pipeline.parts, pipeline.needed)
+            if self._world.num_ranks > 1 and self.options.decoding == "auto":
+                self._decoding.divide_in(call.pipeline)
             latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
-            decoding.begin()
+            self._decoding.others_wait = self._world.num_ranks > 1
             return latents
 
         try:
             settings = settle()
             refuse_ignored_size(self.source, settings)
             images: list[Any] = self.source.draw(settings, sample)
-            if self.report is not None and decoding.num_calls:
-                self.report = self.report.with_decoding(decoding)
+            if self.report is not None and (done := self._decoding.num_calls):
+                sent = self.report.bytes_sent | {"images": self._decoding.num_bytes}
+                held = self._decoding.weight_bytes
+                self.report = replace(
+                    self.report, bytes_sent=sent, decoder_calls=done, decoder_bytes=held
+                )
             return images
         except Exception as error:
             if not has_begun:
@@ -340,18 +326,7 @@ class Predictor:
                     broadcast(fail)
             raise
         finally:
-            decoding.end()
-
-    def _decodes(self) -> Decoding:
-        """Returns who decodes what this request draws."""
-        return Decoding(
-            self._world,
-            self.source.part,
-            self._compare_part,
-            self._break_off,
-            self.device,
-            self._looked,
-        )
+            self._decoding.end()
 
     def _divides(self) -> bool:
         """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
@@ -369,10 +344,10 @@ class Predictor:
             refuse_other_request(self._world.rank, settle().as_texts(), texts)
 
         self._sample(packed, compare)
-        self._decodes().follow()
+        self._decoding.follow()
 
     def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
-        try:
+        with self._ending_together():
             self._world.agree("comparing requests", compare)
             # Parts that every rank reads whole, such as a second denoiser.
             for name in packed.pipeline.needed if self._world.num_ranks > 1 else ():
@@ -380,14 +355,6 @@ class Predictor:
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
-        except (ConfigurationError, GraphError) as error:
-            error.is_of_all_ranks = True  # they go on together
-            if error.leaves_messages:
-                self._break_off(error)
-            raise
-        except BaseException as error:
-            self._break_off(error)
-            raise
         self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
@@ -466,6 +433,20 @@ class Predictor:
             call.pipeline = call.pipeline.here(parts, self.device, self._functions)
         return worker.load(call)
 
+    @contextlib.contextmanager
+    def _ending_together(self) -> Iterator[None]:
+        """Ends a request on all ranks with an error that is raised inside."""
+        try:
+            yield
+        except (ConfigurationError, GraphError) as error:
+            error.is_of_all_ranks = True  # they go on together
+            if error.leaves_messages:
+                self._break_off(error)
+            raise
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
     def _break_off(self, error: BaseException) -> None:
         """Ends the messages of a request, of which each rank has sent and received others by now."""
         if self._world.num_ranks == 1:
@@ -510,12 +491,6 @@ class Predictor:
             chosen = self._world.links.broadcast_object(decide)
             self._worker = Worker(self.source, chosen, self._world, self.device, self.timeout_s)
         return self._worker
-
-
-@raised_by_all()
-def _refuse_decoding(decoding: Any) -> None:
-    if decoding not in DECODING:
-        raise ConfigurationError(f"decoding={decoding!r}; choose {' or '.join(DECODING)}")
 
 
 @raised_by_all()

@@ -79,7 +79,6 @@ def _written_earlier(folder: Path) -> set[str]:
 @raised_by_all()
 def _refuse_values(values: dict[str, Any]) -> None:
     """Refuses what no process could work with, before there are several."""
-    from lightning_diffpipe.sampling.decoding import DECODING
     from lightning_diffpipe.sampling.skeleton import dtype_named
 
     if values["output"] is None:
@@ -88,12 +87,7 @@ def _refuse_values(values: dict[str, Any]) -> None:
     accelerator = values["trainer"]["accelerator"]
     if accelerator not in ("cpu", "gpu", "cuda"):
         raise ConfigurationError(f"trainer.accelerator={accelerator!r}; choose cpu or gpu")
-    known = {
-        "output_type": tuple(_OUTPUT_TYPES),
-        "video_format": _VIDEO_FORMATS,
-        "decoding": DECODING,
-    }
-    for name, choices in known.items():
+    for name, choices in (("output_type", tuple(_OUTPUT_TYPES)), ("video_format", _VIDEO_FORMATS)):
         if values[name] not in choices:
             raise ConfigurationError(f"{name}={values[name]!r}; choose {', '.join(choices)}")
     if values["report"] and values["output_type"] != "pil":
@@ -210,12 +204,12 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
         if not isinstance(value := values["sampler"][name], bool | None):
             raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
-    compiled = {"compile": values["compile"]}
+    common = {name: values[name] for name in ("compile", "decoding")}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
     # None leaves out a part of the model; ema chooses weights.
     rest = {k: v for k, v in values["sampler"].items() if k not in {*own, "ema"} and v is not None}
     with named({name: f"sampler.{name}" for name in values["sampler"]}):
-        fitted(MethodOptions(**sampler, **compiled, further=rest), num_ranks)
+        fitted(MethodOptions(**sampler, **common, further=rest), num_ranks)
     asked = ("num_inference_steps", "guidance_scale", "height", "width")
     Settings(values["prompts"], **{name: values.get(name) for name in asked})
 

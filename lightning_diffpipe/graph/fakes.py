@@ -135,15 +135,7 @@ def shapes_without_values(root: nn.Module, arguments: Mapping[str, Any]) -> list
 
 
 def without_values(root: nn.Module, run: Callable[[nn.Module, TrackedFakeMode], Result]) -> Result:
-    """Returns what a function finds out from a fake copy of a module, in whose mode it runs.
-
-    Args:
-        root: The module, which stays untouched.
-        run: `(copy, mode) ->` anything but fake tensors.
-
-    Raises:
-        Exception: What the function raises.
-    """
+    """Returns what a function finds out from a fake copy of a module, in whose mode it runs: no fake tensors."""
     mode = TrackedFakeMode()
 
     def inside() -> Result:  # the copy dies with it

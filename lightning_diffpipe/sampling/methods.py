@@ -68,7 +68,7 @@ _SAMPLERS: dict[str, type] = {
 """The sampler of each method; DistriFusion is that of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
 _OF_PREDICTOR = (
-    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing", "decoding"
+    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
 )  # fmt: skip
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
@@ -85,6 +85,8 @@ class MethodOptions:
         data: Size of the data axis of the mesh, if wished; so are the next three.
         compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
         compile_backend: Of `torch.compile`.
+        decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
+            each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
         further: Options of the method's own.
         mesh: What was decided.
         reason: Why, where the method was chosen automatically.
@@ -99,6 +101,7 @@ class MethodOptions:
     sequence: int | None = None
     compile: Literal["blocks"] | None = None
     compile_backend: str = "inductor"
+    decoding: Literal["auto", "rank_0"] = "auto"
     further: Mapping[str, Any] = field(default_factory=dict)
     mesh: SamplingMesh | None = None
     reason: str | None = None
@@ -113,10 +116,11 @@ class MethodOptions:
         for name in ("num_patches", *get_args(Axis)):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), 1, whole=True)
+        if self.decoding not in ("auto", "rank_0"):
+            raise ConfigurationError(f"decoding={self.decoding!r}; choose auto or rank_0")
         if self.compile not in (None, "blocks"):
             raise ConfigurationError(
-                f"compile={self.compile!r}: ranks answer what happens inside a denoiser, which a compiler hides; "
-                "choose 'blocks'"
+                f"compile={self.compile!r}; ranks share blocks: choose 'blocks'"
             )
         if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
             raise ConfigurationError(

@@ -12,13 +12,12 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lightning_diffpipe.comm.links import Traffic
-from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.methods import RankReport
 
 
@@ -78,15 +77,6 @@ class SamplingReport:
                 f"{'decoder calls':13} {calls}; each holds an autoencoder of {_size(self.decoder_bytes)}"
             )
         return "\n".join(lines)
-
-    def with_decoding(self, decoding: Decoding) -> SamplingReport:
-        """Returns the same with what all ranks did to decode."""
-        sent = self.bytes_sent | {"images": decoding.num_bytes}
-        messages = self.messages_sent | {"images": sum(decoding.num_calls[1:])}
-        return replace(
-            self, bytes_sent=sent, messages_sent=messages,
-            decoder_calls=decoding.num_calls, decoder_bytes=decoding.weight_bytes,
-        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers, for JSON."""

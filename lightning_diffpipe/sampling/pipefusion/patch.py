@@ -82,8 +82,7 @@ class PartRunner:
         compiled, by_others = compiled_blocks(self.interception.root)
         if compiled and not layout.attention_by_name:
             raise LayoutError(
-                "compile=blocks hides attention that a model does not look up by its name when it wants it; leave "
-                "compile out"
+                "compile=blocks hides attention that is not called by its name; leave it out"
             )
         # Compilers of others have looked names up for good.
         by_name = layout.attention_by_name and not by_others

@@ -47,12 +47,7 @@ torch.library.register_fake("lightning_diffpipe::attend", _outcome)
 
 
 class CompiledBlock:
-    """What a compiled block calls; its graphs are made for single shapes.
-
-    Args:
-        block: The block.
-        backend: Of `torch.compile`.
-    """
+    """What a compiled block calls: a graph of `torch.compile` for each shape."""
 
     def __init__(self, block: nn.Module, backend: str | Callable[..., Any]) -> None:
         self._compiled = torch.compile(block._call_impl, backend=backend, dynamic=False)
