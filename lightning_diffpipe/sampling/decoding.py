@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -153,8 +152,7 @@ def _returned(decoder: nn.Module, arguments: dict[str, Any]) -> Any:
         before, numbers = _attributes(model), _Draws()
         with numbers:
             leaves, spec = pytree.tree_flatten(model(**given))
-        after = _attributes(model)
-        is_changed = len(before) != len(after) or not all(map(is_, before, after))
+        is_changed = [*map(id, before)] != [*map(id, _attributes(model))]
         if numbers.any or is_changed or not isinstance(leaves[0], Tensor):
             return None
         return pytree.tree_unflatten([leaves[0].ndim, *(None for _ in leaves[1:])], spec)
@@ -233,11 +231,7 @@ class Decoding:
             self.world.links.broadcast_object(lambda: None)
 
     def follow(self) -> None:
-        """Decodes what rank 0 says, on other ranks, until it has ended.
-
-        Raises:
-            DiffPipeError: A rank failed; on all ranks.
-        """
+        """Decodes what rank 0 says, on other ranks, until it has ended; raises DiffPipeError if any rank fails."""
         while (job := self.world.links.broadcast_object(lambda: None)) is not None:
             self._share(job, None)
 

@@ -1,5 +1,7 @@
 """Compiled blocks: the images of plain ones, and no graph after the second step."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -72,6 +74,21 @@ def test_patches_read_keys_of_the_step_before_in_graphs_too(folder_of):
     (found, _), _, _ = latents_of(path, "flux", PATCHES | COMPILED)
     (exact, _), _, _ = latents_of(path, "flux", {"method": "single"} | COMPILED)
     assert (found - exact).abs().max() > 1e-6
+
+
+def test_blocks_that_others_have_compiled_run_plainly_in_patches(folder_of):
+    """History: their graphs took attention answered from outside for code of the block, and the request crashed."""
+    plain, _, _ = latents_of(folder_of("flux"), "flux", PATCHES)
+    opened = Predictor.from_pretrained
+
+    def compiled(*args, **options):
+        predictor = opened(*args, **options)
+        predictor.source.denoiser.compile_repeated_blocks(backend="eager")
+        return predictor
+
+    with mock.patch.object(Predictor, "from_pretrained", compiled):
+        found, _, _ = latents_of(folder_of("flux"), "flux", PATCHES)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("method", [row("single"), row("pipefusion")])

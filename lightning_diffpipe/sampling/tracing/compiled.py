@@ -1,9 +1,9 @@
 """Compiled blocks, in which ranks still answer attention.
 
-Problem: a compiler looks up what a block calls once, so that attention cannot be answered by its name any more; and
-what answers it sends messages and writes caches, which no graph can hold. Idea: to the compiler attention is one
-operator whose shapes it knows. When a graph runs, the operator asks who answers attention in this thread; without
-anybody it is torch's own. That name is in place at every call of a block, so that no graph has another attention.
+Problem: a compiler looks up attention once, so that it cannot be answered by its name any more; and what answers it
+sends messages and writes caches, which no graph can hold. Idea: to the compiler attention is one operator of known
+shapes. When a graph runs, that asks who answers attention in this thread; without anybody it is torch's own. The
+operator stands under attention's name at every call of a block, so that no graph has another attention.
 
     block    norm ── q, k, v ── lightning_diffpipe::attend ── projection ── feed-forward     a graph for each shape
                                 │
@@ -33,8 +33,7 @@ _LIBRARY.define(
 
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
     """Answers attention with a result that lies in memory as most kernels order it, tokens outside of heads."""
-    out = AttentionByName.answer(*args, **kwargs)
-    return out.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return AttentionByName.answer(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _outcome(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -74,8 +73,9 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any]) -> None:
         block._compiled_call_impl = CompiledBlock(block, backend)
 
 
-def compiled_blocks(model: nn.Module) -> tuple[bool, bool]:
-    """Returns whether a model has compiled blocks in which attention can be answered, and others."""
-    compiled = [module._compiled_call_impl for module in model.modules() if is_compiled(module)]
-    known = [isinstance(getattr(x, "diffpipe_original", x), CompiledBlock) for x in compiled]
-    return any(known), not all(known)
+def compiled_modules(model: nn.Module) -> dict[str, bool]:
+    """Returns the compiled modules of a model, by name, with whether attention can be answered in them."""
+    called = {n: m._compiled_call_impl for n, m in model.named_modules() if is_compiled(m)}
+    return {
+        n: isinstance(getattr(x, "diffpipe_original", x), CompiledBlock) for n, x in called.items()
+    }
