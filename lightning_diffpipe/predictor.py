@@ -8,10 +8,11 @@ The journey of a request:
     rank 0     prompts -> text encoders -> start noise -> Call          sampling/call.py, record.py
     all ranks  Call, broadcast -> this rank's share of samples, branch  sampling/call.py, mesh.py
     all ranks  denoising steps, this rank's layers or rows of them      sampling/pipefusion/, distrifusion/
-    rank 0     latents -> autoencoder -> images, report               sampling/report.py
+    all ranks  latents -> tiles or images, decoded -> rank 0          sampling/decoding.py
+    rank 0     images, report                                         sampling/report.py
 
-Text encoders and autoencoder live on rank 0 only. Under PipeFusion a rank reads only the weights of its own
-layers; under the other methods each has the whole denoiser.
+Text encoders live on rank 0 only, and so does the autoencoder unless all decode. Under PipeFusion a rank reads only
+the weights of its own layers; under the other methods each has the whole denoiser.
 
 Sources:
     PipeFusion, Fang et al. (2024), https://arxiv.org/abs/2405.14430
@@ -22,7 +23,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -50,12 +51,14 @@ from lightning_diffpipe.model_sources import (
     source_of_module,
 )
 from lightning_diffpipe.sampling.call import Call, told_apart
+from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
 from lightning_diffpipe.sampling.methods import Chooser, MethodOptions, Worker, fitted, free_memory
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
+from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
 
@@ -63,7 +66,9 @@ OnStep = Callable[[int, int], None]
 _OPTIONAL_PART = re.compile(
     r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
 )
-_SHARED_OPTIONS = ("num_patches", "warmup_steps", "data", "guidance", "parallel", "sequence")
+_SHARED_OPTIONS = [
+    f.name for f in fields(MethodOptions)[1:-3]
+]  # less the method and what it decides
 
 
 class Predictor:
@@ -104,6 +109,7 @@ class Predictor:
         self._on_step: OnStep | None = None
         self._functions: dict[str, Any] = {}  # among the pipeline's arguments; they do not travel
         self._compared: set[str] = set()  # parts besides the denoiser that all ranks have alike
+        self._looked: dict[str, dict[str, Any]] = {}  # what is known of decoders
         self._is_closed = False
         self._broken_by: str | None = None  # the error in the middle of an earlier request
 
@@ -155,8 +161,8 @@ class Predictor:
             quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
                 `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
                 `{"transformer": "nf4"}`. See `quantization_named`.
-            further: The mesh and options of the method, see `MethodOptions`; or a part of the pipeline, the same on
-                all ranks, such as `scheduler=`, or None to leave it out, such as `text_encoder_3=None`.
+            further: The mesh, `compile`, `decoding` and options of the method, see `MethodOptions`; or a part of a
+                pipeline, alike on all ranks, such as `scheduler=`, or None to leave one out: `text_encoder_3=None`.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
@@ -196,6 +202,8 @@ class Predictor:
         """
         choice = _options_of(method, options, timeout_s)
         refuse_module(module)
+        if choice.compile:
+            raise ConfigurationError("compile=blocks would change the module; open a saved one")
         world = join_world(module.device, timeout_s)
         source = _opened(partial(source_of_module, module), choice, world)
         return cls(source, choice, world, module.device, timeout_s)
@@ -237,6 +245,10 @@ class Predictor:
         if self._is_closed:
             raise DiffPipeError("this predictor is closed; make another one")
         self._connect_anew()
+        compare, guard = self._compare_part, self._ending_together
+        self._decoding = Decoding(
+            self._world, self.source.part, compare, guard, self.device, self._looked
+        )
 
         def settle() -> Settings:
             if on_step is not None and not callable(on_step):
@@ -287,12 +299,23 @@ class Predictor:
             has_begun = True
             if self._divides():
                 call = told_apart(call)
-            return self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
+            if self._world.num_ranks > 1 and self.options.decoding == "auto":
+                self._decoding.divide_in(call.pipeline)
+            latents = self._sample(broadcast(lambda: (settings.as_texts(), call.packed()))[1])
+            self._decoding.others_wait = self._world.num_ranks > 1
+            return latents
 
         try:
             settings = settle()
             refuse_ignored_size(self.source, settings)
-            return self.source.draw(settings, sample)
+            images: list[Any] = self.source.draw(settings, sample)
+            if self.report is not None and (done := self._decoding.num_calls):
+                sent = self.report.bytes_sent | {"images": self._decoding.num_bytes}
+                held = self._decoding.weight_bytes
+                self.report = replace(
+                    self.report, bytes_sent=sent, decoder_calls=done, decoder_bytes=held
+                )
+            return images
         except Exception as error:
             if not has_begun:
                 reason = error
@@ -305,6 +328,8 @@ class Predictor:
                 with contextlib.suppress(Exception):
                     broadcast(fail)
             raise
+        finally:
+            self._decoding.end()
 
     def _divides(self) -> bool:
         """Returns whether ranks may divide samples or branches of guidance, whose rows they have to know."""
@@ -322,27 +347,17 @@ class Predictor:
             refuse_other_request(self._world.rank, settle().as_texts(), texts)
 
         self._sample(packed, compare)
+        self._decoding.follow()
 
     def _sample(self, packed: Call, compare: Callable[[], None] = lambda: None) -> Tensor:
-        try:
+        with self._ending_together():
             self._world.agree("comparing requests", compare)
             # Parts that every rank reads whole, such as a second denoiser.
             for name in packed.pipeline.needed if self._world.num_ranks > 1 else ():
-                if name not in self._compared:
-                    look = partial(self.source.identity, name)
-                    refuse_other_models(self._world, self._world.agree("comparing weights", look))
-                    self._compared.add(name)
+                self._compare_part(name)
             worker, latents = self._sampled(packed)
             # Before decoding, so that no rank waits for rank 0 if that fails.
             reports = self._world.gather(worker.report())
-        except (ConfigurationError, GraphError) as error:
-            error.is_of_all_ranks = True  # they go on together
-            if error.leaves_messages:
-                self._break_off(error)
-            raise
-        except BaseException as error:
-            self._break_off(error)
-            raise
         self._world.enter("decoding latents", works=self._world.rank == 0)
         self.report = merge(reports) if self._world.rank == 0 else None
         if ranks := [str(rank) for rank, each in enumerate(reports) if not each.is_finite]:
@@ -363,6 +378,13 @@ class Predictor:
                     f"{dtype}): {advice}"
                 )
         return latents
+
+    def _compare_part(self, name: str) -> None:
+        """Raises ConfigurationError, on all ranks, if one has another part of that name, which all read whole."""
+        if name not in self._compared:
+            look = partial(self.source.identity, name)
+            refuse_other_models(self._world, self._world.agree("comparing weights", look))
+            self._compared.add(name)
 
     def _sampled(self, packed: Call) -> tuple[Worker, Tensor]:
         """Returns final latents, by the method that is asked for, or the first one chosen that is not refused."""
@@ -413,6 +435,20 @@ class Predictor:
             parts[self.source.name] = self.source.denoiser
             call.pipeline = call.pipeline.here(parts, self.device, self._functions)
         return worker.load(call)
+
+    @contextlib.contextmanager
+    def _ending_together(self) -> Iterator[None]:
+        """Ends a request on all ranks with an error that is raised inside."""
+        try:
+            yield
+        except (ConfigurationError, GraphError) as error:
+            error.is_of_all_ranks = True  # they go on together
+            if error.leaves_messages:
+                self._break_off(error)
+            raise
+        except BaseException as error:
+            self._break_off(error)
+            raise
 
     def _break_off(self, error: BaseException) -> None:
         """Ends the messages of a request, of which each rank has sent and received others by now."""
@@ -492,6 +528,8 @@ def _opened(
         fitted(options, world.num_ranks)
         source = read()
         refuse_method(source, options.method)
+        if options.compile:
+            compile_blocks(source.denoiser, options.compile_backend)
         return source
 
     source = world.agree("opening the model", open_it)

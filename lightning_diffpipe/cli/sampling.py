@@ -182,11 +182,12 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
         if not isinstance(value := values["sampler"][name], bool | None):
             raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
+    common = {name: values[name] for name in ("compile", "decoding")}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
     # None leaves out a part of the model; ema chooses weights.
     rest = {k: v for k, v in values["sampler"].items() if k not in {*own, "ema"} and v is not None}
     with named({name: f"sampler.{name}" for name in values["sampler"]}):
-        fitted(MethodOptions(**sampler, further=rest), num_ranks)
+        fitted(MethodOptions(**sampler, **common, further=rest), num_ranks)
     asked = ("num_inference_steps", "guidance_scale", "height", "width")
     Settings(values["prompts"], **{name: values.get(name) for name in asked})
 
@@ -241,7 +242,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
-    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing")}
+    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", "decoding", "compile")}
     device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
     return _opening(values) | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
 

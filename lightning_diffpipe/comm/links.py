@@ -55,6 +55,7 @@ MessageKind = Literal[
     "prediction",  # of the model, to all
     "result",  # final latents, to all
     "control",  # whether synchronous steps go on
+    "images",  # decoded, to rank 0
 ]
 _KINDS: tuple[MessageKind, ...] = MessageKind.__args__  # type: ignore[attr-defined]
 _TURNS = 1 << 20

@@ -16,8 +16,8 @@ import logging
 import operator
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from lightning_diffpipe.errors import clear_variables
 from lightning_diffpipe.graph.placement import true_stride
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 DEVICE_OF = torch.ops.prim.device.default
 """Asked by autograd for every fake tensor it sees: half of all calls that modes get."""
@@ -125,17 +126,26 @@ def shapes_without_values(root: nn.Module, arguments: Mapping[str, Any]) -> list
     Raises:
         Exception: What the call raises, on fake tensors.
     """
+
+    def run(model: nn.Module, mode: TrackedFakeMode) -> list[torch.Size]:
+        out = model(**fake_batch(dict(arguments), mode))
+        return [x.shape for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+
+    return without_values(root, run)
+
+
+def without_values(root: nn.Module, run: Callable[[nn.Module, TrackedFakeMode], Result]) -> Result:
+    """Returns what a function finds out from a fake copy of a module, in whose mode it runs: no fake tensors."""
     mode = TrackedFakeMode()
 
-    def run() -> list[torch.Size]:  # the copy dies with it
+    def inside() -> Result:  # the copy dies with it
         model = fake_copy(root, mode)
         with mode, torch.no_grad():
-            out = model(**fake_batch(dict(arguments), mode))
-        return [x.shape for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+            return run(model, mode)
 
     with kept_young(), fakes_failing_quietly():
         try:
-            return run()
+            return inside()
         except Exception as error:
             clear_variables(error)  # among them are fake tensors
             raise

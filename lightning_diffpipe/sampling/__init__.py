@@ -15,5 +15,5 @@ each has an emulator: the same code in one process.
     a model      tracing/                                     how a transformer can be run in parts
 
 Besides: `world.py` (all ranks), `digests.py` (have all the same model?), `rehearsal.py` (do parts compute the
-same?); `statistics.py` and `report.py` are what a request took.
+same?), `decoding.py` (tiles and images, on all ranks); `statistics.py` and `report.py` are what a request took.
 """

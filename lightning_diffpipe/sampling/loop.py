@@ -136,11 +136,11 @@ class PipelineCall:
             elif name == "scheduler":
                 own[name] = _stepping_by(part, controls.forgotten_after(on_step))
             elif name in self.denoisers:
-                own[name] = _answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
+                own[name] = answered_by(part, _of_samples(controls.read_by(on_denoise, name)))
             elif record is not None:
                 own[name] = Recorder(part, name, record, is_looping)
             elif name in known.controls:
-                own[name] = _answered_by(part, functools.partial(controls.ask, name))
+                own[name] = answered_by(part, functools.partial(controls.ask, name))
             elif name in known.in_loop:
                 own[name] = part
             else:
@@ -254,7 +254,7 @@ def _stepping_by(scheduler: Any, on_step: Callable[..., Any]) -> Any:
     return twin
 
 
-def _answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
+def answered_by(part: nn.Module, answer: Callable[[dict[str, Any]], Any]) -> nn.Module:
     """Returns a shallow copy of a denoiser, or of another part, whose calls are answered."""
     twin = copy.copy(part)
     vars(twin).update(vars(part))

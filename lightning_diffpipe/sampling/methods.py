@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
+from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World
 
 _WARMUP_STEPS = {"distrifusion": 4, "naive": 0}
@@ -75,6 +76,10 @@ class MethodOptions:
         warmup_steps: Sampler warm-up: synchronous steps at the start, or `"auto"`; None takes what suits the
             method.
         data: Size of the data axis of the mesh, if wished; so are the next three.
+        compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
+        compile_backend: Of `torch.compile`.
+        decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
+            each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
         further: Options of the method's own.
         mesh: What was decided.
         reason: Why, where the method was chosen automatically.
@@ -87,6 +92,9 @@ class MethodOptions:
     guidance: int | None = None
     parallel: int | None = None
     sequence: int | None = None
+    compile: Literal["blocks"] | None = None
+    compile_backend: str = "inductor"
+    decoding: Literal["auto", "rank_0"] = "auto"
     further: Mapping[str, Any] = field(default_factory=dict)
     mesh: SamplingMesh | None = None
     reason: str | None = None
@@ -101,6 +109,12 @@ class MethodOptions:
         for name in ("num_patches", *get_args(Axis)):
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), 1, whole=True)
+        if self.decoding not in ("auto", "rank_0"):
+            raise ConfigurationError(f"decoding={self.decoding!r}; choose auto or rank_0")
+        if self.compile not in (None, "blocks"):
+            raise ConfigurationError(
+                f"compile={self.compile!r}; ranks share blocks: choose 'blocks'"
+            )
         if self.num_patches is not None and self.method in set(METHODS) - {"pipefusion"}:
             raise ConfigurationError(
                 f"num_patches={self.num_patches} is of method=pipefusion; method={self.method} has no patches, "
@@ -166,8 +180,18 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
         return options
     mesh = fit_mesh(num_ranks, method, **wish)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
+    _refuse_compiled(chosen)
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
     return chosen
+
+
+def _refuse_compiled(options: MethodOptions) -> None:
+    """Raises ConfigurationError for compiled blocks of a method that looks into them."""
+    if options.compile and _SAMPLERS.get(options.method, DistriFusion) is DistriFusion:
+        raise ConfigurationError(
+            f"compile=blocks: with method={options.method} ranks answer convolutions, norms and attention inside "
+            "blocks, where compilers leave nothing to answer; take pipefusion, sequence or single, or leave it out"
+        )
 
 
 def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
@@ -344,6 +368,7 @@ def free_memory(device: torch.device) -> int | None:
 def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
     mesh, patches = options.mesh, 1
+    _refuse_compiled(options)
     if options.method == "pipefusion":
         patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
@@ -458,6 +483,8 @@ class Worker:
         else:
             model = call.pipeline.parts[call.denoiser]
             if call.denoiser not in self._later:
+                if self.options.compile:
+                    compile_blocks(model, self.options.compile_backend)
                 links = self.place.links, self.place.sequence_links
                 self._later[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._later[call.denoiser]

@@ -1,6 +1,6 @@
 """What the parts of a pipeline answered, so that its call can be run again without them.
 
-Text encoders and autoencoder live on rank 0 only, and run once for a request, though the pipeline's own call runs
+Text encoders and autoencoder are asked on rank 0 only, and once for a request, though the pipeline's own call runs
 on all ranks, under PipeFusion once for each patch. Everybody asks the same questions in the same order:
 
     rank 0, first      Recorder    asks the real part, and keeps the answer

@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class SamplingReport:
         resident_bytes: Bytes of the denoiser's parameters, by rank.
         whole_bytes: Bytes of all its parameters.
         total_s: Seconds of the whole request on rank 0, with encoding and decoding.
+        decoder_calls: Calls of the autoencoder's decoder, by rank; empty if rank 0 decoded alone.
+        decoder_bytes: Bytes of the autoencoder's weights, which each rank holds if all decode.
     """
 
     method: str
@@ -50,6 +52,8 @@ class SamplingReport:
     resident_bytes: list[int]
     whole_bytes: int
     total_s: float = math.nan
+    decoder_calls: list[int] = field(default_factory=list)
+    decoder_bytes: int = 0
 
     def __str__(self) -> str:
         numbers = [f"num_patches={self.num_patches}"] if self.num_patches is not None else []
@@ -65,6 +69,11 @@ class SamplingReport:
             f"{'bytes sent':13} {', '.join(sent) or 'none'}",
             f"{'weights':13} {', '.join(weights)}; the whole denoiser has {_size(self.whole_bytes)}",
         ]
+        if self.decoder_calls:
+            calls = ", ".join(f"rank {rank}: {num}" for rank, num in enumerate(self.decoder_calls))
+            lines.append(
+                f"{'decoder calls':13} {calls}; each holds an autoencoder of {_size(self.decoder_bytes)}"
+            )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

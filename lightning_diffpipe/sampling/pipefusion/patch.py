@@ -28,11 +28,11 @@ from torch import Tensor
 
 from lightning_diffpipe.comm.packing import TensorShape, as_received
 from lightning_diffpipe.errors import LayoutError
-from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
+from lightning_diffpipe.sampling.tracing.compiled import compiled_modules
 from lightning_diffpipe.sampling.tracing.layout import (
     BETWEEN,
     WHOLE,
@@ -79,9 +79,15 @@ class PartRunner:
         self.of_step: dict[Any, Any] = {}
         places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
-        compiled = any(is_compiled(module) for module in self.interception.root.modules())
-        # Compilers have looked names up for good.
-        by_name = layout.attention_by_name and not compiled
+        compiled = compiled_modules(self.interception.root)
+        if any(compiled.values()) and not layout.attention_by_name:
+            raise LayoutError(
+                "compile=blocks hides attention that is not called by its name; leave it out"
+            )
+        # Compilers of others have looked names up for good; their blocks run as if they were not compiled.
+        others = {name for name, is_ours in compiled.items() if not is_ours}
+        self.run_plainly = others & self.block_names
+        by_name = layout.attention_by_name and others <= self.block_names
         self.attention_answered_by = AttentionByName if by_name else AttentionIntercepted
 
     def start_step(self) -> None:
@@ -206,9 +212,11 @@ class PartRun(Run):
                 )
         args, kwargs = pytree.tree_unflatten(self._cut_arguments(block, flat), spec)
         self._inside = here
+        is_plain = site.name in self.runner.run_plainly
+        run = site.module._call_impl if is_plain else site.diffpipe_original
         try:
             with self.runner.attention_answered_by(self._attention(here, block)):
-                out = site.diffpipe_original(*args, **kwargs)
+                out = run(*args, **kwargs)
         finally:
             self._inside = None
         leaves, slices = pytree.tree_leaves(out), []

@@ -295,7 +295,7 @@ class AttentionByName:
     # The name is shared by all threads; the last one that needs it puts the function back.
     _users, _plain, _lock = 0, _ATTENTION, threading.Lock()
 
-    def __init__(self, handler: AttentionHandler) -> None:
+    def __init__(self, handler: AttentionHandler | None) -> None:
         self._handler = handler
         self._before: AttentionHandler | None = None
 
@@ -305,8 +305,8 @@ class AttentionByName:
             cls._users += 1
             if cls._users == 1:
                 cls._plain = F.scaled_dot_product_attention
-                F.scaled_dot_product_attention = cls._answer
-        self._before, cls._here.handler = getattr(cls._here, "handler", None), self._handler
+                F.scaled_dot_product_attention = _by_name
+        self._before, cls._here.handler = cls.here(), self._handler
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -318,11 +318,24 @@ class AttentionByName:
                 F.scaled_dot_product_attention = cls._plain
 
     @classmethod
-    def _answer(cls, *args: Any, **kwargs: Any) -> Tensor:
-        handler = getattr(cls._here, "handler", None)
-        if handler is None:  # of another thread
+    def here(cls) -> AttentionHandler | None:
+        """Returns who answers attention in this thread; None if torch does."""
+        return getattr(cls._here, "handler", None)
+
+    @classmethod
+    def answer(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """Answers a call of attention."""
+        handler = cls.here()
+        if handler is None:
             return cls._plain(*args, **kwargs)
         return answer_attention(handler, cls._plain, args, kwargs)
+
+
+def _by_name(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands under attention's name; in the graphs of `compiled.py` is an operator that does the same."""
+    if torch.compiler.is_compiling():
+        return torch.ops.lightning_diffpipe.attend(*args, **kwargs)
+    return AttentionByName.answer(*args, **kwargs)
 
 
 class _MixingSearch(TorchDispatchMode):

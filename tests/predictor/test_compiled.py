@@ -1,0 +1,119 @@
+"""Compiled blocks: the images of plain ones, and no graph after the second step."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.predictor import Predictor
+from tests.modules.tiny_parts import perturbed_latent_diffusion
+from tests.predictor.tiny_pipelines import options_of, prompts_of
+from tests.ranks import run_ranks
+from tests.rows import row
+
+COMPILED = {"compile": "blocks", "compile_backend": "eager"}
+
+
+def latents_of(path, name, options):
+    """Final latents of two equal requests, with how many graphs there were after each step of both."""
+    torch.compiler.reset()  # else blocks of an earlier one have graphs already
+    counters.clear()
+    found, graphs = [], []
+    with Predictor.from_pretrained(path, dtype=torch.float64, **options) as predictor:
+        sample = predictor._sample
+        predictor._sample = lambda *call: found.append(sample(*call)) or found[-1]
+        for _ in range(2):
+            predictor(
+                prompts_of(name)[:1],
+                num_inference_steps=4,
+                guidance_scale=3.0,
+                on_step=lambda *_: graphs.append(counters["stats"]["unique_graphs"]),
+                **options_of(name),
+            )
+    return found, graphs, dict(counters["graph_break"])
+
+
+def draw_each(rank, path, several):
+    """By each method with compiled blocks, and plainly."""
+    return [
+        (latents_of(path, name, options | COMPILED), latents_of(path, name, options)[0])
+        for name, options in several
+    ]
+
+
+PATCHES = {"method": "pipefusion", "num_patches": 4}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [
+        ("flux", [PATCHES, {"method": "sequence"}]),
+        row("flux", [{"method": "sequence", "mode": "ring"}]),
+        row("wan", [PATCHES | {"warmup_steps": 2}, {"method": "single", "guidance": 2}]),
+        row("stable_diffusion", [{"method": "single", "guidance": 2}]),
+    ],
+)
+def test_ranks_draw_with_compiled_blocks_what_they_draw_without(name, several, folder_of):
+    """Attention over ranks, with keys a step old, is one operator of the graph; the backend changes no bit."""
+    jobs = [(name, options) for options in several]
+    for drawn in run_ranks(draw_each, 2, folder_of(name), jobs):
+        for (found, graphs, breaks), plain in drawn:
+            for latents, expected in zip(found, plain, strict=True):
+                torch.testing.assert_close(latents, expected, rtol=0, atol=0)
+            assert graphs[0] > 0
+            assert set(graphs[1:]) == {graphs[1]}
+            assert not breaks
+
+
+def test_patches_read_keys_of_the_step_before_in_graphs_too(folder_of):
+    """Else patches and compiled blocks would be equal to each other and to one process."""
+    path = folder_of("flux")
+    (found, _), _, _ = latents_of(path, "flux", PATCHES | COMPILED)
+    (exact, _), _, _ = latents_of(path, "flux", {"method": "single"} | COMPILED)
+    assert (found - exact).abs().max() > 1e-6
+
+
+def test_blocks_that_others_have_compiled_run_plainly_in_patches(folder_of):
+    """History: their graphs took attention answered from outside for code of the block, and the request crashed."""
+    plain, _, _ = latents_of(folder_of("flux"), "flux", PATCHES)
+    opened = Predictor.from_pretrained
+
+    def compiled(*args, **options):
+        predictor = opened(*args, **options)
+        predictor.source.denoiser.compile_repeated_blocks(backend="eager")
+        return predictor
+
+    with mock.patch.object(Predictor, "from_pretrained", compiled):
+        found, _, _ = latents_of(folder_of("flux"), "flux", PATCHES)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", [row("single"), row("pipefusion")])
+def test_kernels_of_inductor_draw_the_same_to_rounding(method, folder_of):
+    path, options = folder_of("flux"), {"method": method}
+    found, graphs, breaks = latents_of(path, "flux", options | {"compile": "blocks"})
+    plain, _, _ = latents_of(path, "flux", options)
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    assert len(set(graphs[1:])) == 1
+    assert not breaks
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("stable_diffusion", {"method": "distrifusion"}, "inside blocks, where compilers leave"),
+        ("pixart", {"method": "pipefusion"}, "which blocks a PixArtTransformer2DModel repeats"),
+        ("flux", {"method": "single", "compile": "all"}, "compile='all'; .* choose 'blocks'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(name, options, reason, folder_of):
+    with pytest.raises(ConfigurationError, match=reason):
+        Predictor.from_pretrained(folder_of(name), **COMPILED | options)
+
+
+def test_a_module_in_memory_is_not_changed():
+    with pytest.raises(ConfigurationError, match="would change the module"):
+        Predictor.from_module(perturbed_latent_diffusion(), "single", compile="blocks")
