@@ -25,7 +25,7 @@ from lightning_diffpipe.quantization import (
     quantize_components,
 )
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
-from tests.distributed.test_stored_types import Opened
+from tests.distributed.stored import Opened
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks

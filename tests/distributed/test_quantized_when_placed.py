@@ -9,7 +9,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_diffpipe.callbacks import EncodingCache, SampleImages
 from lightning_diffpipe.graph.placement import (
@@ -18,7 +18,6 @@ from lightning_diffpipe.graph.placement import (
     stored_value,
 )
 from lightning_diffpipe.quantization import Quantization, quantize_components
-from tests.callbacks.test_samples import Memory
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -28,51 +27,12 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     reference,
 )
-from tests.distributed.test_stored_types import LINUX, Opened
+from tests.distributed.stored import LINUX, Opened, Rounded
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, LINUX]
-
-
-class Rounded(torch.Tensor):
-    """A weight of 4 bits and one scale: so coarse that losses tell whether it is in use."""
-
-    @staticmethod
-    def __new__(cls, levels, scale, dtype):
-        made = torch.Tensor._make_wrapper_subclass(cls, levels.shape, dtype=dtype)
-        made.levels, made.scale = levels, scale
-        return made
-
-    @classmethod
-    def of(cls, weight):
-        scale = weight.detach().abs().amax().float() / 7
-        return cls((weight.detach() / scale).round().to(torch.int8), scale, weight.dtype)
-
-    def dequantize(self):
-        return (self.levels * self.scale).to(self.dtype)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is F.linear:
-            x, weight, *bias = args
-            return F.linear(x, weight.dequantize(), *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            return cls(args[0].levels, args[0].scale, args[0].dtype)
-        raise NotImplementedError(str(func))
-
-    def __tensor_flatten__(self):
-        return ["levels", "scale"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(inner, dtype, *_):
-        return Rounded(**inner, dtype=dtype)
 
 
 class QuantizedWhenPlaced(Opened):
@@ -154,7 +114,13 @@ def test_each_rank_quantizes_what_it_holds(strategy, encodes_first, settings, tm
         assert after == [total, 0, total]
 
 
-class Shown(Memory):
+class Shown(DummyLogger):
+    """A logger that keeps the images."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = []
+
     def log_image(self, key, images, step, caption):
         self.images += [np.asarray(image, dtype=float) for image in images]
 

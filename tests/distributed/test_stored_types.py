@@ -1,41 +1,17 @@
 """Frozen weights stay in the type they are stored in, mapped from their files; the numbers are one process's."""
 
-import sys
-
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 
 from lightning_diffpipe.graph.placement import is_placeholder, stored_value
-from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
-from lightning_diffpipe.modules.parts import load_for_training, read_index
-from lightning_diffpipe.sampling.source import load_networks
 from tests.distributed.scenarios import Settings, assert_equal_runs, build, fit, reference
+from tests.distributed.stored import LINUX, Opened
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
 from tests.rows import row
 
 pytestmark = pytest.mark.distributed
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="asks the system what is mapped")
-
-
-class Opened(PipelineDiffusion):
-    """A pipeline as `from_pretrained` opens it."""
-
-    def __init__(self, folder, lora):
-        networks = load_networks(folder, read_index(folder), load=load_for_training, dtype=None)
-        super().__init__(
-            DiffusionPipeline.from_pretrained(folder, **networks),
-            lora=Lora(rank=2) if lora else None,
-            call={"max_sequence_length": 8} if "flux" in folder else {},
-            caption_dropout=0.0,
-            optimization=Optimization(lr=1e-2, warmup_steps=0, decay="constant"),
-        )
-        self.train_in_float32()
-
-    def double(self):
-        return self  # types are what is looked at
 
 
 def fit_and_look(rank, settings, world_size):

@@ -23,7 +23,7 @@ from lightning_diffpipe.quantization import (
     quantizations_of,
     quantize_components,
 )
-from tests.distributed.test_quantized_when_placed import Rounded
+from tests.distributed.stored import Rounded
 from tests.predictor import tiny_pipelines as tiny
 
 ROUNDED = Quantization(Rounded.of, 8.0)

@@ -10,7 +10,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.quantization import Quantization
-from tests.distributed.test_quantized_when_placed import Rounded
+from tests.distributed.stored import Rounded
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of
 from tests.ranks import run_ranks
 
