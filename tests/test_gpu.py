@@ -23,6 +23,7 @@ from tests.distributed.scenarios import (
     reference,
     weights_of,
 )
+from tests.distributed.tiny import Adapted
 from tests.predictor.tiny_pipelines import stable_diffusion
 from tests.ranks import run_ranks
 
@@ -68,6 +69,15 @@ def test_two_ranks_on_one_gpu_equal_one_process(strategy):
     expected = reference(settings(), 2)
     outcomes = fit_together(2, settings(num_microbatches=2, **strategy))
     assert_equal_runs(outcomes, expected, 1e-10)
+
+
+def test_streamed_weights_change_nothing():
+    """They are copied from pinned memory by a stream of their own."""
+    chosen = settings(num_microbatches=2, num_stages=2, streaming="all")
+    chosen.module_class = Adapted
+    outcomes = fit_together(2, chosen)
+    assert outcomes[0].plan.streamed
+    assert_equal_runs(outcomes, reference(chosen, 2), 1e-10)
 
 
 def test_filled_bubbles_change_no_bit():

@@ -3,7 +3,7 @@
     python benchmarks/memory/plans.py [--models flux qwen_image] > rows.md
 
 Cards are planned with what a plan may use of them: 92 % of their memory, and links as PCIe 4 gives them between
-consumer cards, or NVLink.
+consumer cards, and from host memory (12 GB/s), or NVLink and PCIe 5 (50 GB/s).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MODELS = {
     "wan14b": "Wan 2.1 14B, 81 frames of 480 x 832",
 }
 PCIE, NVLINK = Link(12e9, 30e-6), Link(300e9, 10e-6)
+HOST_BYTES = 60_000_000_000
+"""Memory of a host for weights that are streamed from there: of 64 GB."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,15 @@ class Cards:
     def cluster(self) -> Cluster:
         """The cards as ranks."""
         memory_bytes = round(0.92 * self.gigabytes * 2**30)
-        link = self.link
-        return Cluster(self.number, p2p=link, all_reduce=link, memory_bytes=memory_bytes)
+        link, rate = self.link, 50e9 if self.link is NVLINK else 12e9
+        return Cluster(
+            self.number,
+            p2p=link,
+            all_reduce=link,
+            memory_bytes=memory_bytes,
+            host_bytes_per_s=rate,
+            host_memory_bytes=HOST_BYTES,
+        )
 
     def __str__(self) -> str:
         return f"{self.number} x {self.gigabytes} GB"
@@ -78,6 +87,8 @@ def described(plan: PipelinePlan) -> str:
     words.append(shape.removeprefix("1 x "))
     if plan.recomputed:
         words.append(f"{len(plan.recomputed) / plan.num_layers:.0%} recomputed")
+    if plan.streamed:
+        words.append(f"{sum(plan.planned.streamed_bytes) / 1e9:.0f} GB streamed")
     if plan.options.encoding_ranks not in ("auto", plan.ranks_per_pipeline):
         words.append(f"encoders on {plan.options.encoding_ranks} of {plan.ranks_per_pipeline}")
     return ", ".join(words)

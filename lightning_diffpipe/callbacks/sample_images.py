@@ -387,6 +387,8 @@ class StageDrawer:
                 raise ConfigurationError(
                     "its first layers read its own estimate, which is made on the last rank"
                 )
+            if self._pipeline.plan.streamed:
+                raise ConfigurationError("its stages do not hold the weights of streamed layers")
             call.refuse_steps("pipefusion")
             call.refuse_rows(1)
             setting = sampler.prepare(request)

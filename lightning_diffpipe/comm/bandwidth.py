@@ -1,4 +1,4 @@
-"""How fast the ranks that are present talk to each other: bandwidth and latency, as a `Cluster`.
+"""How fast the ranks that are present talk to each other, and read host memory: as a `Cluster`.
 
 Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
 one way, from tensors to tensors: packing them into one buffer and taking them apart belongs to a message as much
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _TAG = 3_777_777
 _EQUAL_MEMORY = 1.05  # cards of one kind differ by some megabytes
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
-_NUM_TENSORS, _CACHED_BYTES = 4, 1 << 25
+_NUM_TENSORS, _CACHED_BYTES, _COPIED_BYTES = 4, 1 << 25, 1 << 26
 _HELD_BACK_SHARE, _HELD_BACK_BYTES = 0.08, 1 << 30
 
 _Load = TypeVar("_Load")
@@ -60,7 +60,8 @@ def measure_cluster(
         The same cluster on all ranks, with the memory of their devices as its limit.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return Cluster(1, memory_bytes=memory_bytes(device))
+        rate = host_bytes_per_s(device)
+        return Cluster(1, memory_bytes=memory_bytes(device), host_bytes_per_s=rate)
     bench = _LinkBench(group, device, sizes)
     hosts = gathered_objects(socket.gethostname(), group)
     num_ranks, per_host = len(hosts), _ranks_per_host(hosts)
@@ -86,6 +87,10 @@ def measure_cluster(
         all_reduce_between_hosts=reduce_between,
     )
     cluster = with_memory(cluster, group, device)
+    dist.barrier(group)  # all copy at once, as they do in training
+    cluster = replace(
+        cluster, host_bytes_per_s=min(gathered_objects(host_bytes_per_s(device), group))
+    )
     return broadcast_object(cluster, dist.get_global_rank(group, 0), group)
 
 
@@ -274,6 +279,17 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
     total = int(torch.cuda.get_device_properties(device).total_memory)
     return total - max(round(_HELD_BACK_SHARE * total), _HELD_BACK_BYTES)
+
+
+def host_bytes_per_s(device: torch.device) -> float:
+    """Returns the rate of copies from host memory, pinned where that is of use, to a device."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target, times_s = torch.empty_like(source, device=device, pin_memory=False), list[float]()
+    for _ in range(1 + _MIN_REPEATS):  # in the first one, pages are touched for the first time
+        start_s = time.perf_counter()
+        target.copy_(source)  # waits until it is done
+        times_s.append(time.perf_counter() - start_s)
+    return _COPIED_BYTES / statistics.median(times_s[1:])
 
 
 def with_memory(cluster: Cluster, group: dist.ProcessGroup | None, device: torch.device) -> Cluster:

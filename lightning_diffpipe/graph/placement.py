@@ -196,8 +196,8 @@ def place_parameters(
         resident: Names of the parameters that stay.
         device: Where they shall live, and where placeholders pretend to live.
         whereabouts: For errors, where parameters live; without, placeholders are NaN for whoever reads them.
-        later: Resident ones that are offloaded, and stay where they are until `load_back`; of quantized ones those
-            of `quantize_when_placed`.
+        later: Resident ones that are offloaded: values stay where they are until `load_back`, or until a layer
+            needs a copy; of quantized ones those of `quantize_when_placed`.
 
     Returns:
         Names of the placeholders.
@@ -464,7 +464,7 @@ def offload(
 
 def _offload(name: str, parameter: nn.Parameter, value: Tensor, device: torch.device | str) -> None:
     setattr(parameter, _OFFLOADED, value)
-    setattr(parameter, _WHERE, f"{name} is offloaded by an EncodingCache")
+    setattr(parameter, _WHERE, f"{name} is offloaded until its layer runs")
     _free(parameter, torch.device(device))
 
 
@@ -491,6 +491,16 @@ def loaded(parameters: Iterable[Tensor], device: torch.device | None = None) -> 
     values = (rounded(p, _laid_out(p, getattr(p, _OFFLOADED)).to(device or p.device)) for p in away)
     with lent_to_placeholders(dict(zip(away, values, strict=True))):
         yield
+
+
+def host_value(parameter: Tensor) -> Tensor:
+    """Returns the value of an offloaded parameter, in its type and with its strides."""
+    return _laid_out(parameter, getattr(parameter, _OFFLOADED))
+
+
+def keep_on_host(parameter: Tensor, value: Tensor) -> None:
+    """Lets an offloaded parameter have its value elsewhere on the host."""
+    setattr(parameter, _OFFLOADED, value)
 
 
 def load_back(

@@ -42,6 +42,7 @@ from lightning_diffpipe.graph.layer import Layer, LayerGraph, Opaque, SameAs, Te
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.side_effects import Attributes, NoHooksWithoutGradients, caller
 from lightning_diffpipe.graph.step import loss_of, weight_of
+from lightning_diffpipe.graph.streaming import WeightStream
 
 
 class Memo(Protocol):
@@ -131,6 +132,7 @@ class View:
         interception: Installed on the root; shared by all views of it.
         memory: What dummies are made of, to be shared by all views of a rank.
         recomputed: Layers, before folding, whose activations the backward computes again instead of storing them.
+        stream: Has the weights of those of them that are streamed.
     """
 
     def __init__(
@@ -141,9 +143,10 @@ class View:
         interception: Interception,
         memory: DummyMemory | None = None,
         recomputed: frozenset[str] = frozenset(),
+        stream: WeightStream | None = None,
     ) -> None:
         self.root, self.graph, self.cut, self.interception = root, graph, cut, interception
-        self.recomputed = recomputed
+        self.recomputed, self.stream = recomputed, stream
         interception.watch(graph.site_names)
         # What runs ask at every call of a module.
         self.names, self.sites = graph.layer_names, graph.site_names
@@ -244,10 +247,13 @@ class StubbedRun(Run):
         view, self._in_fine = self._view, True
         try:
             self.before_fine_layer(site.name)
+            run = partial(site.diffpipe_original, *args, **kwargs)
+            if view.stream is not None and site.name in view.stream.layers:
+                run = partial(view.stream.call, site.name, run)
             if site.name not in view.seeded:
-                return site.diffpipe_original(*args, **kwargs)
+                return run()
             with rng.private_stream(view.graph.host_random):
-                return site.diffpipe_original(*args, **kwargs)
+                return run()
         finally:
             self._in_fine = False
 

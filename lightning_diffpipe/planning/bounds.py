@@ -31,6 +31,7 @@ from lightning_diffpipe.planning.memory import (
     Waiting,
     boundary_samples,
     recomputed_bytes,
+    slot_bytes,
 )
 from lightning_diffpipe.planning.partition import Cut, best_chain, greedy_cuts, least_limit
 from lightning_diffpipe.planning.proposals import Shape
@@ -267,7 +268,8 @@ class StageNeeds:
             fixed = load.resident + load.beside + before * boundary[first] - kept[first]
             needs = [fixed + kept[stop] + after * boundary[stop] for stop in stops]
             if model.recomputes:
-                again = (recomputed_bytes(model, LayerRun(first, stop), waiting) for stop in stops)
+                runs = [LayerRun(first, stop) for stop in stops]
+                again = (recomputed_bytes(model, r, waiting) + slot_bytes(model, r) for r in runs)
                 needs = [need + more for need, more in zip(needs, again, strict=True)]
             if load.read or load.made:
                 alone = load.resident + load.made - resident[first]

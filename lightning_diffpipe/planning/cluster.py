@@ -76,6 +76,8 @@ class Cluster:
         device: Name of the device of a rank, if known; models on paper are timed on it.
         rank_memory_bytes: Memory of every rank, if they differ; `memory_bytes` is that of the largest then.
         rank_speeds: Speed of every rank, as a share of that of the fastest, if they differ.
+        host_bytes_per_s: Rate of copies from host memory to a rank's device while all ranks copy.
+        host_memory_bytes: Memory of a host for what its ranks copy from there; None means that it is no limit.
     """
 
     num_ranks: int = stored(minimum=1)
@@ -88,6 +90,8 @@ class Cluster:
     device: str | None = None
     rank_memory_bytes: tuple[int, ...] = stored((), minimum=1)
     rank_speeds: tuple[float, ...] = ()
+    host_bytes_per_s: float = math.inf
+    host_memory_bytes: int | None = stored(None, minimum=1)
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or (self.ranks_per_host is not None and self.ranks_per_host < 1):
@@ -105,6 +109,10 @@ class Cluster:
             raise ConfigurationError(
                 "rank_speeds are shares of the speed of the fastest rank, which has 1; got "
                 f"{list(self.rank_speeds)}"
+            )
+        if not self.host_bytes_per_s > 0:
+            raise ConfigurationError(
+                f"host_bytes_per_s must be a number > 0; got {self.host_bytes_per_s}"
             )
         if self.rank_memory_bytes:
             object.__setattr__(self, "memory_bytes", max(self.rank_memory_bytes))

@@ -207,6 +207,12 @@ class CostModel:
         )
         return (0.0,) * first + tuple(accumulate(each, max, initial=0.0))
 
+    @_remembered
+    def streamed_bytes_from(self, first: int) -> tuple[int, ...]:
+        """Returns bytes of the largest streamed layer of stages from this layer on, by where they stop."""
+        each = (layer.streamed_bytes for layer in self.backbone.layers[first:])
+        return (0,) * first + tuple(accumulate(each, max, initial=0))
+
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Returns bytes of all tensors that are alive across the cut after the run."""
         last = run.stop == self.num_layers

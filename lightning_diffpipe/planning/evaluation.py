@@ -53,6 +53,7 @@ from lightning_diffpipe.planning.simulator import (
     period_s,
     simulate,
 )
+from lightning_diffpipe.planning.streaming import copies, streamed_runs
 from lightning_diffpipe.planning.timeline import Timeline
 
 NUM_MIXTURES = 8
@@ -402,6 +403,7 @@ class Evaluator:
         timeline = simulate(schedule, costs, costs.sizes)
         iteration_s, bubble_ratio = timeline.iteration_s, timeline.bubble_ratio
         limit_s = _no_bubble_limit_s(timeline)
+        held, copied = self._copies(proposal, schedule)
         if frame.pipeline.runs_free:
             iteration_s = period_s(schedule, costs)
             bubble_ratio = max(1 - limit_s / iteration_s, 0.0) if iteration_s else 0.0
@@ -416,6 +418,9 @@ class Evaluator:
             peak_memory_bytes=self.peak_bytes(proposal),
             samples_per_s=self.options.global_batch_size / (iteration_s or math.inf),
             **self._sent_bytes(proposal),
+            streamed_bytes=held,
+            copied_bytes=copied,
+            copied_s=tuple(n / self.model.cluster.host_bytes_per_s for n in copied),
         )
         forms: tuple[tuple[float, int], ...] = ()
         seen = self.calls.backbone.seen
@@ -466,6 +471,25 @@ class Evaluator:
                 sum(model.boundary_bytes(r, 1) for r in runs)
             )
         return sent
+
+    def _copies(
+        self, proposal: Proposal, schedule: Schedule
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns bytes of each rank's streamed weights, and of their copies in a step."""
+        layers, placement = self.calls.backbone.layers, schedule.placement
+        streamed = {
+            stage: [i for i in range(run.first, run.stop) if layers[i].streamed_bytes]
+            for stage, run in enumerate(self.runs(proposal))
+        }
+        held, copied = list[int](), list[int]()
+        if not any(streamed.values()):
+            return (), ()
+        for rank, program in enumerate(schedule.programs):
+            its = {i for stage in placement.stages_of(rank) for i in streamed[stage]}
+            held.append(sum(layers[i].streamed_bytes for i in its))
+            of_step = copies(streamed_runs(program, streamed))
+            copied.append(sum(layers[i].streamed_bytes for i in of_step))
+        return tuple(held), tuple(copied)
 
     def filled_plan(self, proposal: Proposal, unfilled: PipelinePlan) -> PipelinePlan:
         """Plans frozen work of the next batch in the bubbles of this one."""
@@ -531,6 +555,9 @@ class Evaluator:
                     index not in placement.no_grad,
                     tuple(
                         i - start for i in range(run.first, run.stop) if layers[i].uncheckpointed
+                    ),
+                    tuple(
+                        i - start for i in range(run.first, run.stop) if layers[i].streamed_bytes
                     ),
                 )
             )

@@ -15,6 +15,10 @@ _EXPECTED, _UNDER_WAY = 2, 3
 """Messages after a stage besides the activations it sent, and messages before it."""
 
 
+NUM_SLOTS = 2
+"""Slots of a rank for streamed layers, as large as its largest one: one runs while the next one is copied."""
+
+
 class Waiting(NamedTuple):
     """Activations that wait for a backward: their samples, and the microbatches of these."""
 
@@ -180,9 +184,9 @@ def rank_bytes(
     """Returns bytes of one rank at its fullest moment.
 
     Weights, gradients and optimizer state of its stages, frozen encoders if it encodes, and the activations that
-    wait for their backward, with the encodings there are, messages, and the activations of the layer that is
-    recomputed. A rank that holds several stages is taken to be at its fullest with all of them at once. Each stage
-    lies on so many `holders`, in all pipelines; on one if not given.
+    wait for their backward, with the encodings there are, messages, the activations of the layer that is
+    recomputed, and the slots for weights of streamed layers. A rank that holds several stages is taken to be at its
+    fullest with all of them at once. Each stage lies on so many `holders`, in all pipelines; on one if not given.
 
     Encoders that leave memory before training count alone: stages come to the device after them.
     """
@@ -192,6 +196,7 @@ def rank_bytes(
     kept += message_bytes(model, peak, runs)
     if model.recomputes:
         kept += max(recomputed_bytes(model, runs[s], waiting) for s, waiting in peak.items())
+        kept += max(slot_bytes(model, runs[stage]) for stage in peak)
     if load is None:  # there are no encoders
         return round(resident + kept)
     beside, alone = load.num_bytes(model, runs)
@@ -203,6 +208,11 @@ def recomputed_bytes(model: CostModel, run: LayerRun, waiting: Waiting) -> float
     """Returns bytes of the activations that the backward of a microbatch makes again, of one layer at a time."""
     each = waiting.samples / max(waiting.microbatches, 1)
     return model.recomputed_bytes_from(run.first, each)[run.stop]
+
+
+def slot_bytes(model: CostModel, run: LayerRun) -> int:
+    """Returns bytes of the slots for the weights of streamed layers."""
+    return NUM_SLOTS * model.streamed_bytes_from(run.first)[run.stop]
 
 
 def message_bytes(model: CostModel, peak: Mapping[int, Waiting], runs: Sequence[LayerRun]) -> float:

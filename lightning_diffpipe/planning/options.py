@@ -19,7 +19,7 @@ PARTITIONS_WITH_REPLICAS = ("diffusionpipe", "pipedream")
 
 FILLINGS = ("none", "shares", "auto")
 
-CHECKPOINTING = ("auto", "none", "all")
+CHECKPOINTING = STREAMING = ("auto", "none", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ class PlanOptions:
         checkpointing: Which layers are recomputed in the backward instead of storing their activations: `none`;
             `all`; `auto`: those without which no plan would fit, or only slower ones. A finished plan has them in
             its stages.
+        streaming: Of which layers the frozen weights lie in host memory, and are copied to the device for each run
+            (see `streaming.py`): `none`; `all`; `auto`: those without which no plan would fit, also with
+            recomputed layers, which all of these are.
         encode_first: What encoders give is stored before training (`EncodingCache`), and they leave memory.
 
     Raises:
@@ -74,6 +77,7 @@ class PlanOptions:
     averages_bytes_factor: float = 0.0
     shard_optimizer: bool | Auto = "auto"
     checkpointing: str = "auto"
+    streaming: str = "auto"
     encode_first: bool = False
 
     def __post_init__(self) -> None:
@@ -118,11 +122,17 @@ class PlanOptions:
             ("filling", FILLINGS),
             ("partition", PARTITIONS),
             ("checkpointing", CHECKPOINTING),
+            ("streaming", STREAMING),
         ):
             if getattr(self, name) not in known:
                 raise ConfigurationError(
                     f"unknown {name}={getattr(self, name)!r}; choose one of {', '.join(known)}"
                 )
+        if self.streaming == "all" and self.checkpointing == "none":
+            raise ConfigurationError(
+                "streaming=all copies weights for the backward again, which runs the forward again, but "
+                "checkpointing=none; leave one of them out"
+            )
 
         spec = SCHEDULES.get(self.schedule)
         if spec and spec.place and self.partition in PARTITIONS_WITH_REPLICAS:

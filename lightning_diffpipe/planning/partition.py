@@ -48,6 +48,7 @@ class Stage:
             position are the same.
         gradient: Whether a gradient comes back to it; else it forwards only.
         recomputed: Those of its layers whose activations the backward computes again.
+        streamed: Those of them whose frozen weights are copied from host memory for each run.
     """
 
     index: int
@@ -59,12 +60,18 @@ class Stage:
     pass_index: int = stored(0, key="pass")
     gradient: bool = True
     recomputed: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         odd = [i for i in self.recomputed if not self.first_layer <= i <= self.last_layer]
         if odd:
             raise PartitionError(
                 f"stage {self.index} recomputes layer {odd[0]}, but has layers {self.first_layer}-{self.last_layer}"
+            )
+        if unlike := sorted({*self.streamed} - {*self.recomputed}):
+            raise PartitionError(
+                f"stage {self.index} streams layer {unlike[0]}, which it does not recompute; a backward needs the "
+                "weights again"
             )
         if not 0 <= self.first_layer <= self.last_layer:
             raise PartitionError(

@@ -69,6 +69,10 @@ class Planned:
             not known.
         chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
             several.
+        streamed_bytes: By rank of a pipeline: bytes of weights of streamed layers, in host memory; empty if there
+            are none.
+        copied_bytes: By rank: bytes of them that a step copies to the device.
+        copied_s: By rank: seconds that the copies take, most of them while layers compute.
         expected_s: Time of a step over the forms that it takes, with frozen work before the pipeline, where it
             takes several; the other numbers are of the form with most calls.
     """
@@ -85,6 +89,9 @@ class Planned:
     sent_bytes: int | None = None
     chain_sent_bytes: int | None = None
     expected_s: float | None = None
+    streamed_bytes: tuple[int, ...] = ()
+    copied_bytes: tuple[int, ...] = ()
+    copied_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,16 @@ class PipelinePlan:
             for stage, first in stages
             for layer in stage.recomputed
         )
+
+    @cached_property
+    def streamed(self) -> frozenset[int]:
+        """Layers whose frozen weights are copied for each run, numbered as in `first_layers`."""
+        return frozenset().union(*(self.streamed_of(stage.index) for stage in self.stages))
+
+    def streamed_of(self, stage: int) -> tuple[int, ...]:
+        """Returns those of one stage, ascending."""
+        shift = self.first_layers[stage] - self.stages[stage].first_layer
+        return tuple(layer + shift for layer in sorted(self.stages[stage].streamed))
 
     @property
     def ranks_per_pipeline(self) -> int:
@@ -529,6 +546,8 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
         decided["schedule"] = options.schedule
     recomputes = plan.recomputed or options.checkpointing == "all"
     decided["checkpointing"] = options.checkpointing if recomputes else "none"
+    streams = plan.streamed or options.streaming == "all"
+    decided["streaming"] = options.streaming if streams else "none"
     if any(num_pipelines * len(ranks) > 1 for ranks in plan.placement.stage_ranks):
         decided["shard_optimizer"] = options.shard_optimizer is True
     encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)

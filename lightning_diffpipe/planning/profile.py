@@ -20,7 +20,8 @@ Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repe
 `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true`, `"stored_bytes_per_sample": 1` and
 `"offloaded": true`; see `EncoderProfile`. Of a step of several forms a backbone may have
 `"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
-also have `"activation_bytes_per_microbatch": 1` and `"input_bytes_per_sample": 1`; see `LayerProfile`. Where
+also have `"activation_bytes_per_microbatch": 1`, `"input_bytes_per_sample": 1` and `"streamable_bytes": 1`; see
+`LayerProfile`. Where
 `self_conditioning` has a probability, the layers are those of one pass, and planned for two; see
 `SelfConditioning`.
 """
@@ -138,8 +139,11 @@ class LayerProfile:
         gradient: Whether a gradient comes back to this call, or passes it.
         input_bytes_per_sample: Bytes of the inputs that no earlier layer reads: what stays of the activations where
             the backward computes them again. None where it may not, or that is unknown.
+        streamable_bytes: Bytes of those of its parameters that are frozen, and that nothing else reads.
         uncheckpointed: The layer as it is without activation checkpointing, where the backward recomputes its
             activations; see `recomputation.py`.
+        streamed_bytes: Bytes of its parameters that are copied from host memory for each run, and do not count as
+            `parameter_bytes`; see `streaming.py`.
     """
 
     name: str
@@ -154,7 +158,9 @@ class LayerProfile:
     activation_bytes_per_microbatch: int = 0
     gradient: bool = True
     input_bytes_per_sample: int | None = None
+    streamable_bytes: int = 0
     uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
+    streamed_bytes: int = stored(0, never=True)
 
     @classmethod
     def from_node(cls, node: Node) -> LayerProfile:
@@ -190,7 +196,7 @@ class LayerProfile:
 
 ADDED_UP = (
     "parameter_bytes", "gradient_bytes", "activation_bytes_per_sample", "activation_bytes_per_microbatch",
-    "flops_per_sample",
+    "flops_per_sample", "streamable_bytes",
 )  # fmt: skip
 """Numbers of layers that add up to those of a run of layers, and are shared by the parts of a layer."""
 

@@ -34,11 +34,13 @@ def recomputable(profile: ModelProfile, frees_memory: bool = True) -> frozenset[
 
 
 def checkpointed(profile: ModelProfile, positions: Collection[int]) -> ModelProfile:
-    """Returns the profile of a step that recomputes the layers at these positions of the one backbone."""
+    """Returns the profile of a step that recomputes the layers at these positions of the one backbone, too."""
     (backbone,) = profile.backbones
     layers = list(backbone.layers)
     for position in positions:
         layer = layers[position]
+        if layer.uncheckpointed:
+            continue
         layers[position] = replace(
             layer,
             backward_s=Seconds.sum((layer.backward_s, layer.forward_s)),
@@ -75,6 +77,10 @@ def recomputed_where_needed(
                 one = Waiting(waiting.samples / max(waiting.microbatches, 1), 1)
                 more = _kept_bytes(whole, waiting) - _kept_bytes(layers[position], waiting)
                 stored[rank][position] = more, _kept_bytes(whole, one)
+            if layers[
+                position
+            ].streamed_bytes:  # whose backward needs weights that are copied again
+                continue
             most = max(own[position][0] for own in stored if position in own)
             gains[position] = whole.forward_s.at(size) / max(most, 1.0)
     room = [

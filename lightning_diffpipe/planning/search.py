@@ -1,15 +1,18 @@
 """The search: which stages, replicas, microbatches, pipelines and schedule make the fastest step?
 
 What costs memory or time is left out as long as the plan is the better for it: all ranks hold the encoders and all
-optimizer states of their stages, and no layer is recomputed, unless that does not fit. Cuts are searched by
-`cut_search.py`.
+optimizer states of their stages, and no layer is recomputed or streamed, unless that does not fit. Cuts are
+searched by `cut_search.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanError
 from lightning_diffpipe.planning.cluster import Cluster
@@ -32,17 +35,19 @@ from lightning_diffpipe.planning.recomputation import (
 )
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.shortage import (
+    Plans,
     encoding_choices,
     nothing_fits,
     nothing_proposed,
     some_share_stages,
 )
+from lightning_diffpipe.planning.streaming import streamable, streamed, streamed_where_needed
 
 WORTH_FILLING = 1e-3
 """Share of the step that filling has to gain; for less nothing is encoded early."""
 
 MOST_ROUNDS = 3
-"""Searches with fewer and fewer layers that are recomputed."""
+"""Searches with fewer and fewer layers that are recomputed or streamed."""
 
 
 def find_plan(
@@ -83,6 +88,13 @@ def find_plan(
                 "input_bytes_per_sample); profile the model again, or leave checkpointing out"
             )
         profile = checkpointed(profile, every)
+    if options.streaming == "all":
+        if not (every := streamable(profile)):
+            raise ConfigurationError(
+                f"streaming=all, but profile {profile.name!r} has no layer that may be streamed (that may be "
+                "recomputed, and has frozen weights that nothing else reads); leave it out"
+            )
+        profile = _Savings(streamed=every).of(profile, cluster)
     plans = _within_memory(profile, cluster, options, below_s, until_s)
     if not plans and below_s < math.inf:
         raise PlanError(f"no plan that fits into memory has a step below {below_s:.4g} s")
@@ -116,7 +128,8 @@ def _within_memory(
 ) -> list[PipelinePlan]:
     """Returns plans that fit into memory, the best of which are those with less work if they fit.
 
-    Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed.
+    Where they do not, fewer ranks hold the encoders, ranks share optimizer states, or layers are recomputed; where
+    all of that does not help, layers are streamed.
     """
     if cluster.memory_bytes is None:
         return _plans(profile, cluster, options, below_s, until_s)
@@ -129,9 +142,13 @@ def _within_memory(
             return [best]
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
         choices += [replace(wishes, shard_optimizer=True) for wishes in choices]
+    recomputing = _Savings(_may_recompute(profile, options))
+    streaming = recomputing._replace(streamed=_may_stream(profile, options))
+    first: list[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
+    last: list[Plans] = [partial(_saving_where_needed, most=streaming)]
     plans = []
-    for wishes in choices:
-        for find in (_plans, _recomputing_where_needed):
+    for ways in (first, last if streaming.streamed else []):
+        for wishes, find in itertools.product(choices, () if plans else ways):
             best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
             plans += find(profile, cluster, wishes, best_s, until_s)
     return plans
@@ -141,65 +158,128 @@ def _may_recompute(profile: ModelProfile, options: PlanOptions) -> frozenset[int
     return recomputable(profile) if options.checkpointing == "auto" else frozenset()
 
 
-def _recomputing_where_needed(
-    profile: ModelProfile, cluster: Cluster, options: PlanOptions, below_s: float, until_s: float
-) -> list[PipelinePlan]:
-    """Returns the best plans found that fit because they recompute layers, as few as have to be.
+def _may_stream(profile: ModelProfile, options: PlanOptions) -> frozenset[int]:
+    may = options.streaming == "auto" and options.checkpointing != "none"
+    return streamable(profile) if may else frozenset()
 
-    With all of them recomputed, steps do not tell which number of stages is fastest with fewer: each is tried.
+
+class _Savings(NamedTuple):
+    """Positions of the layers that are recomputed, and of those of them that are streamed."""
+
+    recomputed: frozenset[int] = frozenset()
+    streamed: frozenset[int] = frozenset()
+
+    def of(self, profile: ModelProfile, cluster: Cluster) -> ModelProfile:
+        """Returns the profile of a step that does so."""
+        recomputing = checkpointed(profile, self.recomputed | self.streamed)
+        return streamed(recomputing, self.streamed, cluster.host_bytes_per_s)
+
+
+def _saving_where_needed(
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    below_s: float,
+    until_s: float,
+    most: _Savings,
+) -> list[PipelinePlan]:
+    """Returns the best plans found that fit because they recompute or stream layers, as few as have to be.
+
+    With all of them, steps do not tell which number of stages is fastest with fewer: each is tried.
     """
     plans = list[PipelinePlan]()
-    positions = _may_recompute(profile, options)
-    if not positions:
+    if not any(most):
         return plans
-    with_all = checkpointed(profile, positions)
-    most = max(map(_slowdown, with_all.backbones[0].layers))
+    with_all = most.of(profile, cluster)
+    slowdown = max(map(_slowdown, with_all.backbones[0].layers))
     model = CostModel.of(with_all, cluster, options)
     for count in sorted({shape.num_stages for shape in shapes(model, options)}):
         best_s = min((plan.planned.iteration_s for plan in plans), default=below_s)
         wishes = replace(options, num_stages=count)
-        plans += _recomputing_less(profile, cluster, wishes, best_s, most, until_s)
+        plans += _saving_less(profile, cluster, wishes, best_s * (1 + slowdown), until_s, most)
     return [plan for plan in plans if plan.planned.iteration_s < below_s]
 
 
 def _slowdown(layer: LayerProfile) -> float:
-    """Returns how much longer a layer takes that is recomputed, at most, as a share of its time."""
+    """Returns how much longer a layer takes that is recomputed or streamed, at most, as a share of its time."""
     if (whole := layer.uncheckpointed) is None:
         return 0.0
     times = [
-        (forward_s, forward_s + whole.backward_s.at(count))
+        (
+            layer.forward_s.at(count) + layer.backward_s.at(count),
+            forward_s + whole.backward_s.at(count),
+        )
         for count, forward_s in whole.forward_s.points
     ]
-    return max((forward_s / both_s for forward_s, both_s in times if both_s), default=0.0)
+    return max((longer_s / whole_s - 1 for longer_s, whole_s in times if whole_s), default=0.0)
 
 
-def _recomputing_less(
+def _saving_less(
     profile: ModelProfile,
     cluster: Cluster,
     options: PlanOptions,
-    best_s: float,
-    slowdown: float,
+    most_s: float,
     until_s: float,
+    savings: _Savings,
 ) -> list[PipelinePlan]:
-    """Returns plans that recompute fewer and fewer layers; with all, steps may be longer than `best_s`."""
-    plans, positions = list[PipelinePlan](), _may_recompute(profile, options)
-    most_s = best_s * (1 + slowdown)
+    """Returns plans that recompute and stream fewer and fewer layers; with all, steps may take `most_s`."""
+    plans = list[PipelinePlan]()
     for _ in range(MOST_ROUNDS):
-        with_some = checkpointed(profile, positions)
+        with_some = savings.of(profile, cluster)
         found = _plans(with_some, cluster, options, most_s, until_s)
         if not found:
             break
         best = min(found, key=_with_effort)
         proposal = Proposal.of(best, with_some)
-        evaluator = Evaluator(CostModel.of(with_some, cluster, options), options)
-        needed = recomputed_where_needed(evaluator, proposal, best.planned.peak_memory_bytes)
-        with_fewer = checkpointed(profile, needed)
-        faster = Evaluator(CostModel.of(with_fewer, cluster, options), options).plan(proposal)
-        plans += [plan for plan in (best, faster) if fits(plan, cluster)]
-        if needed == positions or not needed:
+        fewer = _needed(profile, cluster, options, proposal, savings, best)
+        faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
+        within = (
+            plan for plan in (faster, best) if fits(plan, cluster)
+        )  # the first of equals counts
+        plans += [plan for plan in within if _fits_hosts(plan, cluster)]
+        if fewer == savings or not any(fewer):
             break
-        positions, options, most_s = needed, _with_shape_of(options, best), math.inf
+        savings, options, most_s = fewer, _with_shape_of(options, best), math.inf
     return plans
+
+
+def _fits_hosts(plan: PipelinePlan, cluster: Cluster) -> bool:
+    """Returns whether hosts have enough memory for what is streamed."""
+    num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
+    on_host = sum(plan.planned.streamed_bytes) * plan.num_pipelines / num_hosts
+    return on_host <= (cluster.host_memory_bytes or math.inf)
+
+
+def _evaluator(
+    profile: ModelProfile, cluster: Cluster, options: PlanOptions, savings: _Savings
+) -> Evaluator:
+    return Evaluator(CostModel.of(savings.of(profile, cluster), cluster, options), options)
+
+
+def _needed(
+    profile: ModelProfile,
+    cluster: Cluster,
+    options: PlanOptions,
+    proposal: Proposal,
+    savings: _Savings,
+    plan: PipelinePlan,
+) -> _Savings:
+    """Returns what of the savings a plan's cuts need to fit: less streaming first, then less recomputing."""
+    evaluator = _evaluator(profile, cluster, options, savings)
+    if savings.streamed:
+        placement, runs = plan.placement, evaluator.runs(proposal)
+        layers, still = evaluator.calls.backbone.layers, set[int]()
+        for rank, peak in enumerate(plan.planned.peak_memory_bytes):
+            own = [runs[stage] for stage in placement.stages_of(rank)]
+            held = (position for run in own for position in range(run.first, run.stop))
+            sizes = {i: size for i in held if (size := layers[i].streamed_bytes)}
+            limit = cluster.memory_of(rank, placement.num_ranks) or 0
+            still |= streamed_where_needed(sizes, max(limit - peak, 0))
+        savings = _Savings(savings.recomputed | savings.streamed, frozenset(still))
+        evaluator = _evaluator(profile, cluster, options, savings)
+        plan = evaluator.plan(proposal)
+    peaks = plan.planned.peak_memory_bytes
+    return savings._replace(recomputed=recomputed_where_needed(evaluator, proposal, peaks))
 
 
 def _with_shape_of(options: PlanOptions, plan: PipelinePlan) -> PlanOptions:

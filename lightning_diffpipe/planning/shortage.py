@@ -30,6 +30,7 @@ from lightning_diffpipe.planning.proposals import (
     shapes,
 )
 from lightning_diffpipe.planning.recomputation import checkpointed, recomputable
+from lightning_diffpipe.planning.streaming import streamable, streamed
 
 REMEDY_S = 5.0
 """Seconds spent on each option that might help where no plan fits."""
@@ -104,6 +105,9 @@ def nothing_fits(
     least = profile
     if options.checkpointing == "auto":
         least = checkpointed(profile, recomputable(profile))
+    if options.streaming == "auto" and options.checkpointing != "none":
+        every = streamable(profile)
+        least = streamed(checkpointed(least, every), every, cluster.host_bytes_per_s)
     shards = options.shard_optimizer is not False
     calls = CostModel.of(least, cluster, replace(options, shard_optimizer=shards))
     model, wishes = Evaluator(calls, options).model, encoding_choices(calls, options)
@@ -112,6 +116,10 @@ def nothing_fits(
     limits = ", ".join(f"{each:,}" for each in cluster.rank_memory_bytes)
     if limits and need <= limit:
         reason = f"{of[0]} needs {need:,} ({of[1]}), and some ranks have less"
+    elif need <= limit and cluster.host_memory_bytes:
+        reason = (
+            f"what is streamed then does not fit into {cluster.host_memory_bytes:,} bytes a host"
+        )
     elif need <= limit and options.filling != "none":  # which counts even shares
         reason = (
             f"{of[0]} would need {need:,} ({of[1]}) with even shares of the frozen work, but bubbles "
@@ -129,8 +137,8 @@ def _other_options(
     """Returns the options without which something would fit, one alone or else all together."""
     freed = {
         "num_stages": "auto", "num_microbatches": "auto", "num_replicas": "auto", "data_parallel": "auto",
-        "schedule": "auto", "filling": "none", "checkpointing": "auto", "encoding_ranks": "auto",
-        "shard_optimizer": True,
+        "schedule": "auto", "filling": "none", "checkpointing": "auto", "streaming": "auto",
+        "encoding_ranks": "auto", "shard_optimizer": True,
     }  # fmt: skip
     fixed = [n for n, value in freed.items() if getattr(options, n) not in ("auto", value)]
 
@@ -139,8 +147,8 @@ def _other_options(
         if not (found := _planned(profile, cluster, changed, plans)):
             return ""
         values = found.options.to_dict()
-        recomputes = "auto" if found.recomputed else "none"
-        values |= {"checkpointing": recomputes if "checkpointing" in names else ""}
+        for name, layers in (("checkpointing", found.recomputed), ("streaming", found.streamed)):
+            values[name] = "auto" if layers else "none"
         return ", ".join(f"{name}={values[name]}" for name in names)
 
     alone = [text for name in fixed if (text := would_fit([name]))]
@@ -162,6 +170,7 @@ def _other_models(
         data_parallel="auto",
         encoding_ranks="auto",
         checkpointing="auto",
+        streaming="auto",
     )
     trained = sum(layer.gradient_bytes for layer in profile.layers)
     frozen = sum(layer.parameter_bytes for layer in profile.layers) - trained
@@ -207,9 +216,8 @@ def _in_4_bits(profile: ModelProfile) -> ModelProfile:
 
     def changed(layer: LayerProfile) -> LayerProfile:
         frozen = layer.parameter_bytes - layer.gradient_bytes
-        return replace(
-            layer, parameter_bytes=layer.gradient_bytes + round(SHARE_OF_4_BITS * frozen)
-        )
+        stored = layer.gradient_bytes + round(SHARE_OF_4_BITS * frozen)
+        return replace(layer, parameter_bytes=stored, streamable_bytes=0)
 
     encoders = tuple(
         replace(

@@ -31,6 +31,7 @@ from lightning_diffpipe.graph.memo import repeatable, why_not_remembered
 from lightning_diffpipe.graph.placement import held_bytes
 from lightning_diffpipe.graph.probe import fold
 from lightning_diffpipe.graph.step import Step, StepCall
+from lightning_diffpipe.graph.streaming import streamable
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -198,7 +199,7 @@ def assemble(
     samples = graph.num_samples or 1
     boundaries = boundary_bytes(graph)
     path = [graph.layers[index] for index in graph.path]
-    claimed, seen = set[str](), set[TensorKey]()
+    claimed, seen, streams = set[str](), set[TensorKey](), streamable(module, graph)
     layers, free = [], without_gradient(graph)
     for position, layer in enumerate(path, start=1):
         read = layer.parameters | (graph.tail_parameters if layer is path[-1] else frozenset())
@@ -223,6 +224,7 @@ def assemble(
                 input_bytes_per_sample=None
                 if writes
                 else sum(graph.spec(key).nbytes for key in inputs) // samples,
+                streamable_bytes=sum(p.nbytes for p in streams[layer.name].values()),
             )
         )
     long = tuple(Skip(size // samples, made, readers) for size, made, readers in skips(graph))

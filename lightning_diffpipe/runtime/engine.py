@@ -100,6 +100,7 @@ class Engine:
             lambda works: self._ends.gather(works, self._transport),
             self._share_results,
             self._clock,
+            stream=layout.steps.stream,
         )
         self._results = ResultSharing(mesh, placement.rank_of(placement.num_stages - 1, 0))
 
@@ -204,6 +205,8 @@ class Engine:
     def close(self) -> None:
         """Frees tensors that outlive a step."""
         self.drop_prepared()
+        if self.layout.steps.stream is not None:
+            self.layout.steps.stream.close()
 
     def _follow(self, step: StepWork) -> None:
         """Says to the transport which messages there will be, and what each of them confirms."""

@@ -16,6 +16,7 @@ from typing import assert_never
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.comm.transport import MessageKey, PendingWork, Transport
 from lightning_diffpipe.errors import PipelineTimeoutError
+from lightning_diffpipe.graph.streaming import WeightStream
 from lightning_diffpipe.planning.instruction import (
     Backward,
     BackwardInput,
@@ -33,6 +34,7 @@ from lightning_diffpipe.planning.instruction import (
     UpdateWeights,
     Wait,
 )
+from lightning_diffpipe.planning.streaming import streamed_runs
 from lightning_diffpipe.runtime.bubbles import Filler, FrozenWork
 from lightning_diffpipe.runtime.recording import Recording
 from lightning_diffpipe.runtime.stage import MicrobatchWork, StageRunner
@@ -71,6 +73,7 @@ class Executor:
         position: The instruction it stands at.
         flushes: Nothing is under way when a program has ended.
         update: Steps the optimizers, whose gradients are those of a batch of which this is the last microbatch.
+        stream: Has the weights of streamed layers, of which the program tells the order.
     """
 
     local_rank: int
@@ -83,6 +86,7 @@ class Executor:
     position: int = 0
     flushes: bool = True
     update: Callable[[MicrobatchWork], None] | None = None
+    stream: WeightStream | None = None
 
     def __post_init__(self) -> None:
         self.recording = self.begin()
@@ -106,6 +110,8 @@ class Executor:
             Before every wait: what it stands at, and a function that returns whether it may go on.
         """
         recording = self.recording
+        if self.stream is not None:
+            self.stream.follow(streamed_runs(program, self.stream.stages))
         try:
             for self.position, instruction in enumerate(program):
                 start = recording.stamp()
@@ -118,6 +124,9 @@ class Executor:
         except BaseException:
             self.runner.stash.clear()
             raise
+        finally:
+            if self.stream is not None:
+                self.stream.rest()
 
     def _execute(
         self, instruction: Instruction, works: Works, frozen: FrozenWork | None

@@ -28,6 +28,7 @@ from lightning_diffpipe.graph.layer import LayerGraph, first_difference, other_c
 from lightning_diffpipe.graph.probe import reprobe, require_unchanged
 from lightning_diffpipe.graph.side_effects import generators_preserved
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, StepCall, batch_signature
+from lightning_diffpipe.graph.streaming import WeightStream
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.graph.view import DummyMemory, Memo, StageView
 from lightning_diffpipe.planning.schedule import Placement
@@ -66,6 +67,7 @@ class PartitionedStepCache:
             after the last layer runs on NaN.
         forms: Those that are known, if there are several.
         recomputed: See `View`.
+        stream: See `View`; None if the plan streams no layer of this rank.
     """
 
     root: nn.Module
@@ -80,6 +82,7 @@ class PartitionedStepCache:
     trials: Forms = field(default_factory=Forms)
     forms: Sequence[StepForm] = ()
     recomputed: frozenset[str] = frozenset()
+    stream: WeightStream | None = None
 
     def __post_init__(self) -> None:
         planned = self.trials.widest
@@ -236,7 +239,13 @@ class PartitionedStepCache:
         root, interception, memory = self.root, self.interception, self._dummies
         views = {
             stage: StageView(
-                root, graph, pieces.stages[stage], interception, memory, self.recomputed
+                root,
+                graph,
+                pieces.stages[stage],
+                interception,
+                memory,
+                self.recomputed,
+                self.stream,
             )
             for stage in calls.placement.stages_of(self.local_rank)
         }

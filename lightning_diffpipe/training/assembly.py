@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
-from lightning_diffpipe.errors import raised_by_all
+from lightning_diffpipe.errors import PlanError, raised_by_all
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.graph.chains import find_chains
 from lightning_diffpipe.graph.cut import Cut, require_hooks_within_stages
@@ -27,6 +27,7 @@ from lightning_diffpipe.graph.layer import LayerGraph
 from lightning_diffpipe.graph.placement import place_parameters
 from lightning_diffpipe.graph.probe import fold, reprobe
 from lightning_diffpipe.graph.step import StepCall, batch_signature
+from lightning_diffpipe.graph.streaming import Weights, WeightStream, streamable
 from lightning_diffpipe.graph.trial import untouched
 from lightning_diffpipe.planning.instruction import Encode, ExchangeFrozen
 from lightning_diffpipe.planning.laws import messages_of_edge
@@ -115,11 +116,15 @@ def assemble(
         homes = whereabouts(pieces, placement)
         waits = plan.options.encode_first and not (plan.runs_free or options.verify)
         later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
-        place_parameters(module, resident, process.device, homes, later)
+        streams, weights = _streamed(module, unfolded, plan, mesh.local_rank)
+        from_host = {name: p for each in weights.values() for name, p in each.items()}
+        later -= from_host.keys()
+        place_parameters(module, resident, process.device, homes, later | from_host.keys())
+        stream = WeightStream(weights, streams, process.device) if weights else None
         interception.refuse(homes)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
-            process.device, known, probed.forms, step_forms, recomputed,
+            process.device, known, probed.forms, step_forms, recomputed, stream,
         )  # fmt: skip
         named = dict(module.named_parameters())
         trained = {n: named[n] for n in named if n in resident and n in graph.trained}
@@ -138,8 +143,25 @@ def assemble(
             module, plan, graph, mesh, engine, residents, owners, trained, untrained, watch, seed,
             interception, RelayView(module, interception, owners, RelayChannel(mesh)),
             _sharding(plan, mesh, named, trained, holders),
-            later={name: named[name] for name in later},
+            offloaded=from_host, later={name: named[name] for name in later},
         )  # fmt: skip
+
+
+def _streamed(
+    module: nn.Module, graph: LayerGraph, plan: PipelinePlan, local_rank: int
+) -> tuple[dict[int, list[str]], dict[str, Weights]]:
+    """Returns the streamed layers of a rank by stage, and their frozen weights."""
+    names = {
+        stage: [graph.path_names[i] for i in plan.streamed_of(stage)]
+        for stage in plan.placement.stages_of(local_rank)
+    }
+    every = streamable(module, graph) if plan.streamed else {}
+    weights = {name: every[name] for of_stage in names.values() for name in of_stage}
+    if empty := [name for name, own in weights.items() if not own]:
+        raise PlanError(
+            f"the plan streams {empty[0]}, which has no frozen weights of its own; plan again for this module"
+        )
+    return names, weights
 
 
 def _sharding(

@@ -353,10 +353,11 @@ class CheckpointHooks(ParallelStrategy):
             CheckpointError: Names or shapes do not fit the module.
         """
         if (pipeline := self.pipeline) is not None:
-            take_over(
-                checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
-                pipeline.mesh, strict,
-            )  # fmt: skip
+            with self._loaded():
+                take_over(
+                    checkpoint["state_dict"], pipeline.module, pipeline.resident, pipeline.owners,
+                    pipeline.mesh, strict,
+                )  # fmt: skip
             pipeline.count_as_unchanged()
             return
         module = self.lightning_module

@@ -120,6 +120,11 @@ class Ended:
         return self
 
 
+def _owners_of(parameters: Iterable[str]) -> frozenset[str]:
+    """Returns names of the modules that have some parameters."""
+    return frozenset(name.rpartition(".")[0] for name in parameters)
+
+
 @dataclass
 class Pipeline:
     """One rank's pipeline, ready to run.
@@ -140,7 +145,8 @@ class Pipeline:
         sharding: Divides optimizer states over the holders of a stage, if the plan says so.
         basis: What the plan was made from; None if the plan was given.
         runs_ahead: Frozen layers may still run before their batch is due.
-        offloaded: Parameters of this rank whose values are in files only, by name.
+        offloaded: Parameters of this rank whose values are in files or in host memory, by name: those of streamed
+            layers, and of encoders that have stored their results.
         later: Those of its stages that stay on the host until all samples are encoded.
     """
 
@@ -167,6 +173,7 @@ class Pipeline:
         frozen = self.resident - self.graph.trained
         # Not of trained ones: optimizers may write through `.data`.
         self._mapped = Versions(self.module, frozen, ())
+        self._relay.offloaded = _owners_of(self.offloaded)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Stores none of what only this process has: threads, groups, messages."""
@@ -219,6 +226,8 @@ class Pipeline:
     def count_as_unchanged(self) -> None:
         """Takes what frozen layers read now for unchanged, as after a checkpoint was loaded."""
         self.engine.drop_prepared()
+        if (stream := self.engine.layout.steps.stream) is not None:
+            stream.forget()
         self.read_ahead.note()
 
     def offload(self, layers: frozenset[str], folder: Path) -> int:
@@ -244,7 +253,7 @@ class Pipeline:
         num_bytes = sum(map(held_bytes, away.values()))
         with self._moving():
             self.offloaded |= offload(self.module, away, folder)
-        self._relay.offloaded = frozenset(name.rpartition(".")[0] for name in self.offloaded)
+        self._relay.offloaded = _owners_of(self.offloaded)
         vars(self).pop("read_ahead", None)
         self.count_as_unchanged()
         return num_bytes
@@ -338,6 +347,8 @@ class Pipeline:
             connected: Whether the other ranks are still there; if not, placeholders stay.
         """
         self.engine.drop_prepared()  # of which one may be paused in a layer that is loaded
+        if (stream := self.engine.layout.steps.stream) is not None:  # a step may have failed in one
+            stream.rest()
         with self._moving():
             load_back([*self.offloaded.values(), *self.later.values()], torch.device("cpu"))
             make_plain(self.module)

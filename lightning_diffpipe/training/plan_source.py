@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from lightning_diffpipe.comm.bandwidth import measure_links, with_memory
+from lightning_diffpipe.comm.bandwidth import measure_cluster, measure_links, with_memory
 from lightning_diffpipe.comm.mesh import ProcessGroup, gathered_objects
 from lightning_diffpipe.comm.rendezvous import agree
 from lightning_diffpipe.comm.watcher import watcher
@@ -32,7 +32,9 @@ from lightning_diffpipe.errors import (
 )
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.forms import Forms
+from lightning_diffpipe.host_memory import available_bytes
 from lightning_diffpipe.planning.cluster import Cluster
+from lightning_diffpipe.planning.codec import LARGEST
 from lightning_diffpipe.planning.options import PlanOptions, ranks_of_pipeline
 from lightning_diffpipe.planning.plan import PipelinePlan, check_wishes
 from lightning_diffpipe.planning.profile import FormsSeen, ModelProfile, joined, separated
@@ -78,6 +80,7 @@ class PipelineOptions:
     frozen_group_size: int | Auto = "auto"
     encoding_ranks: int | Auto = "auto"
     checkpointing: str = "auto"
+    streaming: str = "auto"
     shard_optimizer: bool | Auto = "auto"
     plan: PipelinePlan | str | Path | None = None
     profile: Any = "measure"
@@ -122,6 +125,7 @@ class PipelineOptions:
             frozen_group_size=self.frozen_group_size,
             encoding_ranks=self.encoding_ranks,
             checkpointing=self.checkpointing,
+            streaming=self.streaming,
             encode_first=self.encode_first,
             optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
             averages_bytes_factor=self.averages_bytes_factor,
@@ -256,6 +260,9 @@ def _make_plan(
         check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
         return plan
     assert profile is not None
+    if process.device.type == "cuda" and cluster.host_memory_bytes is None:  # else nothing moves
+        free = int(min(available_bytes(), LARGEST))
+        cluster = replace(cluster, host_memory_bytes=free)
     data_parallel = options.pipelines_beside(process.world_size)
     wishes = options.wishes(batch_size * data_parallel, data_parallel)
     plan, most = find_plan(profile, cluster, wishes), batch_size // subject.least_samples
@@ -325,8 +332,10 @@ def _cluster(options: PipelineOptions, process: Process, world: ProcessGroup | N
         if given.memory_bytes is not None:
             return given
         return with_memory(given, world, process.device)
-    if process.world_size == 1 or options.plan is not None or options.profile == "flops":
+    if options.plan is not None or options.profile == "flops":
         return with_memory(Cluster(process.world_size), world, process.device)
+    if process.world_size == 1:
+        return measure_cluster(None, process.device)
     if not _by_all(process in _links, world):
         _links[process] = measure_links(process.backend, process.device)
     return _links[process]

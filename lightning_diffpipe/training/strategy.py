@@ -114,6 +114,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         checkpointing: Layers whose activations the backward computes again instead of storing them: `"none"`;
             `"all"` for which that frees memory; `"auto"`, those of each stage that have to be for the plan to fit.
             What the module checkpoints itself stays as it is.
+        streaming: Layers whose frozen weights lie in host memory, pinned for GPUs, and are copied to the device for
+            each run: `"none"`; `"all"`, as in tests; `"auto"`, those of each stage without which no plan would fit,
+            also with recomputed layers, which all streamed ones are.
         shard_optimizer: The ranks that hold a stage, in all pipelines, share its optimizer state (ZeRO-1): each
             steps some of its parameters and sends them to the others, half as much again as to sum gradients.
             `"auto"`: where the plan would not fit otherwise, of ready-made modules (`Optimization`); optimizers of
@@ -162,6 +165,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         frozen_group_size: int | Auto = "auto",
         encoding_ranks: int | Auto = "auto",
         checkpointing: str = "auto",
+        streaming: str = "auto",
         shard_optimizer: bool | Auto = "auto",
         plan: PipelinePlan | str | Path | None = None,
         profile: Any = "measure",
@@ -207,7 +211,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule,
             num_replicas=num_replicas, data_parallel=data_parallel, filling=filling,
             frozen_group_size=frozen_group_size, encoding_ranks=encoding_ranks,
-            checkpointing=checkpointing, shard_optimizer=shard_optimizer, plan=plan,
+            checkpointing=checkpointing, streaming=streaming, shard_optimizer=shard_optimizer, plan=plan,
             profile=profile, cluster=cluster, seed=seed, check_finite=check_finite, verify=verify,
             optimizer_bytes_factor=optimizer_bytes_factor,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from lightning_diffpipe.planning.profile import (
 from lightning_diffpipe.planning.recomputation import checkpointed
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.search import find_plan
+from lightning_diffpipe.planning.streaming import streamed
 from lightning_diffpipe.viewing.text import count_of, percent, seconds, size
 
 BEST = "the best of all plans"
@@ -147,7 +148,9 @@ def _recosted(plan: PipelinePlan, profile: ModelProfile, cluster: Cluster) -> Pi
     remedy = "use the profile that the plan was made from, or one of the same layers"
     check_layers(plan, names, what, remedy)
     own = replace(cluster, num_ranks=plan.num_ranks)
-    model = CostModel.of(checkpointed(profile, plan.recomputed), own, plan.options)
+    recomputing = checkpointed(profile, plan.recomputed)
+    streaming = streamed(recomputing, plan.streamed, cluster.host_bytes_per_s)
+    model = CostModel.of(streaming, own, plan.options)
     again = Evaluator(model, plan.options).plan(Proposal.of(plan, profile))
     old_s, new_s = plan.planned.iteration_s, again.planned.iteration_s
     return plan if math.isclose(new_s, old_s, rel_tol=SAME_STEP) else again

@@ -53,6 +53,7 @@ def stage_table(plan: PipelinePlan) -> str:
     header = ["stage", "ranks", "layers", "of", *times, "memory"]
     rows, costs, memory = [], plan.costs, plan.planned.peak_memory_bytes
     header += ["recomputed"] if plan.recomputed else []
+    header += ["streamed"] if plan.streamed else []
     for stage in plan.stages:
         i, ranks = stage.index, plan.placement.stage_ranks[stage.index]
         where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
@@ -67,8 +68,17 @@ def stage_table(plan: PipelinePlan) -> str:
         row.append(size(max(memory[rank] for rank in ranks)) if memory else "?")
         if plan.recomputed:
             row.append(f"{len(stage.recomputed)} of {stage.num_layers}")
+        if plan.streamed:
+            row.append(_ranges(stage.streamed))
         rows.append(row)
     return table(header, rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers in short, as `0-2, 5, 7-8`."""
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ends = ([number for _, number in run] for _, run in runs)
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, *_, b in (run * 2 for run in ends))
 
 
 def numbers(plan: PipelinePlan) -> str:
@@ -89,6 +99,13 @@ def numbers(plan: PipelinePlan) -> str:
         lines.append("encoders      in memory before training only (encode_first)")
     if plan.options.shard_optimizer is True:
         lines.append("optimizer     the ranks that hold a stage share its state")
+    for rank, num_bytes in enumerate(planned.streamed_bytes):
+        if num_bytes:
+            copied = planned.copied_bytes[rank], planned.copied_s[rank]
+            lines.append(
+                f"streaming     rank {rank} has {size(num_bytes)} of weights in host memory, and copies "
+                f"{size(copied[0])} in {seconds(copied[1])} a step"
+            )
     if planned.iteration_s != planned.unfilled_iteration_s:
         lines.append(
             f"unfilled      {seconds(planned.unfilled_iteration_s)}, "

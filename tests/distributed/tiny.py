@@ -122,6 +122,16 @@ class TinyDiffusion(L.LightningModule):
         }
 
 
+class Adapted(TinyDiffusion):
+    """Trains a small part of each block; the frozen part may be streamed."""
+
+    def __init__(self, num_blocks=8, **options):
+        super().__init__(num_blocks=num_blocks, **options)
+        for block in self.blocks:
+            block.mix.requires_grad_(False)
+            block.out.requires_grad_(False)
+
+
 class Twice(TinyDiffusion):
     """Estimates first, and trains on the estimate (self-conditioning); or one of its relatives.
 

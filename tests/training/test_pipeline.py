@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_diffpipe import DiffPipeStrategy, find_plan
 from lightning_diffpipe.callbacks.ema import EMA
+from lightning_diffpipe.comm import bandwidth
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.errors import ConfigurationError, GraphError, PlanError
 from lightning_diffpipe.graph.forms import Forms
@@ -329,9 +330,12 @@ def test_a_device_without_measured_links_has_a_memory(monkeypatch, profile, num_
     """History: with profile=flops, and on one rank, plans knew no limit and ran out of memory."""
     card = SimpleNamespace(total_memory=100 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(bandwidth, "host_bytes_per_s", lambda device: 5e9)
     process = pipeline.Process(0, num_ranks, torch.device("cuda"), "nccl", 1.0)
     cluster = _cluster(PipelineOptions(profile=profile), process, None)
-    assert cluster == Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
+    expected = Cluster(num_ranks, memory_bytes=round(0.92 * (100 << 30)))
+    copied = {"host_bytes_per_s": 5e9} if profile == "measure" else {}
+    assert cluster == replace(expected, **copied)
 
 
 @pytest.mark.parametrize(

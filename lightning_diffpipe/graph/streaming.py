@@ -1,0 +1,237 @@
+"""Streamed layers: frozen weights that lie in host memory, and are copied to the device while earlier layers run.
+
+    stream = WeightStream({name: streamable(module, graph)[name] for name in planned}, stages, device)
+    stream.follow(names)                       # of the layers that the step runs, in order
+    stream.call(name, partial(layer, x))       # whenever a streamed layer runs
+    stream.rest()                              # placeholders again
+
+There are two slots, each as large as the largest layer. While the layer in one of them runs, the next one is copied
+to the other: on a GPU by a stream of its own, on a CPU by a thread. What `follow` foretells only saves time: a
+layer that comes out of turn is copied when it comes.
+
+A slot may be written again as soon as another layer runs. In the forward this is so, as a streamed layer is a
+recomputed one, of which autograd keeps nothing. In the backward it is, as autograd takes nodes in the reverse order
+of their making: the nodes of a layer are done before one of an earlier layer asks for its activations.
+
+Source:
+    Rhu et al. (2016), https://arxiv.org/abs/1602.08124 (vDNN).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import (
+    host_value,
+    is_quantized_later,
+    keep_on_host,
+    lent_to_placeholders,
+    true_stride,
+)
+
+_ALIGNMENT = 64  # bytes, of tensors in a slot
+
+Weights = Mapping[str, nn.Parameter]
+"""Parameters by name."""
+
+
+def streamable(module: nn.Module, graph: LayerGraph) -> dict[str, Weights]:
+    """Returns frozen weights inside of each layer of the trained path that nothing else reads, by layer.
+
+    No quantized ones, whose parts would have to be copied one by one.
+    """
+    named = dict(module.named_parameters())
+    readers = Counter(name for layer in graph.layers for name in layer.parameters)
+    readers.update(graph.tail_parameters)
+
+    def is_streamable(name: str) -> bool:
+        parameter = named[name]
+        is_frozen = name not in graph.trained and not parameter.requires_grad
+        is_plain = type(parameter) is nn.Parameter and not is_quantized_later(parameter)
+        return is_frozen and is_plain and readers[name] == 1
+
+    return {
+        layer.name: {
+            name: named[name]
+            for name in sorted(layer.parameters & named.keys())
+            if name.startswith(f"{layer.name}.") and is_streamable(name)
+        }
+        for layer in (graph.layers[index] for index in graph.path)
+    }
+
+
+class _Slot:
+    """Memory for the frozen weights of one layer.
+
+    Attributes:
+        views: By layer, for each of its parameters the part of the memory where its value goes.
+        layer: The layer whose weights it has, or will have when `wait` has returned.
+        wait: Waits for the copy.
+        lent: While open, parameters of the layer have their values.
+    """
+
+    def __init__(self, memory: Tensor, layers: Mapping[str, Weights]) -> None:
+        self.views = {name: _laid_out(weights.values(), memory) for name, weights in layers.items()}
+        self.layer: str | None = None
+        self.wait: Callable[[], Any] = lambda: None
+        self.lent = contextlib.ExitStack()
+
+
+class WeightStream:
+    """Weights of the streamed layers of a rank.
+
+    Args:
+        layers: Offloaded parameters by layer, whose values are pinned if the device is a GPU.
+        stages: Streamed layers by stage, in the order of the forward.
+        device: Where layers run.
+
+    Attributes:
+        layers: As given.
+        stages: As given.
+        slot_bytes: Bytes of both slots.
+        num_bytes_copied: Bytes copied to the device so far.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Weights],
+        stages: Mapping[int, Sequence[str]],
+        device: torch.device,
+    ) -> None:
+        self.layers, self.stages, self.num_bytes_copied = layers, stages, 0
+        sizes = [_room(weights.values()) for weights in layers.values()]
+        self.slot_bytes = 2 * max(sizes)
+        self._device, self._runs, self._next = device, tuple[str, ...](), 0
+        # Made when the first layer runs: with `encode_first`, encoders are there until then. The second one runs.
+        self._slots: list[_Slot] = []
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)
+            for weights, size in zip(layers.values(), sizes, strict=True):
+                _pin([*weights.values()], size)
+        else:
+            self._thread = ThreadPoolExecutor(1, "weights")
+
+    def follow(self, runs: tuple[str, ...]) -> None:
+        """Notes the layers that a step will run, in order; steps after it are expected to be alike."""
+        self._runs, self._next = runs, 0
+
+    def call(self, layer: str, run: Callable[[], Any]) -> Any:
+        """Runs a layer with its weights; copies what of them it returns."""
+        if not self._slots:
+            memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+            self._slots = [_Slot(half, self.layers) for half in memory.chunk(2)]
+        slot = self._slot_of(layer)
+        slot.wait()
+        slot.lent.close()
+        slot.lent.enter_context(lent_to_placeholders(slot.views[layer]))
+        self._slots = [other for other in self._slots if other is not slot] + [slot]
+        if (coming := self._after(layer)) is not None:
+            self._slot_of(coming)
+        own = next(iter(slot.views[layer].values())).untyped_storage().data_ptr()
+        out = run()
+
+        def is_weight(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == own
+
+        if not any(map(is_weight, pytree.tree_leaves(out))):
+            return out
+        return pytree.tree_map(lambda value: value.clone() if is_weight(value) else value, out)
+
+    def _slot_of(self, layer: str) -> _Slot:
+        """Returns the slot that has the weights of a layer; begins to copy them to one if there is none."""
+        for slot in self._slots:
+            if slot.layer == layer:
+                return slot
+        slot = self._slots[0]
+        slot.lent.close()
+        slot.layer = layer
+        pairs = [(view, host_value(p)) for p, view in slot.views[layer].items()]
+        self.num_bytes_copied += sum(value.nbytes for _, value in pairs)
+        slot.wait = self._begin(pairs)
+        return slot
+
+    def _begin(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], Any]:
+        """Begins to copy to the first tensor of each pair; returns what waits for the copies."""
+
+        def copy() -> None:
+            for view, value in pairs:
+                view.copy_(value, non_blocking=True)
+
+        if self._device.type != "cuda":
+            return self._thread.submit(copy).result
+        # What has been started so far may still read the slot.
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            copy()
+            copied = self._side.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def _after(self, layer: str) -> str | None:
+        """Returns the layer that is expected to run after the one that runs now, if that was expected at all."""
+        ahead = [*self._runs[self._next :], *self._runs[: self._next]]
+        if layer not in ahead:
+            return None
+        self._next = (self._next + ahead.index(layer) + 1) % len(ahead)
+        return self._runs[self._next]
+
+    def rest(self) -> None:
+        """Makes all parameters placeholders again; the slots keep what they have."""
+        for slot in self._slots:
+            slot.lent.close()
+
+    def forget(self) -> None:
+        """Frees the slots, when no copy is under way any more: values on the host may have been written."""
+        self.rest()
+        for slot in self._slots:
+            slot.wait()
+        self._slots = []
+
+    def close(self) -> None:
+        """Frees the slots, and ends the thread."""
+        self.forget()
+        if self._device.type != "cuda":
+            self._thread.shutdown()
+
+
+def _placed(weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """Yields parameters with where their values start and stop in memory for all of them, in bytes."""
+    start = 0
+    for parameter in weights:
+        last = sum(
+            (size - 1) * stride
+            for size, stride in zip(parameter.shape, true_stride(parameter), strict=True)
+        )
+        stop = start + (last + 1) * parameter.element_size() * bool(parameter.numel())
+        yield parameter, start, stop
+        start = stop + -stop % _ALIGNMENT
+
+
+def _room(weights: Iterable[nn.Parameter]) -> int:
+    """Returns bytes of memory for the values of parameters."""
+    ends = [stop for _, _, stop in _placed(weights)]
+    return ends[-1] + -ends[-1] % _ALIGNMENT
+
+
+def _laid_out(weights: Iterable[nn.Parameter], memory: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Returns for each parameter a part of a memory, with its type, shape and strides."""
+    with torch.no_grad():
+        return {
+            p: memory[start:stop].view(p.dtype).as_strided(p.shape, true_stride(p))
+            for p, start, stop in _placed(weights)
+        }
+
+
+def _pin(weights: Sequence[nn.Parameter], size: int) -> None:
+    """Moves the values of offloaded parameters to memory from which a GPU can copy by itself."""
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    for parameter, view in _laid_out(weights, pinned).items():
+        keep_on_host(parameter, view.copy_(host_value(parameter)))

@@ -1,0 +1,232 @@
+"""Training with weights that are copied from host memory for each run of their layer equals one process."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_diffpipe.callbacks import EMA, EncodingCache, SampleImages
+from lightning_diffpipe.graph.placement import is_offloaded, is_placeholder
+from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
+from tests.distributed.scenarios import (
+    Settings,
+    assert_equal_runs,
+    build,
+    fit,
+    quick_strategy,
+    quiet_trainer,
+    reference,
+    weights_of,
+)
+from tests.distributed.tiny import Adapted, Data
+from tests.predictor import tiny_pipelines as tiny
+from tests.ranks import RankError, run_in_turn, run_ranks
+from tests.rows import row
+
+pytestmark = pytest.mark.distributed
+
+
+PARTS = [f"blocks.{index}.{name}" for index in range(8) for name in ("mix", "out")]
+KINDS = "weight", "bias"
+
+
+class Straight(Adapted):
+    """Has no layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        del self.merge
+
+    def denoise(self, noisy, t, text):
+        condition = self.time(t[:, None]) + self.text(text).mean(1)
+        for block in self.blocks:
+            noisy = block(noisy, condition)
+        return self.head(noisy)
+
+
+class Watch(L.Callback):
+    """Notes bytes copied until the end of each step, and parameters that have no memory then."""
+
+    def __init__(self):
+        self.copied, self.offloaded, self.plan = [], set(), None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        stream = trainer.strategy.pipeline.engine.layout.steps.stream
+        self.copied.append(stream.num_bytes_copied if stream else 0)
+        self.plan, named = trainer.strategy.plan, dict(module.named_parameters())
+        self.offloaded = {name for name, p in named.items() if is_offloaded(p)}
+        assert all(is_placeholder(named[name]) for name in self.offloaded)
+
+
+def fit_watched(rank, settings, world_size):
+    watch = Watch()
+    callbacks = [watch, *settings.trainer.get("callbacks", [])]
+    settings = replace(settings, trainer={**settings.trainer, "callbacks": callbacks})
+    return fit(rank, settings, world_size), watch
+
+
+def settings_of(num_stages, **strategy):
+    options = {"num_stages": num_stages, "num_microbatches": 4, **strategy}
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    data = {"size": 16, "batch_size": 8}
+    return Settings(module_class=Adapted, data=data, trainer=trainer, strategy=options)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "schedule"),
+    [(1, 1, "1f1b"), (2, 2, "1f1b"), (2, 4, "interleaved"), row(2, 2, "zero_bubble"), row(3, 3, "gpipe"),
+     row(2, "auto", "v"), row(2, "auto", "zero_bubble_v")],
+)  # fmt: skip
+def test_streamed_layers(num_ranks, num_stages, schedule):
+    """With accumulation and validation; copies are those of the plan."""
+    settings = settings_of(num_stages, schedule=schedule, streaming="all")
+    expected = reference(settings, 4)
+    plain = settings_of(num_stages, schedule=schedule)
+    without, runs = run_in_turn(fit_watched, num_ranks, (plain, num_ranks), (settings, num_ranks))
+    metrics = without[0][0].metrics
+    outcomes = [outcome for outcome, _ in runs]
+    assert_equal_runs(outcomes, expected)
+    plan, frozen = outcomes[0].plan, {f"{part}.{kind}" for part in PARTS for kind in KINDS}
+    assert set().union(*(watch.offloaded for _, watch in runs)) == frozen
+    for rank, (outcome, watch) in enumerate(runs):
+        assert outcome.metrics["val/loss"] == pytest.approx(metrics["val/loss"], 1e-10)
+        steps = {b - a for a, b in itertools.pairwise(watch.copied)}
+        assert steps == {plan.planned.copied_bytes[rank]}
+    assert sum(plan.planned.streamed_bytes) == sum(expected.weights[n].nbytes for n in frozen)
+
+
+def fit_freely(rank, **options):
+    module, watch = build(Settings(module_class=Straight)), Watch()
+    strategy = quick_strategy(**options)
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[watch], max_epochs=2)
+    trainer.fit(module, datamodule=Data(32, 8))
+    return watch.copied, weights_of(module), watch.plan
+
+
+def fit_with_and_without(rank):
+    """Also without streaming in the same stages, whose cuts decide what PipeDream computes."""
+    streaming = fit_freely(rank, num_stages=2, schedule="pipedream", streaming="all")
+    plan = streaming[-1]
+    stages = tuple(replace(stage, recomputed=(), streamed=()) for stage in plan.stages)
+    options = replace(plan.options, streaming="none")
+    return streaming, fit_freely(rank, plan=replace(plan, stages=stages, options=options))
+
+
+def test_without_a_flush_nothing_changes():
+    """PipeDream has several versions of weights that are trained, which streamed ones are not."""
+    for (copied, weights, _), (none, expected, _) in run_ranks(fit_with_and_without, 2):
+        assert copied[-1] > copied[0] > 0
+        assert set(none) == {0}
+        assert_close_to(weights, expected)
+
+
+def assert_close_to(weights, expected):
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+
+
+def test_where_nothing_fits_without_layers_are_streamed():
+    """As few as have to be; without streaming, 112,896 bytes would be needed."""
+    settings = settings_of(2, checkpointing="all", filling="none")
+    settings.trainer["max_steps"] = 2
+    limited = {**settings.strategy, "cluster": {"memory_bytes": 110_000}}
+    within = replace(settings, strategy=limited)
+    without, runs = run_in_turn(fit_watched, 2, (settings, 2), (within, 2))
+    assert_equal_runs([outcome for outcome, _ in runs], reference(settings, 4))
+    plan = runs[0][0].plan
+    assert not without[0][0].plan.streamed
+    assert max(plan.planned.peak_memory_bytes) <= 110_000
+    assert 0 < len(plan.streamed) < len(PARTS)
+    weights = runs[0][0].initial
+    for rank, (_, watch) in enumerate(runs):
+        offloaded = sum(weights[name].nbytes for name in watch.offloaded)
+        assert offloaded == plan.planned.streamed_bytes[rank]
+    none = replace(settings, strategy={**limited, "streaming": "none"})
+    with pytest.raises(RankError, match="num_microbatches=8 or streaming=auto would fit"):
+        run_ranks(fit_watched, 2, none, 2)
+
+
+class Drawing(SampleImages):
+    """Remembers what it drew."""
+
+    def __init__(self):
+        super().__init__(["a cat"], every_n_steps=4, num_inference_steps=2)
+        self.drawn = []
+
+    def draw(self, trainer, module):
+        self.drawn.append(super().draw(trainer, module))
+        return self.drawn[-1]
+
+
+def train_adapters(rank, world_size, model, folder, epochs=2, resumed=None, **strategy):
+    """Trains adapters of a tiny Flux; draws and saves after each epoch, the base weights as well."""
+    module = PipelineDiffusion.from_pretrained(
+        model,
+        lora=Lora(rank=2, store_all=True),
+        call={"max_sequence_length": 8},
+        caption_dropout=0.0,
+        optimization=Optimization(lr=1e-2, warmup_steps=0, decay="constant"),
+    )
+    module.double()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 4, 3, 32, 32, generator=generator, dtype=torch.float64)
+    batches = [{"image": each, "caption": ["a", "cat", "b 1", "x"]} for each in images]
+    drawing, ema, watch = Drawing(), EMA(decay=0.5), Watch()
+    trainer = quiet_trainer(
+        devices=world_size,
+        strategy=quick_strategy(num_stages=world_size, num_microbatches=2, **strategy),
+        max_epochs=epochs,
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), ema, drawing, watch],
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resumed)
+    weights = {n: p.detach() for n, p in module.named_parameters()}
+    averages = {n: p.detach().clone() for n, p in ema.averages.items()}
+    return weights, averages, drawing.drawn, watch.offloaded
+
+
+@pytest.mark.slow
+def test_adapters_over_streamed_weights_are_saved_averaged_and_drawn(tmp_path):
+    """Checkpoints of either go on with the other; drawings and base weights are those of one process."""
+    one, two, model = (tmp_path / name for name in ("one", "two", "model"))
+    tiny.build("flux", tmp_path / "parts").save_pretrained(model)
+    ((straight, averages, drawn, _),) = run_ranks(train_adapters, 1, 1, model, one)
+    ours, later = run_in_turn(
+        partial(train_adapters, streaming="all"), 2,
+        (2, model, two), (2, model, tmp_path / "later", 2, one / "epoch=0.ckpt"),
+    )  # fmt: skip
+    resumed = run_ranks(train_adapters, 1, 1, model, tmp_path, 2, two / "epoch=0.ckpt")
+    for weights, *_ in (*ours, *later, *resumed):
+        assert_close_to(weights, straight)
+    assert any(value.abs().max() > 1e-3 for n, value in straight.items() if ".lora_B." in n)
+    for _, got, images, offloaded in ours:
+        assert len(offloaded) > 20
+        assert not any(".lora_" in name for name in offloaded)
+        assert_close_to(got, {name: averages[name] for name in got})
+        torch.testing.assert_close(images, drawn, rtol=0, atol=1e-5)
+    assert {*ours[0][1]} | {*ours[1][1]} == {*averages}
+    saved, ours = (torch.load(f / "epoch=0.ckpt")["state_dict"] for f in (one, two))
+    assert_close_to(ours, saved)
+
+
+@pytest.mark.slow
+@pytest.mark.table
+def test_encoders_leave_memory_before_streamed_layers_run(tmp_path):
+    settings = settings_of(2, filling="none")
+    plain = reference(settings, 4)
+    cache = EncodingCache(tmp_path, encode_first=True, min_flops_per_byte=0.0)
+    settings.trainer["callbacks"] = [cache]
+    settings.strategy["streaming"] = "all"
+    runs = run_ranks(fit_watched, 2, settings, 2)
+    assert_equal_runs([outcome for outcome, _ in runs], plain)
+    assert not any(outcome.holds_frozen for outcome, _ in runs)
+    for _, watch in runs:
+        assert {"text.weight", "encoder.first.weight"} < watch.offloaded
+        assert any(name.startswith("blocks.") for name in watch.offloaded)
