@@ -178,10 +178,10 @@ def _other_models(
         adapters = _as_adapters(profile)
         tries = [
             ("adapters in place of all weights", adapters, cluster.num_ranks),
-            ("adapters over weights stored in 4 bits", _in_4_bits(adapters), cluster.num_ranks),
+            ("adapters and model.quantization=nf4", _in_4_bits(adapters), cluster.num_ranks),
         ]
     else:
-        tries = [("frozen weights stored in 4 bits", _in_4_bits(profile), cluster.num_ranks)]
+        tries = [("model.quantization=nf4", _in_4_bits(profile), cluster.num_ranks)]
     first = encoded_first(profile)
     if first != profile:
         tries.insert(0, ("encode_first=true", first, cluster.num_ranks))

@@ -162,7 +162,7 @@ def test_what_would_fit_is_named_with_the_step_it_promises():
     )
     frozen = profile_of(replace(x, gradient_bytes=0, parameter_bytes=100) for x in FOUR.layers)
     with pytest.raises(
-        PlanError, match=r"; frozen weights stored in 4 bits \(\d+ s a step\) or 4 r.* would fit$"
+        PlanError, match=r"; model.quantization=nf4 \(\d+ s a step\) or 4 r.* would fit$"
     ):
         find_plan(frozen, Cluster(1, memory_bytes=350), PlanOptions(4))
     with pytest.raises(PlanError, match=r"; checkpointing=auto would fit$"):
