@@ -134,7 +134,9 @@ def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
         layout = RankLayout(1, Placement(((0,),)))
         ended = SimpleNamespace(
             engine=SimpleNamespace(
-                close=lambda: done.append("close"), drop_prepared=lambda: done.append("drop")
+                close=lambda: done.append("close"),
+                drop_prepared=lambda: done.append("drop"),
+                layout=SimpleNamespace(steps=SimpleNamespace(stream=None)),
             ),
             offloaded={},
             later={},
