@@ -319,7 +319,10 @@ def quantizations_of(
 
 
 def quantize_components(
-    quantizations: Mapping[str, Quantization], components: Mapping[str, Any], trains: bool = True
+    quantizations: Mapping[str, Quantization],
+    components: Mapping[str, Any],
+    trains: bool = True,
+    every: bool = False,
 ) -> None:
     """Has weights of linear layers quantized when they are placed; none of autoencoders.
 
@@ -330,24 +333,25 @@ def quantize_components(
         quantizations: By names of components.
         components: By their names.
         trains: Only frozen weights are, and there have to be some.
+        every: In each of these components, as where a user has named them.
 
     Raises:
         ConfigurationError: There are no such weights.
     """
-    weights = [
-        (weight, how)
-        for name, how in quantizations.items()
+    weights = {
+        name: [w for w in _linear_weights(part) if not (trains and w.requires_grad)]
+        for name in quantizations
         if isinstance(part := components.get(name), nn.Module) and not hasattr(part, "decode")
-        for weight in _linear_weights(part)
-        if not (trains and weight.requires_grad)
-    ]
-    if trains and quantizations and not weights:
+    }
+    without = [name for name in quantizations if not weights.get(name)]
+    if trains and without and (every or len(without) == len(quantizations)):
         raise ConfigurationError(
-            f"quantization of {', '.join(quantizations)}: there is no frozen linear layer whose weight could be "
-            "quantized. What is trained as a whole stays plain: add adapters (lora), or leave quantization out"
+            f"quantization of {', '.join(without)}: there is no frozen linear layer whose weight could be "
+            "quantized. Autoencoders, and what is trained as a whole, stay plain: add adapters (lora), or leave it out"
         )
-    for weight, how in weights:
-        quantize_when_placed(weight, how)
+    for name, each in weights.items():
+        for weight in each:
+            quantize_when_placed(weight, quantizations[name])
 
 
 def _linear_weights(part: nn.Module) -> list[nn.Parameter]:

@@ -493,7 +493,7 @@ class PartsModule(L.LightningModule):
         parts = {name: load_for_training(*entry, dtype) for name, entry in stored.items()}
         module = cls(**parts, **kwargs)
         module.train_in_float32()
-        quantize_components(quantizations, module.parts)
+        quantize_components(quantizations, module.parts, every=isinstance(quantization, Mapping))
         module.pipeline_index = {  # parts that are not read, such as a safety checker, are absent
             key: [None, None] if isinstance(value, (list, tuple)) else value
             for key, value in index.items()

@@ -175,7 +175,7 @@ class PipelineDiffusion(PartsModule):
             ) from error
         module = cls(pipeline, **kwargs)
         module.train_in_float32()
-        quantize_components(quantizations, module.parts)
+        quantize_components(quantizations, module.parts, every=isinstance(quantization, Mapping))
         module._note_base(path, networks)
         return module
 

@@ -98,9 +98,11 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_what_is_trained_as_a_whole_stays_plain(tmp_path):
     tiny.build("flux", tmp_path / "parts").save_pretrained(tmp_path / "flux")
-    chosen = {"transformer": ROUNDED}
-    with pytest.raises(ConfigurationError, match=r"no frozen linear layer .* add adapters"):
-        PipelineDiffusion.from_pretrained(tmp_path / "flux", quantization=chosen)
+    for name in ("transformer", "vae"):
+        chosen = {name: ROUNDED, "text_encoder": ROUNDED}
+        says = rf"quantization of {name}: there is no frozen linear layer .* add adapters"
+        with pytest.raises(ConfigurationError, match=says):
+            PipelineDiffusion.from_pretrained(tmp_path / "flux", quantization=chosen)
     options = {"call": {"max_sequence_length": 8}, "quantization": ROUNDED}
     module = PipelineDiffusion.from_pretrained(tmp_path / "flux", lora=Lora(rank=2), **options)
     names = waiting(module)
