@@ -347,7 +347,7 @@ def quantize_components(
     if trains and without and (every or len(without) == len(quantizations)):
         raise ConfigurationError(
             f"quantization of {', '.join(without)}: there is no frozen linear layer whose weight could be "
-            "quantized. Autoencoders, and what is trained as a whole, stay plain: add adapters (lora), or leave it out"
+            "quantized. Autoencoders, and what is trained whole, stay plain: add adapters (lora), or leave it out"
         )
     for name, each in weights.items():
         for weight in each:
