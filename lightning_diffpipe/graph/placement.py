@@ -248,14 +248,13 @@ def place_parameters(
 
 
 def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -> None:
-    """Puts parameters in the places of others, wherever these are; gives back what making them has freed."""
+    """Puts parameters in the places of others, wherever these are."""
     if not others:
         return
     for module in root.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter in others:
                 module._parameters[key] = others[parameter]
-    trim()
 
 
 def has_own_tensors(module: nn.Module) -> bool:
@@ -342,7 +341,9 @@ def make_plain(root: nn.Module) -> None:
 
 def quantized_of(parameter: Tensor, value: Tensor) -> nn.Parameter:
     """Returns the quantized parameter for one of `quantize_when_placed`, of a plain value."""
-    return _with_notes(getattr(parameter, _QUANTIZED).quantize(value), parameter)
+    quantized = _with_notes(getattr(parameter, _QUANTIZED).quantize(value), parameter)
+    trim()  # else glibc keeps holes between quantized weights: five times their size was seen
+    return quantized
 
 
 def _quantized(parameter: Tensor, device: torch.device | str) -> nn.Parameter:
