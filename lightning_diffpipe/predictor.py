@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.comm.waiting import ask_for_queues
@@ -66,9 +67,7 @@ OnStep = Callable[[int, int], None]
 _OPTIONAL_PART = re.compile(
     r"(text_encoder|tokenizer|image_encoder|feature_extractor|safety_checker)(_\d+)?"
 )
-_SHARED_OPTIONS = [
-    f.name for f in fields(MethodOptions)[1:-3]
-]  # less the method and what it decides
+_SHARED_OPTIONS = {f.name for f in fields(MethodOptions)} - {"method", "further", "mesh", "reason"}
 
 
 class Predictor:
@@ -539,7 +538,11 @@ def _opened(
         # Files may lie elsewhere on each host; what is in them is among the weights.
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        arguments["quantization"] = str(loading["quantization"])
+        # Objects have addresses in their names.
+        arguments["quantization"] = pytree.tree_map(
+            lambda each: each if isinstance(each, str | None) else type(each).__name__,
+            loading["quantization"],
+        )
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source

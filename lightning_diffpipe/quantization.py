@@ -61,11 +61,15 @@ class QuantizedWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], like: Tensor
+        cls,
+        tensors: Mapping[str, Tensor],
+        settings: Mapping[str, Any],
+        shape: torch.Size,
+        dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """Wraps tensors, for a weight that was `like` this."""
+        """Wraps tensors, for a plain weight of this shape and type."""
         device = next(iter(tensors.values())).device
-        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.tensors, made.settings = dict(tensors), dict(settings)
         return made
 
@@ -94,26 +98,26 @@ class QuantizedWeight(Tensor):
         """
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
-            return cls(weight.tensors, weight.settings, weight)
+            return cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
         is_copied = func in (aten.clone.default, aten._to_copy.default)
         if is_copied and options.get("dtype") in (None, weight.dtype):
             device = options.get("device")
             copies = {n: each.clone().to(device) for n, each in weight.tensors.items()}
-            return cls(copies, weight.settings, weight)
+            return cls(copies, weight.settings, weight.shape, weight.dtype)
         raise NotImplementedError(
             f"{func} of a quantized weight, which only linear layers multiply by"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Tells which attributes take memory; see `torch.utils._python_dispatch`."""
-        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return list(self.tensors), (type(self), self.settings, like)
+        # A compiler compares what is returned besides names.
+        return list(self.tensors), (type(self), self.settings, self.shape, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], known: Any, *_: Any) -> QuantizedWeight:
         """Wraps tensors again."""
-        cls, settings, like = known
-        return cls(inner, settings, like)
+        cls, settings, shape, dtype = known
+        return cls(inner, settings, shape, dtype)
 
     def __getattr__(self, name: str) -> Any:
         """Finds tensors, as `__tensor_flatten__` names them."""
@@ -164,7 +168,7 @@ class Weight4Bit(QuantizedWeight):
             known["nested_offset"] = state.offset
         tensors = {name: each for name, each in known.items() if isinstance(each, Tensor)}
         settings = {name: each for name, each in known.items() if name not in tensors}
-        return cls({"packed": packed, **tensors}, settings, weight)
+        return cls({"packed": packed, **tensors}, settings, weight.shape, weight.dtype)
 
     @property
     def _state(self) -> Any:
@@ -217,7 +221,7 @@ class TorchaoWeight(QuantizedWeight):
         quantize_(layer, config)
         # A layer gets a method of its own there, a cycle in which the weight would outlive this call.
         quantized = layer._parameters.pop("weight")
-        return cls({"quantized": quantized.detach()}, {}, weight)
+        return cls({"quantized": quantized.detach()}, {}, weight.shape, weight.dtype)
 
     def dequantize(self) -> Tensor:
         """Returns a plain weight."""

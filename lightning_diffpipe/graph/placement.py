@@ -25,6 +25,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -226,6 +227,10 @@ def place_parameters(
                 others[parameter] = _quantized(parameter, device)
             elif parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
+                if (
+                    scales := getattr(parameter, "quant_state", None)
+                ) is not None:  # of bitsandbytes
+                    scales.to(device)
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
             others[parameter] = placeholder_of(parameter, torch.device(device))
@@ -317,18 +322,33 @@ def rounded(parameter: Tensor, value: Tensor) -> Tensor:
 @contextlib.contextmanager
 def quantized(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Has the parameters that wait for it quantized inside, on a device."""
-    made = quantize_all(root, device)
+    make_plain_again = quantize_all(root, device)
     try:
         yield
     finally:
-        replace_parameters(root, {after: before for before, after in made.items()})
+        make_plain_again()
 
 
-def quantize_all(root: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
-    """Quantizes all parameters of `quantize_when_placed` on a device; returns them by the plain ones."""
-    made: Any = {p: _quantized(p, device) for p in root.parameters() if is_quantized_later(p)}
-    replace_parameters(root, made)
-    return made
+def quantize_all(root: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Quantizes all parameters of `quantize_when_placed` on a device.
+
+    Returns:
+        A function that puts the plain ones back, also where `root.to()` has made others of the quantized ones.
+    """
+    plain = [
+        (module, key, parameter)
+        for module in root.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and is_quantized_later(parameter)
+    ]
+    made = {p: _quantized(p, device) for p in {parameter: None for _, _, parameter in plain}}
+
+    def put(parameters: Mapping[Tensor, nn.Parameter]) -> None:
+        for module, key, parameter in plain:
+            module._parameters[key] = parameters.get(parameter, parameter)
+
+    put(made)
+    return partial(put, {})
 
 
 def make_plain(root: nn.Module) -> None:

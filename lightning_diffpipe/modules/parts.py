@@ -23,7 +23,7 @@ import json
 import pickle
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -249,6 +249,9 @@ def load_for_training(path: str, name: str, entry: Sequence[str], dtype: torch.d
     return load_part(path, name, entry, torch.float32 if config.get("force_upcast") else dtype)
 
 
+def _do_nothing() -> None: ...
+
+
 class PartsModule(L.LightningModule):
     """A LightningModule made of diffusers and transformers parts.
 
@@ -268,6 +271,7 @@ class PartsModule(L.LightningModule):
         self._lora: Lora | None = None
         self._base: BaseModel | None = None
         self._left_out: dict[str, frozenset[str]] = {}
+        self._make_plain: Callable[[], None] = _do_nothing  # of quantized weights
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -340,15 +344,21 @@ class PartsModule(L.LightningModule):
             if strategy.root_device.type == "cpu":
                 for name in self.frozen_parts:
                     in_float32(getattr(self, name), torch.float16)
-            # `DiffPipeStrategy` has each rank quantize what it holds.
+            # `DiffPipeStrategy` has each rank quantize what it trains with.
             if stage != "fit" or not hasattr(strategy, "is_resident"):
-                quantize_all(self, strategy.root_device)
+                self._make_plain()
+                self._make_plain = quantize_all(self, strategy.root_device)
         self._left_out = {}
         # Lightning's averages have all weights, and are loaded as a whole.
         if self._base is not None and not any(
             isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks
         ):
             self._left_out = self._base.left_out(self.parts)
+
+    def teardown(self, stage: str) -> None:
+        """Makes weights plain again that `setup` has quantized, so that adapters can be merged into them."""
+        self._make_plain()
+        self._make_plain = _do_nothing
 
     def _absent(self) -> dict[str, frozenset[str]]:
         """Returns, by part, names of weights to leave out; none of a part that has begun to be trained since."""

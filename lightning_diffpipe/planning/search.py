@@ -233,10 +233,9 @@ def _saving_less(
         proposal = Proposal.of(best, with_some)
         fewer = _needed(profile, cluster, options, proposal, savings, best)
         faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
-        within = (
-            plan for plan in (faster, best) if fits(plan, cluster)
-        )  # the first of equals counts
-        plans += [plan for plan in within if _fits_hosts(plan, cluster)]
+        for plan in (faster, best):  # the first of equals counts
+            if fits(plan, cluster) and _fits_hosts(plan, cluster):
+                plans.append(plan)
         if fewer == savings or not any(fewer):
             break
         savings, options, most_s = fewer, _with_shape_of(options, best), math.inf

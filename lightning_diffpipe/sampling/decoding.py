@@ -87,10 +87,10 @@ def _decoded(
     vae: Any, answer: Callable[[dict[str, Any]], Any], given: Any, settings: Mapping[str, Any]
 ) -> Any:
     """Runs the `decode` of an autoencoder with these attributes, and a decoder that is answered."""
-    twin = copy.copy(vae)
-    vars(twin).update(vars(vae) | settings, decoder=answered_by(vae.decoder, answer))
-    vars(twin).pop("decode", None)
-    return twin.decode(*given["args"], **given["kwargs"])
+    answered = copy.copy(vae)
+    vars(answered).update(vars(vae) | settings, decoder=answered_by(vae.decoder, answer))
+    vars(answered).pop("decode", None)
+    return answered.decode(*given["args"], **given["kwargs"])
 
 
 # ------------------------------------------------------------------------------------------ looking
@@ -240,9 +240,9 @@ class Decoding:
         for name, part in pipeline.parts.items():
             is_vae = isinstance(part, nn.Module) and hasattr(type(part), "decode")
             if is_vae and name not in pipeline.needed and "decoder" in part._modules:
-                twin = pipeline.parts[name] = copy.copy(part)
-                vars(twin).update(vars(part))
-                vars(twin).setdefault("decode", partial(self._decode, name, twin))
+                dividing = pipeline.parts[name] = copy.copy(part)
+                vars(dividing).update(vars(part))
+                vars(dividing).setdefault("decode", partial(self._decode, name, dividing))
 
     def _decode(self, name: str, vae: Any, *args: Any, **kwargs: Any) -> Any:
         """Decodes on all ranks what can be divided, and else here; on rank 0."""

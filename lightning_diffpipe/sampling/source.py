@@ -222,8 +222,8 @@ class DiffusersFolder:
         added = read_loras(opening.loras or {}, pipeline_class, present, unet)
         adapters = opening.ip_adapters or {}
         files = require_ip_adapters(pipeline_class, adapters)
-        components = [name for name in present if parts.get(name, True) is not None]
-        self._quantizations = quantizations_of(opening.quantization, components)
+        stored = [name for name in present if name not in parts]  # what is given stays as it is
+        self._quantizations = quantizations_of(opening.quantization, stored)
         self.denoiser = skeleton(cls, config, device, dtype)
         check_weights(self.denoiser, weights)
         self._path, self._index, self._device = path, index, device

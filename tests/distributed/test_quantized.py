@@ -21,6 +21,7 @@ from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.quantization import (
     Weight4Bit,
     _in_4_bits,
+    quantization_named,
     quantizations_of,
     quantize_components,
 )
@@ -214,3 +215,21 @@ def with_gradient(layer, x):
     out = layer(x)
     out.square().sum().backward()
     return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "float8"])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_multiply_by_quantized_weights_in_one_graph(name):
+    """History: what a compiler compares of a weight had a tensor, and every compiled block failed."""
+    layer = nn.Sequential(nn.Linear(64, 64), nn.SiLU())
+    weight = quantization_named(name).quantize(layer[0].weight)
+    layer[0].weight = nn.Parameter(weight, requires_grad=False)
+    x = torch.randn(2, 3, 64)
+    plain = with_gradient(layer, x)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer.compile(backend="aot_eager")
+    compiled = with_gradient(layer, x)
+    assert all(map(torch.allclose, compiled, plain))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from safetensors.torch import load_file
 
 from lightning_diffpipe.callbacks import EncodingCache, SampleImages
 from lightning_diffpipe.graph.placement import (
@@ -56,7 +57,8 @@ class Look(L.Callback):
         self.count()
 
     def count(self):
-        weights = [p for p in self.module.parameters() if hasattr(p, "_diffpipe_quantized")]
+        weights = self.module.parameters()
+        weights = [p for p in weights if hasattr(p, "_diffpipe_quantized") or type(p) is Rounded]
         here = [p for p in weights if not (is_placeholder(p) or is_quantized_later(p))]
         self.counts += [len(weights), len(here), sum(stored_value(p) is not None for p in weights)]
 
@@ -163,3 +165,43 @@ def test_checkpoints_and_images_over_a_quantized_base(settings, tmp_path):
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(resumed[name], value), name
+
+
+def evaluate_fit_and_export(rank, settings, world_size, folder):
+    """Evaluates, trains and saves a whole pipeline; returns the adapters, and types of weights in between."""
+    module, look = build(settings), Look()
+    strategy = quick_strategy(num_stages=2, num_microbatches=2) if world_size > 1 else "auto"
+    options = {**settings.trainer, "callbacks": [look]}
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
+    data = settings.data_class().train_dataloader()
+    if world_size > 1:
+        trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    look.count()
+    module.save_pretrained(folder)
+    return {n: p for n, p in module.named_parameters() if ".lora_" in n}, look.counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_after_training_adapters_are_merged_into_the_plain_base(world_size, settings, tmp_path):
+    """History: other strategies left the base quantized, and evaluation did for the training after it."""
+    folder = tmp_path / "merged"
+    adapters, counts = run_ranks(evaluate_fit_and_export, world_size, settings, world_size, folder)[
+        0
+    ]
+    total, quantized, _, *after = counts
+    assert 0 < quantized <= total
+    assert after == [total, 0, total]
+    merged, base = (
+        load_file(next((path / "transformer").glob("*.safetensors")))
+        for path in (folder, tmp_path / "flux")
+    )
+    assert merged.keys() == base.keys()
+    for name, value in base.items():
+        layer, _, end = name.rpartition(".")
+        a, b = (adapters.get(f"transformer.{layer}.lora_{x}.default.weight") for x in "AB")
+        if end == "weight" and a is not None:
+            value = value + (b @ a).to(value.dtype)
+            assert not torch.equal(value, base[name])
+        assert torch.allclose(merged[name].float(), value.float(), atol=1e-2), name

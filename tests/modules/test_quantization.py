@@ -110,7 +110,10 @@ def test_what_is_trained_as_a_whole_stays_plain(tmp_path):
         "transformer", "text_encoder", "text_encoder_2",
     }  # fmt: skip
     assert not any(".lora_" in name for name in names)
-    assert len(quantize_all(module, torch.device("cpu"))) == len(names)
+    make_plain_again = quantize_all(module, torch.device("cpu"))
+    assert not waiting(module)
+    make_plain_again()
+    assert waiting(module) == names
 
 
 def test_settings_of_diffusers_are_taken():

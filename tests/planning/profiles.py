@@ -1,9 +1,11 @@
 """Profiles and clusters for tests: equal layers, and random ones."""
 
+import math
 import random
 from dataclasses import replace
 
 from lightning_diffpipe.planning.cluster import Cluster, Link
+from lightning_diffpipe.planning.evaluation import Proposal
 from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
@@ -14,6 +16,7 @@ from lightning_diffpipe.planning.profile import (
     Seconds,
     Skip,
 )
+from lightning_diffpipe.planning.proposals import all_cuts, shapes
 
 
 def equal_profile(num_layers=12, frozen_share=0.0, forward_s=1.0, backward_s=2.0, **sizes):
@@ -111,3 +114,14 @@ def random_case(seed, max_layers=8, max_ranks=4, memory=False):
     profile = random_profile(rng, num_layers, frozen=rng.random() < 0.5)
     limit = rng.randint(300, 2500) if memory else None
     return profile, random_cluster(rng, num_ranks, limit), rng.choice([4, 6, 8, 12])
+
+
+def best_step_s(evaluator):
+    """Shortest step of all cuts that fit, in seconds; nothing where none does."""
+    model, options = evaluator.model, evaluator.options
+    every = (
+        Proposal(shape, cuts)
+        for shape in shapes(model, options)
+        for cuts in all_cuts(model, options, shape)
+    )
+    return min((evaluator.step_s(each) for each in every if evaluator.fits(each)), default=math.inf)

@@ -10,7 +10,7 @@ import pytest
 from lightning_diffpipe.errors import ConfigurationError, PlanError
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
-from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
+from lightning_diffpipe.planning.evaluation import Evaluator
 from lightning_diffpipe.planning.instruction import Encode
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
@@ -22,9 +22,9 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.planning.proposals import all_cuts, shapes
 from lightning_diffpipe.planning.recomputation import checkpointed
 from lightning_diffpipe.planning.search import find_plan
+from tests.planning.profiles import best_step_s
 
 
 def layer(name, forward_s=1.0, kept=100, inputs=10):
@@ -94,16 +94,10 @@ def random_case(seed):
 
 def best_of_all(profile, cluster, options):
     """Every cut with every set of recomputed layers."""
-    found, num_layers = [], len(profile.layers)
-    for count in range(num_layers + 1):
-        for positions in combinations(range(num_layers), count):
-            evaluator = Evaluator(CostModel(checkpointed(profile, positions), cluster), options)
-            for shape in shapes(evaluator.model, options):
-                every = (
-                    Proposal(shape, cuts) for cuts in all_cuts(evaluator.model, options, shape)
-                )
-                found += [evaluator.step_s(each) for each in every if evaluator.fits(each)]
-    return min(found)
+    every = range(len(profile.layers))
+    chosen = (positions for n in range(len(every) + 1) for positions in combinations(every, n))
+    costs = (checkpointed(profile, positions) for positions in chosen)
+    return min(best_step_s(Evaluator(CostModel(each, cluster), options)) for each in costs)
 
 
 def test_plans_are_next_to_the_best_of_all_choices():

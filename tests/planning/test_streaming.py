@@ -1,8 +1,8 @@
 """Frozen weights that come from host memory: memory, waits, copies, and which layers."""
 
-import itertools
 import random
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -20,7 +20,7 @@ from lightning_diffpipe.planning.profile import (
     ModelProfile,
     Seconds,
 )
-from lightning_diffpipe.planning.proposals import all_cuts, shapes
+from lightning_diffpipe.planning.proposals import shapes
 from lightning_diffpipe.planning.recomputation import checkpointed
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.streaming import (
@@ -31,6 +31,7 @@ from lightning_diffpipe.planning.streaming import (
 )
 from lightning_diffpipe.viewing.explain import explain
 from lightning_diffpipe.viewing.report import report
+from tests.planning.profiles import best_step_s
 
 
 def layer(name, forward_s=1.0, frozen=100):
@@ -113,7 +114,7 @@ def test_as_little_is_streamed_as_has_to_be(seed):
 def test_streamed_layers_are_spread_over_a_stage():
     plan = planned(950, options=ONE_STAGE, ranks=1, num_microbatches=1, global_batch_size=1)
     (stage,) = plan.stages
-    gaps = {b - a for a, b in itertools.pairwise(stage.streamed)}
+    gaps = {b - a for a, b in pairwise(stage.streamed)}
     assert len(stage.streamed) in range(3, 8)
     assert max(gaps) - min(gaps) <= 1, stage.streamed
 
@@ -212,19 +213,10 @@ def test_what_two_slots_hold_need_not_be_streamed():
 
 def best_of_all(profile, cluster, options):
     """Every cut with every set of streamed layers, the others recomputed."""
-    found, count = [], len(profile.layers)
-    for number in range(count + 1):
-        for positions in itertools.combinations(range(count), number):
-            costs = streamed(
-                checkpointed(profile, range(count)), positions, cluster.host_bytes_per_s
-            )
-            evaluator = Evaluator(CostModel(costs, cluster), options)
-            for shape in shapes(evaluator.model, options):
-                every = (
-                    Proposal(shape, cuts) for cuts in all_cuts(evaluator.model, options, shape)
-                )
-                found += [evaluator.step_s(each) for each in every if evaluator.fits(each)]
-    return min(found)
+    every, rate = range(len(profile.layers)), cluster.host_bytes_per_s
+    chosen = (positions for n in range(len(every) + 1) for positions in combinations(every, n))
+    costs = (streamed(checkpointed(profile, every), positions, rate) for positions in chosen)
+    return min(best_step_s(Evaluator(CostModel(each, cluster), options)) for each in costs)
 
 
 def test_plans_are_next_to_the_best_of_all_choices():

@@ -15,7 +15,8 @@ from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_
 from tests.ranks import run_ranks
 
 SETTINGS = {"num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
-ROUNDED = Quantization(Rounded.of, 8.0)
+# A function without a name, which has another address on each rank.
+ROUNDED = Quantization(lambda weight: Rounded.of(weight), 8.0)
 
 
 @pytest.fixture(scope="module", params=["flux", "stable_diffusion"])
@@ -73,6 +74,16 @@ def test_two_ranks_draw_what_one_process_draws(saved):
             total = len(list(build(name, path / "again").transformer.parameters()))
             assert here + second[1] < 1.4 * total, "each rank reads its own layers"
         assert min(quantized, second[2]) > 5
+
+
+def test_a_component_that_is_given_stays_as_it_is(saved):
+    name, path, _ = saved
+    given = diffusers.DiffusionPipeline.from_pretrained(path).text_encoder
+    with Predictor.from_pretrained(
+        path, "single", quantization=ROUNDED, text_encoder=given
+    ) as predictor:
+        predictor(prompts_of(name), **{**SETTINGS, **options_of(name)})
+    assert not any(isinstance(p, Rounded) for p in given.parameters())
 
 
 def test_a_checkpoint_of_this_project_is_not_quantized(tmp_path):

@@ -9,7 +9,7 @@ operator stands under attention's name at every call of a block, so that no grap
                                 │
                                 └── the sampler's handler (`marks.py`), or torch's attention
 
-Source: regional compilation, `compile_repeated_blocks` of diffusers; custom operators, `torch.library`.
+Source: regional compilation, `compile_repeated_blocks` of diffusers; custom operators of PyTorch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import is_compiled
 from lightning_diffpipe.sampling.tracing.marks import AttentionByName
 
-_LIBRARY = torch.library.Library("lightning_diffpipe", "DEF")
+_LIBRARY = library.Library("lightning_diffpipe", "DEF")
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
     "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
@@ -42,7 +42,7 @@ def _outcome(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: An
 
 
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("lightning_diffpipe::attend", _outcome)
+library.register_fake("lightning_diffpipe::attend", _outcome)
 
 
 class CompiledBlock:
