@@ -5,9 +5,6 @@ on a few batches, and samples. A thread reads RssAnon of Linux: what is mapped f
 system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
-
-With `--limit` every rank lives in a control group of its own (version 1, made as root), where the system kills what
-takes more: pages of files are dropped first.
 """
 
 from __future__ import annotations
@@ -117,11 +114,8 @@ def measure(
     frozen_dtype: str | None = None,
     encode_first: bool = False,
     quantization: str | None = None,
-    limit_gib: float | None = None,
 ) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    if limit_gib is not None:
-        limit_memory(limit_gib)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     peaks = Peaks()
     peaks.phase = "opening"
@@ -170,14 +164,6 @@ def measure(
     ]
 
 
-def limit_memory(limit_gib: float) -> None:
-    """Puts this process into a control group that may take so much."""
-    group = Path(f"/sys/fs/cgroup/memory/diffpipe_{os.getpid()}")
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(str(round(limit_gib * GIB)))
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-
-
 class SaveAndPlan(L.Callback):
     """Saves at the end of training, and keeps what the plan says of memory."""
 
@@ -206,7 +192,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 os._exit(0)
         return on_ranks(
             arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision,
-            arguments.frozen_dtype, arguments.encode_first, arguments.quantization, arguments.limit,
+            arguments.frozen_dtype, arguments.encode_first, arguments.quantization,
         )  # fmt: skip
 
 
@@ -222,7 +208,6 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"
     )
     parser.add_argument("--quantization", help="of frozen linear layers: int8")
-    parser.add_argument("--limit", type=float, help="GiB that the system lets each rank take")
     parser.add_argument(
         "--encode-first", action="store_true", help="store all encodings before training"
     )

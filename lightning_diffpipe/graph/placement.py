@@ -227,10 +227,9 @@ def place_parameters(
                 others[parameter] = _quantized(parameter, device)
             elif parameter.device != torch.device(device):
                 parameter.data = parameter.data.to(device)
-                if (
-                    scales := getattr(parameter, "quant_state", None)
-                ) is not None:  # of bitsandbytes
-                    scales.to(device)
+            scales: Any = getattr(parameter, "quant_state", None)  # of bitsandbytes
+            if scales is not None:
+                scales.to(device)
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
             others[parameter] = placeholder_of(parameter, torch.device(device))
