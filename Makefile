@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUANTIZED := $(VENV)/quantized
 OLDEST := $(VENV)/oldest
+NEWEST := $(VENV)/newest
 export OMP_NUM_THREADS ?= 1
 # Nothing here may look for the network once packages are installed.
 export HF_HUB_OFFLINE := 1
@@ -19,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-tables test-fast test-distributed test-random test-oldest check wheel timeline golden models bench clean
+.PHONY: help setup demo test test-tables test-fast test-distributed test-random test-oldest test-newest check wheel timeline golden models bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -54,7 +55,7 @@ $(QUANTIZED)/.installed: constraints.txt | setup
 	@touch $@
 
 test-fast: setup  ## the tests that take about a minute together
-	$(BIN)/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed" $(ARGS)
+	$(BIN)/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed and not table" $(ARGS)
 
 test-distributed: setup  ## the tests that start several processes
 	$(BIN)/python -m pytest -q --tb=short -n 4 --dist worksteal -m distributed $(ARGS)
@@ -64,7 +65,7 @@ test-random: setup  ## laws (hypothesis) with thousands of new examples, which `
 
 # What imports Lightning, diffusers or transformers, and some of it on several ranks.
 test-oldest: $(OLDEST)/.installed  ## 1,200 tests with the lowest versions that pyproject.toml allows
-	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed" \
+	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed and not table" \
 		tests/callbacks tests/modules tests/predictor tests/training $(ARGS)
 	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not table" \
 		tests/distributed/test_checkpoints.py tests/distributed/test_parity.py $(ARGS)
@@ -75,6 +76,15 @@ $(OLDEST)/.installed: pyproject.toml | setup
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/lowest.txt \
 		-e '.[lora,webdataset,video]' pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+# Not in CI: torch comes with gigabytes of CUDA.
+test-newest: $(NEWEST)/.installed  ## the fast tests with the newest versions that pyproject.toml allows
+	$(NEWEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed and not table" $(ARGS)
+
+$(NEWEST)/.installed: pyproject.toml | setup
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 check: setup  ## formatting, lint and types

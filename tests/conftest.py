@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from importlib.metadata import version
 
 import pytest
@@ -110,3 +111,16 @@ def _forget_foreign():
 @pytest.fixture
 def update_golden(request):
     return request.config.getoption("--update-golden")
+
+
+@pytest.fixture(autouse=True)
+def _watchers_end_with_their_test():
+    """History: 60 threads of watchers that tests had made took the interpreter in turns, and others a tenth of it."""
+    before = threading.enumerate()
+    yield
+    for thread in set(threading.enumerate()) - set(before):
+        if thread.name == "diffpipe-watcher":
+            from lightning_diffpipe.comm.watcher import watcher
+
+            if thread._target.__self__ is not watcher:
+                thread._target.__self__._thread = None

@@ -40,6 +40,7 @@ class Killed(BaseException):
     """Stands for SIGKILL before a call that changes a folder."""
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_of_saving_is_gone_on_with(tmp_path, monkeypatch):
     """History: killed between removing and remaking last.ckpt, 1 of 20 runs began at step 0 again."""
     count = [0]

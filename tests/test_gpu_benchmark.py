@@ -34,6 +34,7 @@ def test_shares_of_frozen_work_have_their_parts():
     assert any("by_hand_frozen_share" in row for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl", "sd3", "flux"])
 def test_layers_of_large_models_are_timed(name):
     rows = rows_of(name)

@@ -37,6 +37,7 @@ def faults(**variables):
     return is_set, int(count)
 
 
+@pytest.mark.slow
 def test_nothing_asks_for_what_other_systems_lack():
     """History: the monitor imported `resource`, which Windows does not have, and with it the whole package."""
     code = "import sys; sys.modules['resource'] = None; import lightning_diffpipe.callbacks as c"

@@ -42,6 +42,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipeline_is_trained_by_its_own_call_or_refused_by_name(name, tmp_path):
     trained = train(name, tmp_path)
@@ -53,6 +54,7 @@ def test_a_pipeline_is_trained_by_its_own_call_or_refused_by_name(name, tmp_path
     assert training_facts(pipeline_row(name, trained, {})) == training_facts(written_row(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipeline_is_sampled_by_its_own_call_or_refused(name, tmp_path):
     """If it fails because more can be sampled now: run python -m tests.zoo.write_table Pipeline."""

@@ -540,7 +540,7 @@ class Watcher:
 
     def _watch(self) -> None:
         said_s = 0.0
-        while True:
+        while self._thread is not None:
             try:
                 before_s = time.monotonic()
                 ready = self._selector.select(_TICK_S)

@@ -135,6 +135,7 @@ def test_a_failure_counts_in_its_run_only_even_if_it_comes_first(ranks):
     assert ranks[2].loss().rank == 1, "it will not come back"
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_is_not_lost(ranks):
     ranks[1]._leave()
     until(lambda: ranks[2]._statuses[1].state == "left")
@@ -153,6 +154,7 @@ def test_a_rank_that_goes_on_no_more_is_missed(ranks):
         wait(ranks[0], 60.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_begun_is_missed_later(ranks):
     """History: gloo ended the wait, as when opening a model hung, and named no rank; idle ones are not to blame."""
     ranks[0].busy_timeout_s = 3 * TIMEOUT_S
@@ -172,6 +174,7 @@ def test_a_rank_that_goes_on_slowly_or_has_not_begun_is_not_missed(ranks):
     assert wait(ranks[0], 3 * TIMEOUT_S, ranks[1].step) == 1
 
 
+@pytest.mark.slow
 def test_what_was_noted_in_an_earlier_turn_tells_nothing(ranks):
     ranks[1].step()
     ranks[2].publish(refuses=True)

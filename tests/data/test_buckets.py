@@ -78,6 +78,7 @@ def passes(data, num_pipelines, num_epochs=2):
     return epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_pipelines", [1, 2])
 @pytest.mark.parametrize("last", ["filled", "dropped", "smaller"])

@@ -52,6 +52,7 @@ def test_a_drawn_glyph_looks_like_itself():
     ]
 
 
+@pytest.mark.slow
 def test_every_named_glyph_of_every_face_is_there():
     assert len(glyphs_of(["all"], list(font_files()))) > 45_000
 

@@ -432,6 +432,7 @@ def test_captions_that_are_cut_are_counted_by_tokenizer(name, tmp_path):
             assert any(text in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionInstructPix2PixPipeline"])
 def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(name, asks, tmp_path):

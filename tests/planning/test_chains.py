@@ -51,6 +51,7 @@ def test_more_backbones_are_cut_in_pairs():
         chain_cuts(weights, (0, 4, 9), 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_cascade_never_takes_longer_than_the_best_of_both_kinds_of_schedules(seed):
     rng = random.Random(seed)

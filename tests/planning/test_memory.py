@@ -272,6 +272,7 @@ def test_encoding_first_counts_the_larger_of_encoding_and_training():
     assert PipelinePlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_encoding_first_is_what_makes_a_plan_fit():
     """Cuts are chosen by what ranks need before training, too, and noise keeps encoders in memory."""
     options = PlanOptions(8, data_parallel=1, filling="auto")

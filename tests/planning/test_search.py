@@ -805,6 +805,7 @@ def measured_profile(make, x, num_samples, num_ranks):
     return measured_steps.profile_of(case.module(num_ranks, 0.01), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("part", measured_steps.PARTS)
 def test_what_the_benchmark_of_schedules_measures_can_be_planned(part, num_ranks):

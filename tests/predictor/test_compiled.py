@@ -68,6 +68,7 @@ def test_ranks_draw_with_compiled_blocks_what_they_draw_without(name, several, f
             assert not breaks
 
 
+@pytest.mark.slow
 def test_patches_read_keys_of_the_step_before_in_graphs_too(folder_of):
     """Else patches and compiled blocks would be equal to each other and to one process."""
     path = folder_of("flux")

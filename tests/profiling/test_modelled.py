@@ -190,6 +190,7 @@ def on_paper_pipelines():
     return [name if name in fast else row(name) for name in PIPELINES if name not in NOT_ON_PAPER]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", on_paper_pipelines())
 def test_any_pipeline_is_modelled_by_its_configuration_files_alone(name, tmp_path):
     pipeline, path = folder_of_configs(name, tmp_path)

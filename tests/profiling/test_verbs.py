@@ -33,6 +33,7 @@ def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "device"),
     [

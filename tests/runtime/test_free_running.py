@@ -89,6 +89,7 @@ def check(schedule, num_stages, microbatches, optimizer, module=Noisy, drains=(6
     return pipeline, stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", DELAYS)

@@ -421,6 +421,7 @@ def read_and_be_killed(answer):
     os.kill(os.getpid(), 9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="asks the kernel for the end of a process"
 )

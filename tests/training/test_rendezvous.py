@@ -88,6 +88,7 @@ def test_all_who_come_get_the_same_store(monkeypatch):
     assert second.get("key") == third.get("key") == b"value"
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_named(monkeypatch, caplog):
     """History: torch said nothing for half an hour, and then how many had come."""
     for error in come(monkeypatch, 2, 4, 3.0, notice_s=1.0):
