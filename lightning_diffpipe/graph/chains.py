@@ -1,20 +1,13 @@
 """Chains: several backbones that one step trains next to each other, found by what they read.
 
 A cascade's base and super-resolution denoiser know nothing of each other: no trained layer of one reads what the
-other gives, they share no trained parameter, and each adds a term of its own to the loss. Then the end of each
-computes its gradients without the others, and their stages may run in opposite directions.
+other gives, they share no trained parameter, and each adds a term of its own to the loss. Then their stages may run
+in opposite directions. Whether the terms are independent is tried: the code after the last layer is run with random
+numbers in place of what layers give, and the gradient of every chain must be the same whatever the other chains
+give, NaN included.
 
-    base      down_blocks.0  mid_block  up_blocks.0  ->  its loss  -+
-                                                                    +-> sum
-    upscaler  down_blocks.0  mid_block  up_blocks.0  ->  its loss  -+
-
-Whether the terms are independent is tried: the code after the last layer is run with random numbers in place of
-what layers give, and the gradient of every chain must be the same whatever the other chains give, NaN included. No
-layer runs for that, so it takes milliseconds, and only steps are looked at that have several chains.
-
-Passes are stretches of the path in which the same layers are called again, found by their names. A step that
-estimates first and then trains on the estimate (self-conditioning), a teacher and a student of one network,
-consistency steps: all call their denoiser several times.
+Passes are stretches of the path in which the same layers are called again, found by their names: self-conditioning,
+a teacher and a student of one network, consistency steps.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -114,7 +107,6 @@ def _owner(name: str) -> str:
 
 
 def _shared_parameter(graph: LayerGraph, starts: tuple[int, ...]) -> str:
-    """Says which trained parameter is read by two chains, or by the loss."""
     remedy = "give each a copy of its own (copy.deepcopy), or use schedule=1f1b"
     reader: dict[str, tuple[int, str]] = {}
     for chain, (first, stop) in enumerate(pairwise((*starts, len(graph.path)))):

@@ -66,12 +66,12 @@ class StageCut:
 
     @property
     def message_gradients(self) -> tuple[TensorKey, ...]:
-        """Those of `message` for which a gradient goes back."""
+        """Tensors of `message` for which a gradient goes back."""
         return self._with_gradients(self.message)
 
     @property
     def handed_gradients(self) -> Mapping[int, tuple[TensorKey, ...]]:
-        """Those of `handed` for which a gradient goes back."""
+        """Tensors of `handed` for which a gradient goes back."""
         return {stage: self._with_gradients(keys) for stage, keys in self.handed.items()}
 
     def _with_gradients(self, keys: tuple[TensorKey, ...]) -> tuple[TensorKey, ...]:
@@ -85,7 +85,6 @@ class Cut:
     Attributes:
         positions: Where the path was cut: stage s starts at position `positions[s - 1]` of the path.
         frozen: The frozen layers, as if they were a stage of their own.
-        stages: The stages, in order.
     """
 
     positions: tuple[int, ...]
@@ -105,17 +104,14 @@ def cut(
     first_stages: Sequence[int] = (0,),
     may_be_empty: bool = False,
 ) -> Cut:
-    """Cuts the trained path before the given positions.
+    """Cuts the trained path before the given positions into stages, with everything that crosses between them.
 
     Args:
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
         homes: By stage: the ranks that hold it; None if every stage has ranks of its own.
         first_stages: Where chains begin that know nothing of each other; see `planning.profile.joined`.
-        may_be_empty: Stages may have no layers: those of passes that this form of the step leaves out.
-
-    Returns:
-        The stages with everything that crosses between them.
+        may_be_empty: Stages may have no layers: those of passes that this call sequence leaves out.
 
     Raises:
         PartitionError: A stage would have no layer.

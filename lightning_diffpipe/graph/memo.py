@@ -89,8 +89,6 @@ class LayerMemo:
         any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
 
     Attributes:
-        names: As given.
-        statistics: What was found.
         stores: Whether what is computed is stored.
         loaded: Gives the parameters of a layer their values inside, if they are offloaded.
     """

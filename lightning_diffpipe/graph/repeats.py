@@ -45,12 +45,10 @@ class _UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a call returns.
+    """A tensor that a call returns: its shape, strides, type and device.
 
-    Attributes:
-        meta: Shape, strides, type and device.
-        connected: Arguments, by position among the leaves, and parameters, by name inside the module, that its
-            gradient reaches; None if it needs none.
+    `connected` are the arguments, by position among the leaves, and parameters, by name inside the module, that its
+    gradient reaches; None if it needs none.
     """
 
     meta: tuple[Any, ...]
@@ -69,13 +67,7 @@ class _SameAs:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the calls of a kind.
-
-    Attributes:
-        spec: Structure of what it returned.
-        leaves: Leaves of that.
-        notes: What its observer has recorded.
-    """
+    """What calls of a kind return, as leaves of a tree, and what their observer has recorded."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -86,8 +78,6 @@ class Repeats:
     """Recognises calls of modules that have run with equal ones in their place.
 
     Args:
-        root: The module whose step runs, without values.
-        mode: Its fake mode.
         names: The modules whose calls may be seen.
 
     Attributes:
@@ -118,11 +108,7 @@ class Repeats:
     def call(self, name: str, args: Any, kwargs: Any, *more: Hashable) -> Call | None:
         """Returns a call that is about to be made; None if it must run, and nothing can be learnt from it.
 
-        Args:
-            name: That of the module.
-            args: Arguments by position.
-            kwargs: Arguments by name.
-            more: What else its observer's notes depend on.
+        `more` is what else its observer's notes depend on.
         """
         module = self.candidates.get(name)
         if module is None:
@@ -209,13 +195,7 @@ class Repeats:
 
 
 class Call:
-    """A call of one of several equal modules.
-
-    Attributes:
-        name: That of the module.
-        module: The module.
-        leaves: The leaves of its arguments.
-    """
+    """A call of one of several equal modules; `leaves` are those of its arguments."""
 
     def __init__(
         self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, leaves: list[Any]
@@ -247,9 +227,7 @@ class Call:
     def keep(self, out: Any, notes: Any) -> None:
         """Keeps what the call has returned, if it has left no other trace.
 
-        Args:
-            out: The result.
-            notes: What its observer has recorded; None if it saw what other calls cannot be taken to do.
+        `notes` are what its observer has recorded; None if it saw what other calls cannot be taken to do.
         """
         ran = None
         with contextlib.suppress(_UnlikeError):

@@ -230,7 +230,6 @@ class Extremes(TorchDispatchMode):
         self._functions = [(m, n, getattr(m, n)) for m, names in _NUMBERS for n in names]
 
     def __enter__(self) -> Self:
-        """Replaces the functions of the host."""
         for module, name, function in self._functions:
             setattr(module, name, functools.partial(self._drawn_on_host, function))
         self._before = host_state()
@@ -238,7 +237,6 @@ class Extremes(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Puts the functions back."""
         super().__exit__(*error)
         self.sees_all = self._before == host_state()
         for function in self._functions:

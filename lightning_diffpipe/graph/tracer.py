@@ -61,8 +61,6 @@ class _CallNotes:
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
         state: Its own parameters and buffers that it reads, by name inside the module.
-        cost: See `operator_cost`.
-        drew: It drew random numbers.
         names: The modules that it calls, by name inside the module.
         fine_names: Those of them that are layers of the fine graph.
     """

@@ -32,7 +32,6 @@ class Node:
     """A JSON value and its address.
 
     Attributes:
-        value: Result of `json.loads`.
         where: Its address, for example `backbones[0].name`; empty for the whole document.
         error: The exception to raise for a value that is not as expected.
         source: Name of the file, for messages.
@@ -106,7 +105,6 @@ class Node:
         return isinstance(self.value, dict) and self.value.get(key) is not None
 
     def __getitem__(self, key: str) -> Node:
-        """Returns the member `key` of an object."""
         members = self.is_a(dict, "an object")
         if key not in members:
             raise self.error(f"{self.source}: missing key {self._address(key)!r}")
@@ -173,11 +171,9 @@ def _shown(value: object) -> str:
 def stored(default: Any = MISSING, **how: object) -> Any:
     """Makes a field of a dataclass that is read and written in another way than its type says.
 
-    Args:
-        default: Of the field.
-        how: `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is written
-            at its default as well; `never=True`, if it is neither read nor written; `read` and `write`, if its form
-            depends on other fields: functions of the whole object's node, or of the object, and of the field's key.
+    `how` may have `key`, its name in the document; `minimum` and `maximum` of a number; `always=True`, if it is
+    written at its default as well; `never=True`, if it is neither read nor written; `read` and `write`, if its form
+    depends on other fields: functions of the whole object's node, or of the object, and of the field's key.
     """
     return field(default=default, metadata=how)
 

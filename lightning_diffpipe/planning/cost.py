@@ -80,8 +80,6 @@ class CostModel:
     """A profile on a cluster.
 
     Attributes:
-        profile: Costs of the layers.
-        cluster: Links and memory.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
         is_folded: Layers stand for all calls of theirs in several passes.
         averages_bytes_factor: Bytes of averaged weights for each byte of gradient.
@@ -367,7 +365,6 @@ class PipelineCosts:
     Attributes:
         sizes: Samples of each microbatch.
         forward_s: By stage and microbatch, as all tables here.
-        backward_s: Whole backward.
         weight_gradient_s: The part of it that is `BackwardWeight`.
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
@@ -501,15 +498,9 @@ def pipeline_costs(
     parts: Sequence[EncodePart] = (),
     group_size: int | None = None,
 ) -> PipelineCosts:
-    """Makes the tables of one of several equal pipelines.
+    """Makes the tables of one of several equal pipelines: layers by stage, microbatch sizes, and frozen parts.
 
-    Args:
-        model: The cost model.
-        links: Links of its messages.
-        runs: The layers of each stage.
-        sizes: Samples of each microbatch.
-        parts: Frozen parts, by index.
-        group_size: Samples on which frozen layers run at a time; None for all of a part.
+    `group_size` are samples on which frozen layers run at a time; None for all of a part.
     """
     placement, distinct = links.placement, frozenset(sizes)
 

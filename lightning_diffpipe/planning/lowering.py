@@ -2,30 +2,23 @@
 
 Each rank keeps its order of work. What is added:
 
-* a `Send` right after the instruction that makes a message; sends never block;
-* a `Wait` right before the instruction that reads one;
-* a `Receive` as early as is useful: on every directed edge the next message is always already
-  posted while the current one is worked on, so that a transfer overlaps the computation before
-  it. Receives are posted in the order of the sends, whatever the order of use, since links
-  deliver in order. Over NCCL one that is posted has its buffer, and begins later: see below;
-* `Encode`s of the frozen work of this batch and their exchange first, if there is any;
-* `ReduceGradients` after the last instruction of a stage, if there are gradients; frozen work that is
-  left over comes after it.
+* a `Send` right after the instruction that makes a message; sends never block; * a `Wait` right before the
+instruction that reads one; * a `Receive` early: on every directed edge the next message is always already posted
+while the current one is worked on. Receives are posted in the order of the sends, since links deliver in order; *
+`Encode`s of the frozen work of this batch and their exchange first, if there is any; * `ReduceGradients` after the
+last instruction of a stage; frozen work that is left over comes after it.
 
-Where receives begin on a device that runs them is another question, so that any rank may wait for its whole device
-at any time. On NCCL a receive runs on the device until its message is there, and a send until the message is taken.
-A host that waits for its device (for memory to be given back, in cuDNN's benchmark, in `torch.cuda.synchronize`)
-waits for all it has begun, and begins nothing meanwhile. Were receives begun where a program posts them, this would
-hang:
+On NCCL a receive runs on the device until its message is there, and a send until the message is taken. A host that
+waits for its device (for memory to be given back, in cuDNN's benchmark) waits for all it has begun, and begins
+nothing meanwhile. Were receives begun where a program posts them, this would hang:
 
     rank 0 | 0g0<1 0F0 1a0>1 ...      waits in 0F0 for the gradient of what it has yet to send
     rank 1 | 1a0<0 1a0?0 1F0 1B0      waits for the activation
 
-So a receive begins before its `Wait`: it needs nothing then that its own rank has yet to do. For interleaved
+So there a receive begins before its `Wait`: it needs nothing then that its own rank has yet to do. For interleaved
 stages this can be too late: two ranks that have sent each other something, and compute on before they take it,
-would each wait for the other to take it. There one of them begins its receive where it stands.
-
-Both places are found by running all programs with hosts that wait for their devices before every instruction.
+would each wait for the other to take it. There one of them begins its receive where it stands. Both places are
+found by running all programs with hosts that wait for their devices before every instruction.
 """
 
 from collections import defaultdict, deque
@@ -56,13 +49,10 @@ from lightning_diffpipe.planning.schedule import Message, Schedule
 def lower(
     schedule: Schedule, frozen_parts: Sequence[EncodePart] = (), num_ahead: int = 1
 ) -> Schedule:
-    """Adds communication to a schedule.
+    """Adds communication to a schedule of compute instructions only, whose order on each rank is kept.
 
-    Args:
-        schedule: Compute instructions only; its order on each rank is kept.
-        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it empty if there is
-            none, or if the programs already contain their `Encode` instructions.
-        num_ahead: Messages of an edge that are posted already while one is worked on.
+    `frozen_parts` run before the pipeline, each on its rank; without them programs keep the `Encode` that they
+    have. Of an edge `num_ahead` messages are posted already while one is worked on.
     """
     schedule = with_collectives(schedule, frozen_parts)
     edges = messages_of_edge(schedule)
@@ -150,10 +140,7 @@ def prefix_frozen(
 ) -> Schedule:
     """Puts the frozen work of this batch, and its exchange, before the pipeline.
 
-    Args:
-        schedule: The pipeline.
-        frozen_parts: Frozen work of the batch.
-        encoded: It was done before, in the bubbles of the last batch; only the exchange is left.
+    With `encoded` it was done in the bubbles of the last batch; only the exchange is left.
     """
     if not frozen_parts:
         return schedule

@@ -133,7 +133,6 @@ class PipelinePlan:
         options: All choices, none of them `"auto"`.
         stages: The stages of one pipeline, in order.
         programs: Compute instructions of the ranks of one pipeline; frozen work included.
-        planned: The numbers promised.
         costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
         layers: Names of the layers that are cut, in order; empty where they are not known.
@@ -326,16 +325,12 @@ class PipelinePlan:
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> PipelinePlan:
-        """Reads and validates `diffpipe-plan/1`.
-
-        Args:
-            text: JSON.
-            source: Named in errors, for example the path.
+        """Reads and validates `diffpipe-plan/1`; `source` names the file in errors.
 
         Raises:
-            PlanError: Names the first key that is missing, unknown, or has a bad value; or says
-                that the digest does not belong to the content, that a law is broken, that it
-                hangs, or that an edited plan takes another time than it promises.
+            PlanError: Names the first key that is missing, unknown, or has a bad value; or says that the digest
+                does not belong to the content, that a law is broken, that it hangs, or that an edited plan takes
+                another time than it promises.
         """
         node = Node.of_text(text, PlanError, source, FORMAT)
         plan = read_fields(cls, node, "format", optional=("digest",))
@@ -507,12 +502,7 @@ def _check_encodes(plan: PipelinePlan) -> None:
 
 
 def check_wishes(plan: PipelinePlan, wishes: PlanOptions, num_pipelines: int) -> None:
-    """Checks that nothing else is asked for than a plan does; what is left open is not compared.
-
-    Args:
-        plan: A plan that is followed as it is.
-        wishes: What is asked for besides.
-        num_pipelines: Pipelines that run side by side; a plan may be followed by more than it was made for.
+    """Checks that nothing else is asked for than a plan does; it may be followed by any number of pipelines.
 
     Raises:
         PlanError: Names every option that differs, with both values.

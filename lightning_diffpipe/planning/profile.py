@@ -125,10 +125,8 @@ class LayerProfile:
 
     Attributes:
         name: Dotted name of the module, or several joined by `+`.
-        forward_s: Forward of a microbatch.
         backward_s: Whole backward of a microbatch.
         weight_gradient_s: The part of it that only makes weight gradients; None if not measured.
-        parameter_bytes: Bytes of its parameters.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
@@ -238,8 +236,6 @@ class BackboneProfile:
     """A trainable denoiser: its layers in order.
 
     Attributes:
-        name: Its name.
-        layers: In call order.
         repeated_s: Seconds that every stage but the first spends again on each microbatch, before its own
             layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
             The first layer's `forward_s` has it once. None if unknown.
@@ -315,7 +311,6 @@ class FrozenResult:
     """Tensors that a frozen encoder hands to the backbone.
 
     Attributes:
-        bytes_per_sample: Bytes of them.
         readers: Positions of the backbone's layers that read them, ascending; those of several backbones are
             counted on.
     """
@@ -329,8 +324,6 @@ class EncoderProfile:
     """A frozen encoder.
 
     Attributes:
-        name: Its name.
-        layers: In call order.
         needs: Encoders that must have finished first.
         results: Outputs that the backbone reads; if none is named, all outputs of the last layer, everywhere.
         cacheable: Whether its results follow from the sample alone, so that they can be stored; None if
@@ -478,13 +471,10 @@ def encoded_first(profile: ModelProfile) -> ModelProfile:
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
     """Makes a profile of one backbone that has the layers of all, one after the other.
 
-    If there is one it stays, but with the calls of both passes where it is conditioned on its own estimate.
-
-    Args:
-        profile: A profile.
-        apart: Backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to
-            the next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier
-            ones passes all later ones.
+    If there is one it stays, but with the calls of both passes where it is conditioned on its own estimate. With
+    `apart` backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to the
+    next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier ones passes all later
+    ones.
     """
     if len(profile.backbones) == 1:
         return _with_estimate(profile)
@@ -544,12 +534,7 @@ def _with_estimate(profile: ModelProfile) -> ModelProfile:
 
 
 def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
-    """Makes one backbone per chain of a profile of all their layers in call order; as it is if there is one.
-
-    Args:
-        profile: A profile of one backbone.
-        starts: Where its chains begin.
-    """
+    """Makes one backbone per chain of a profile of all their layers; as it is if there is one."""
     (whole,) = profile.backbones
     if len(starts) == 1 or whole.passes:
         return profile

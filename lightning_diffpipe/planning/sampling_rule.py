@@ -72,11 +72,7 @@ class SamplingChoice:
 
 
 def ranked_choices(case: SamplingCase, num_patches: int | None = None) -> list[SamplingChoice]:
-    """Returns all ways to sample a request, the one to take first.
-
-    Args:
-        case: Of the request.
-        num_patches: Of PipeFusion, if they are given.
+    """Returns all ways to sample a request, the one to take first; of PipeFusion with `num_patches`, if given.
 
     Example:
         >>> flux = SamplingCase(8, 1, 1, 28, convolves=False, bandwidth_bytes_per_s=300e9)

@@ -48,10 +48,7 @@ class Message:
     """One tensor list that travels between ranks.
 
     Attributes:
-        kind: Kind of its content.
         stage: The stage that reads it.
-        microbatch: The microbatch for which it is read.
-        from_rank: Rank that makes it.
         to_rank: Rank that reads it; equal to `from_rank` when nothing has to travel.
     """
 
@@ -292,9 +289,7 @@ class Schedule:
     """The programs of all ranks of one pipeline.
 
     Attributes:
-        placement: Which ranks hold which stage.
         num_microbatches: Microbatches of each backbone.
-        programs: One program for each rank.
         starts: By microbatch the first stage it runs, where steps have several forms, and some
             microbatches leave passes out; empty: stage 0.
     """
@@ -378,7 +373,6 @@ class Schedule:
     def _messages(
         self, program: Program, flow_of: Callable[[type[Instruction], int], Flow | None]
     ) -> Iterator[Message | None]:
-        """Yields a message, or None, for each instruction."""
         found: Callable[[Any, int], Flow | None] = cache(flow_of)
         for i in program:
             flow = found(type(i), i.stage) if isinstance(i, Staged) else None
@@ -467,11 +461,7 @@ class ScheduleSpec:
         return 1 if self.staleness is None else 1 + self.staleness(placement, stage)
 
     def __call__(self, stages: int | Placement, num_microbatches: int) -> Schedule:
-        """Makes the programs of all ranks.
-
-        Args:
-            stages: Number of stages, one rank each, or where they run.
-            num_microbatches: Microbatches of the batch.
+        """Makes the programs of all ranks, of stages with one rank each or placed ones.
 
         Raises:
             ScheduleError: `num_microbatches` is no multiple of the ranks, and has to be.

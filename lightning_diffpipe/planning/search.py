@@ -57,25 +57,25 @@ def find_plan(
     below_s: float = math.inf,
     within_s: float = math.inf,
 ) -> PipelinePlan:
-    """Finds the fastest plan.
+    """Finds the fastest plan for all ranks of a cluster.
 
     Args:
         profile: Costs of the layers.
-        cluster: Ranks and links. All ranks are used.
+        cluster: Ranks and links.
         options: Wishes and limits.
         below_s: Only plans with a shorter step are of interest; saves time.
         within_s: Seconds after which the best plan found so far is good enough.
 
     Returns:
-        The plan with the shortest simulated step among those that fit into memory; with filling, a
-        tenth of the unfilled step counts too, as costs are never known exactly. Among equals the one
-        with fewer stages, then fewer microbatches.
+        The plan with the shortest simulated step among those that fit into memory; with filling, a tenth of the
+        unfilled step counts too, as costs are never known exactly. Among equals the one with fewer stages, then
+        fewer microbatches.
 
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
-        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing
-            was found within `within_s`, or the ranks cannot be shared among the stages.
+        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing was
+            found within `within_s`, or the ranks cannot be shared among the stages.
     """
     if len(profile.backbones) > 1 and options.schedule == "auto":
         return _of_either_kind(profile, cluster, options, below_s, within_s)
@@ -170,7 +170,6 @@ class _Savings(NamedTuple):
     streamed: frozenset[int] = frozenset()
 
     def of(self, profile: ModelProfile, cluster: Cluster) -> ModelProfile:
-        """Returns the profile of a step that does so."""
         recomputing = checkpointed(profile, self.recomputed | self.streamed)
         return streamed(recomputing, self.streamed, cluster.host_bytes_per_s)
 

@@ -237,8 +237,6 @@ class Outline:
     """A schedule as far as its duration depends on it.
 
     Attributes:
-        num_ranks: Ranks of the pipeline.
-        rows: Events in order.
         works: The different compute instructions; of those that cost the same, one.
         messages: The different messages; of those that cost the same, one.
         meetings: The different collectives.

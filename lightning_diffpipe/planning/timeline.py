@@ -98,13 +98,8 @@ def draw(
 ) -> str:
     """Draws spans as one row of cells for each rank.
 
-    Args:
-        spans: Spans to draw.
-        num_ranks: Number of rows.
-        tick_s: Seconds of one cell; chosen if None: exact where durations are small multiples of
-            each other, otherwise so that a row has at most `max_columns` characters.
-        max_columns: Widest row, for a chosen tick.
-        notes: Text after the row of a rank.
+    `tick_s` are seconds of one cell; chosen if None: exact where durations are small multiples of each other,
+    otherwise so that a row has at most `max_columns` characters. `notes` are texts after the rows of ranks.
     """
     stages: dict[int, set[int]] = {}
     for span in spans:

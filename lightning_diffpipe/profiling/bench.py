@@ -68,7 +68,6 @@ class Subject:
     """What is measured, and with how much effort; times its layers.
 
     Attributes:
-        module: The whole module.
         step: Module and batch to loss.
         batch: A batch at least as large as the largest sample count.
         graph: Its layers, unfolded, as `probe` found them.
@@ -125,8 +124,7 @@ class Subject:
     def run(self) -> tuple[Rounds, list[KeptBytes], Splits]:
         """Times all layers at the sample counts: at all of them, if they were given.
 
-        Returns:
-            The times of steps; by layer the bytes saved for the backward; times of split backwards.
+        Returns the times of steps; by layer the bytes saved for the backward; times of split backwards.
 
         Raises:
             ProfileError: The step runs at none of the counts.
