@@ -599,7 +599,6 @@ def profile_path(tmp_path):
         "name": "six equal layers",
         "backbones": [{"name": "unet", "layers": layers}],
         "encoders": [],
-        "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0},
     }
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile))

@@ -375,7 +375,6 @@ class PipelineCosts:
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
         split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
             if empty.
-        first_layers: Where the stages begin that these are the costs of; empty where that is not known.
     """
 
     sizes: tuple[int, ...] = field(metadata={"minimum": 1})
@@ -389,7 +388,6 @@ class PipelineCosts:
     all_gather_s: float = stored(0.0, always=True)
     holds_sender: bool = False
     split_s: Table = field(default=(), metadata=_AS_TABLE)
-    first_layers: tuple[int, ...] = ()
 
     def compute_s(self, instruction: Compute) -> float:
         """Returns the time on the rank."""
@@ -547,5 +545,4 @@ def pipeline_costs(
         all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
         split_s=table(model.split_s) if model.backbone.split_s else (),
-        first_layers=tuple([run.first for run in runs]),
     )
