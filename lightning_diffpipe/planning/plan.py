@@ -44,7 +44,7 @@ from lightning_diffpipe.planning.partition import Stage, placement_of
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
-from lightning_diffpipe.planning.simulator import Costs, period_s, simulate
+from lightning_diffpipe.planning.simulator import period_s, simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
 FORMAT = "diffpipe-plan/1"
@@ -293,9 +293,9 @@ class PipelinePlan:
         """Whether batches follow each other without a flush."""
         return self.ranks_per_pipeline > 1 and not SCHEDULES[self.options.schedule].flushes
 
-    def step_s(self, costs: Costs | None) -> float:
+    def step_s(self, costs: PipelineCosts | None) -> float:
         """Returns seconds of a step, by these costs."""
-        if self.runs_free and isinstance(costs, PipelineCosts):
+        if self.runs_free and costs:
             return period_s(self.schedule, costs)
         return simulate(self.lowered, costs).iteration_s
 

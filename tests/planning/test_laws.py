@@ -27,10 +27,11 @@ from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline
 
 from .sizes import ALL, EQUAL, UNEQUAL, peak_alive, placement_of
+from .ticks import TickCosts
 
 CHAINS = {name: spec for name, spec in SCHEDULES.items() if not spec.place}
 every_schedule = pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS.keys())

@@ -49,7 +49,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
+from lightning_diffpipe.planning.simulator import makespan, outline_of, simulate
 from lightning_diffpipe.viewing.explain import explain
 from tests.rows import row
 
@@ -63,6 +63,7 @@ from .profiles import (
     unet_profile,
 )
 from .sizes import peak_samples
+from .ticks import TickCosts
 
 
 def seeds(num_seeds, num_fast):

@@ -11,8 +11,10 @@ from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
+
+from .ticks import TickCosts
 
 
 def image(text):

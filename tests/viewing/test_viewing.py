@@ -23,7 +23,7 @@ from lightning_diffpipe.planning.profile import (
 )
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.explain import _balanced, _with_largest_layer_split, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
@@ -31,6 +31,7 @@ from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_si
 
 from ..planning.drawings import check_golden
 from ..planning.profiles import equal_profile, random_profile, twice
+from ..planning.ticks import TickCosts
 
 
 def image(text):
