@@ -15,8 +15,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile, separated
-from lightning_diffpipe.profiling.bench import Progress
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
 from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to
 
 _NUM_PROBED_SAMPLES = 2
