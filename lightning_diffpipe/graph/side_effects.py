@@ -192,17 +192,12 @@ def _reached(root: nn.Module) -> dict[str, Any]:
 def generators_preserved(root: nn.Module) -> Iterator[None]:
     """Restores generators that a step may draw from, besides the global ones, when what runs it ends."""
     found = {id(it): it for it in (_reached(root) | _of_files(root, _is_generator)).values()}
-    restore = [_restorer(generator) for generator in found.values()]
+    states = list(map(_state_and_setter, found.values()))
     try:
         yield
     finally:
-        for each in restore:
-            each()
-
-
-def _restorer(generator: Any) -> Callable[[], Any]:
-    state, put_back = _state_and_setter(generator)
-    return partial(put_back, state)
+        for state, put_back in states:
+            put_back(state)
 
 
 def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], Any]]:

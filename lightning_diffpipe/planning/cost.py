@@ -477,11 +477,6 @@ class PipelineLinks:
         count = self.placement.num_ranks
         return tuple(self.cluster.slowness_of(rank, count) for rank in range(count))
 
-    @cached_property
-    def stage_slowness(self) -> tuple[float, ...]:
-        """The same of each stage: of its slowest rank."""
-        return tuple(max(self.slowness[rank] for rank in own) for own in self.placement.stage_ranks)
-
     def all_gather_s(self, num_bytes: float) -> float:
         """Returns seconds for bytes from all ranks of a pipeline to all of them: half an all-reduce."""
         group = tuple(range(self.placement.num_ranks))
@@ -507,8 +502,10 @@ def pipeline_costs(
         return tuple([of_size[size] for size in sizes])
 
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        pairs = zip(runs, links.stage_slowness, strict=True)
-        return tuple([row(partial(seconds, run), factor) for run, factor in pairs])
+        # Of several ranks the slowest counts.
+        pairs = zip(runs, placement.stage_ranks, strict=True)
+        slowness = ((run, max(links.slowness[rank] for rank in own)) for run, own in pairs)
+        return tuple([row(partial(seconds, run), factor) for run, factor in slowness])
 
     crossing = model.crossing_bytes(runs, placement)
 

@@ -197,7 +197,7 @@ _COLLECTIVE: dict[str, Instruction] = {
     str(each): each for each in (ExchangeFrozen(), ReduceGradients(), ShareResults())
 }
 _STAGED_TEXT = re.compile(r"(\d+)?([FBIWPU])(\d+)")
-_MESSAGE_TEXT = re.compile(r"(\d+)?([agf])(\d+)([<>?])(\d+)")
+_MESSAGE_TEXT = re.compile(r"(\d+)?([ag])(\d+)([<>?])(\d+)")
 _ENCODE_TEXT = re.compile(r"E(\d+)")
 
 

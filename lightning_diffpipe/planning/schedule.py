@@ -66,8 +66,7 @@ class Message:
         return cls(i.kind, i.stage, i.microbatch, *ends)
 
     def __str__(self) -> str:
-        kind = self.kind.replace("_", " ")
-        return f"the {kind} of microbatch {self.microbatch} for stage {self.stage}"
+        return f"the {self.kind} of microbatch {self.microbatch} for stage {self.stage}"
 
     @property
     def is_local(self) -> bool:

@@ -143,7 +143,8 @@ def _within_memory(
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
         choices += [replace(wishes, shard_optimizer=True) for wishes in choices]
     recomputing = _Savings(_may_recompute(profile, options))
-    streaming = recomputing._replace(streamed=_may_stream(profile, options))
+    may_stream = options.streaming == "auto" and options.checkpointing != "none"
+    streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
     first: list[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
     last: list[Plans] = [partial(_saving_where_needed, most=streaming)]
     plans = []
@@ -156,11 +157,6 @@ def _within_memory(
 
 def _may_recompute(profile: ModelProfile, options: PlanOptions) -> frozenset[int]:
     return recomputable(profile) if options.checkpointing == "auto" else frozenset()
-
-
-def _may_stream(profile: ModelProfile, options: PlanOptions) -> frozenset[int]:
-    may = options.streaming == "auto" and options.checkpointing != "none"
-    return streamable(profile) if may else frozenset()
 
 
 class _Savings(NamedTuple):
@@ -237,7 +233,9 @@ def _saving_less(
                 plans.append(plan)
         if fewer == savings or not any(fewer):
             break
-        savings, options, most_s = fewer, _with_shape_of(options, best), math.inf
+        names = "num_stages", "num_microbatches", "data_parallel", "schedule"
+        decided = {name: getattr(best.options, name) for name in names}
+        savings, options, most_s = fewer, replace(options, **decided), math.inf
     return plans
 
 
@@ -278,12 +276,6 @@ def _needed(
         plan = evaluator.plan(proposal)
     peaks = plan.planned.peak_memory_bytes
     return savings._replace(recomputed=recomputed_where_needed(evaluator, proposal, peaks))
-
-
-def _with_shape_of(options: PlanOptions, plan: PipelinePlan) -> PlanOptions:
-    """Returns the options with everything decided as in a plan, but where it cuts."""
-    names = "num_stages", "num_microbatches", "data_parallel", "schedule"
-    return replace(options, **{name: getattr(plan.options, name) for name in names})
 
 
 def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:
