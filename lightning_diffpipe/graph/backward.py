@@ -100,13 +100,13 @@ def input_gradients(
     if not graph.towards_inputs:
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
-    apart, shared = graph.exits()
+    separate, shared = graph.exits()
     # These compute all gradients together, whichever are asked for.
     norm = "NativeGroupNormBackward0"
-    whole = [n for n in apart if isinstance(n, BackwardCFunction) or n.name() == norm]
-    early = [weight for node in whole for weight in apart.pop(node)]
+    whole = [n for n in separate if isinstance(n, BackwardCFunction) or n.name() == norm]
+    early = [weight for node in whole for weight in separate.pop(node)]
     recorded: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in apart]
+    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in separate]
     edges = [GradientEdge(node, number) for node, number in shared]
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
@@ -129,7 +129,7 @@ def input_gradients(
     if known:  # to be added where the others are
         weights = [weight for weight, _ in known]
         later.calls.append((weights, [flow for _, flow in known], weights))
-    for node, weights in apart.items():
+    for node, weights in separate.items():
         ways = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
         if ways:
             starts_here = [GradientEdge(node, i) for i, _ in ways]
@@ -182,17 +182,17 @@ class _Graph:
                     if child is not None and self._weights.get(child):
                         leaving.setdefault((child, number), set()).add(node)
         shared = self._shared(leaving)
-        apart: dict[Node, list[Tensor]] = {}
+        separate: dict[Node, list[Tensor]] = {}
         for (child, number), nodes in leaving.items():
             if (child, number) not in shared:
                 (node,) = nodes
-                have = apart.setdefault(node, [])
+                have = separate.setdefault(node, [])
                 have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
         heads = {child for child, _ in shared}
         below = _post_order(c for head in heads for c, _ in head.next_functions)
         if not heads.isdisjoint(below):  # their gradients would be counted twice
             raise NestedExits
-        return apart, [
+        return separate, [
             exit_
             for node in self._order
             for exit_ in leaving

@@ -67,7 +67,7 @@ def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: La
 
 
 def _starts(graph: LayerGraph) -> tuple[int, ...]:
-    """Returns positions after which only the loss reads what was made before; two layers apart at least."""
+    """Returns positions after which only the loss reads what was made before, if two layers or more lie between."""
     position = {layer: at for at, layer in enumerate(graph.path)}
     reaches = list(range(len(graph.path)))  # the last position that is connected with this one
     for at, layer in enumerate(graph.path):
@@ -198,23 +198,23 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def passes(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
-    """Finds half-open ranges of positions of the path, equally long and apart, that call the same layers.
+    """Finds half-open ranges of positions of the path, equally long and spaced, that call the same layers.
 
     Returns:
         At least two, with half of the path's operations or more; none if there are no such ranges.
     """
     names, path = graph.path_names, graph.path
     best: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())
-    for apart in range(2, len(names)):
+    for distance in range(2, len(names)):
         first = 0
-        while first + apart < len(names):
+        while first + distance < len(names):
             stop = first
-            while stop + apart < len(names) and names[stop] == names[stop + apart]:
+            while stop + distance < len(names) and names[stop] == names[stop + distance]:
                 stop += 1
-            count = -(-(stop - first) // apart) + 1
-            length = stop - first - (count - 2) * apart
+            count = -(-(stop - first) // distance) + 1
+            length = stop - first - (count - 2) * distance
             if count > 1 and length > 1:
-                starts = [first + k * apart for k in range(count)]
+                starts = [first + k * distance for k in range(count)]
                 found = tuple((start, start + length) for start in starts)
                 cost = sum(graph.layers[path[i]].cost_flops for a, b in found for i in range(a, b))
                 best = max(best, (cost, count, found))

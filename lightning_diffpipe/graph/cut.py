@@ -100,7 +100,7 @@ class Cut:
 def cut(
     graph: LayerGraph,
     positions: Sequence[int],
-    homes: Sequence[tuple[int, ...]] | None = None,
+    stage_ranks: Sequence[tuple[int, ...]] | None = None,
     first_stages: Sequence[int] = (0,),
     may_be_empty: bool = False,
 ) -> Cut:
@@ -109,7 +109,7 @@ def cut(
     Args:
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
-        homes: By stage: the ranks that hold it; None if every stage has ranks of its own.
+        stage_ranks: By stage: the ranks that hold it; None if every stage has ranks of its own.
         first_stages: Where chains begin that know nothing of each other; see `planning.profile.joined`.
         may_be_empty: Stages may have no layers: those of passes that this call sequence leaves out.
 
@@ -136,7 +136,7 @@ def cut(
     for s, layers in enumerate(own):
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
-    ways = _ways(graph, own, reads, ends, homes)
+    ways = _ways(graph, own, reads, ends, stage_ranks)
     stages = tuple(
         _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
     )
@@ -156,10 +156,11 @@ def _ways(
     own: Sequence[frozenset[int]],
     reads: Sequence[frozenset[TensorKey]],
     ends: Container[int],
-    homes: Sequence[tuple[int, ...]] | None,
+    stage_ranks: Sequence[tuple[int, ...]] | None,
 ) -> dict[TensorKey, _Way]:
     """Routes what stages read of each other, there and, as gradients, back."""
-    shared_homes = tuple(homes) if homes and len(set(homes)) < len(homes) else None
+    several = stage_ranks and len(set(stage_ranks)) < len(stage_ranks)
+    shared = tuple(stage_ranks) if stage_ranks and several else None
     stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
     carrying = frozenset(
         s
@@ -171,8 +172,8 @@ def _ways(
         maker = stage_of[key[0]]
         readers = tuple(s for s, keys in enumerate(reads) if key in keys)
         back = readers if graph.needs_gradient(key) else ()
-        returned = route(maker, tuple(s for s in back if s in carrying), shared_homes, carrying)
-        ways[key] = _Way(route(maker, readers, shared_homes, None, returned), returned.readers)
+        returned = route(maker, tuple(s for s in back if s in carrying), shared, carrying)
+        ways[key] = _Way(route(maker, readers, shared, None, returned), returned.readers)
     return ways
 
 

@@ -47,7 +47,7 @@ _Read = tuple[int, Any]
 
 
 class StepForm(NamedTuple):
-    """What tells two ways through a step apart.
+    """What distinguishes two call sequences of a step.
 
     Attributes:
         calls: The layers that it calls, in order, each with whether gradients were on.
@@ -77,10 +77,10 @@ class Exemplar:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
         reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), and
-            later out of what was drawn, in order, each with the line that did.
+            later out of random numbers, in order, each with the line that did.
         host: It drew from `random` or `numpy.random`, too.
         counted: Attributes that count, as they were.
-        tossed: It drew from these, or took a number out of what was drawn and of no layer.
+        tossed: It drew from these, or took a number out of random numbers and of no layer.
     """
 
     seed: int
@@ -91,7 +91,7 @@ class Exemplar:
     tossed: bool = False
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the same step, whose coins always fall as they did; what else it draws is drawn."""
+        """Returns the same step, whose coins always fall as they did; what else it samples is sampled."""
 
         def repeated(module: nn.Module, batch: Any, *_arguments: Any) -> Any:
             if self.host:
@@ -112,7 +112,7 @@ class FormView(View):
         lenient: Layers that were not called when the step was probed are run, instead of refused.
         bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a form
             that begins with all calls of a known one is taken for that.
-        by_reads: Tells forms apart by what the code between layers reads, too.
+        by_reads: Distinguishes call sequences by what the code between layers reads, too.
 
     Attributes:
         counted: What counters of the step (`LayerGraph.counters`) show after the batch whose form was found last.
@@ -361,7 +361,7 @@ class _FormRun(StubbedRun):
 
     Attributes:
         counted: What its counters showed at the latest call of a layer.
-        takes_coin: The operator that runs takes a number out of what was drawn, and of no layer.
+        takes_coin: The operator that runs takes a number out of random numbers, and of no layer.
     """
 
     def __init__(

@@ -217,7 +217,7 @@ def _in_some_mode(
             if found.num_samples != 1:
                 return found
             # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
-            # numbers drawn with `*_like` depend on them. So one forward pass looks at real ones.
+            # numbers drawn with `*_like` depend on them. So one forward pass finds the real ones.
             try:
                 with untouched(subject.module):
                     return subject.with_observed_strides(found)

@@ -62,7 +62,7 @@ class Hooked:
     Attributes:
         made: The layer that was to come when the tensor was made, or an earlier one.
         hooked: The layer that was to come when the hook was put.
-        number: Tells hooks apart.
+        number: Distinguishes hooks.
     """
 
     made: int

@@ -1,13 +1,13 @@
 """Equal modules that are called with equal arguments are looked at once.
 
 Without values an operator takes a tenth of a millisecond of a processor, and the 57 blocks of Flux issue 9,300 of
-them in each of three looks at a step. But they are blocks of two kinds. On fake tensors a call is decided by the
+them in each of three traces of a step. But they are blocks of two kinds. On fake tensors a call is decided by the
 structure and the settings of its module, the shapes of its arguments, and the circumstances (autocast, whether
 gradients are on). So the calls of two modules of a kind run. If they agree, the others get tensors of the same
-shapes, which autograd connects with the same arguments and parameters, and whoever looks takes over what was noted.
+shapes, which autograd connects with the same arguments and parameters, and the observer takes over its notes.
 
 A call is taken for another one only if that has left no trace but its result: it wrote into no tensor, set no
-attribute, drew no number on the host, read no tensor beside its arguments and its own weights, and returned nothing
+attribute, drew no number on the host, read no tensor but its arguments and its own weights, and returned nothing
 but new tensors, arguments and plain values. Modules with hooks, with attributes that are more than plain values and
 objects made of such, or that share modules or parameters with others, run each time.
 """
@@ -322,7 +322,7 @@ class _Connected(torch.autograd.Function):
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what a fake tensor looks like, or raises _UnlikeError if it has values."""
+    """Returns the form of a fake tensor, or raises _UnlikeError if it has values."""
     if type(tensor) is not FakeTensor or tensor.constant is not None:
         raise _UnlikeError
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
@@ -331,7 +331,7 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
 def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
     """Returns a description of a setting that equal settings share, or raises _UnlikeError.
 
-    As a setting, the module's name `own` tells modules apart by nothing else; `around` are enclosing objects.
+    As a setting, the module's name `own` does not distinguish modules; `around` are enclosing objects.
     """
     if isinstance(value, str) and "." in value and f".{own}".endswith(f".{value}"):
         return "own name", value.count(".")

@@ -148,7 +148,7 @@ def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
     Kernels of one's own draw past the dispatcher, perhaps on a GPU only, where no probe has seen them.
 
     Raises:
-        GraphError: It has drawn something else: the streams of its stage and of others would differ from now on.
+        GraphError: It has sampled something else: the streams of its stage and of others would differ from now on.
     """
     state = capture(host=False)
     yield
@@ -214,13 +214,13 @@ _MOST_NUMBERS = 4096  # of more nobody makes a coin
 
 
 class Extremes(TorchDispatchMode):
-    """Lets numbers that are drawn inside be the smallest or the largest of 64, so that coins fall on either side.
+    """Lets numbers that are sampled inside be the smallest or the largest of 64, so that coins fall on either side.
 
     Args:
         sides: Whether they are large, draw by draw, in turns.
 
     Attributes:
-        sees_all: On exit: of Python's and numpy's generators nothing was drawn but by functions of `_NUMBERS`.
+        sees_all: On exit: of Python's and numpy's generators nothing was sampled but by functions of `_NUMBERS`.
     """
 
     def __init__(self, sides: Sequence[bool]) -> None:
@@ -246,10 +246,10 @@ class Extremes(TorchDispatchMode):
         if (is_large := next(self._sides, None)) is None:
             return function(*args, **kwargs)
         with preserved(host=True):
-            drawn = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
-        if isinstance(drawn[0], np.ndarray):
-            return (np.max if is_large else np.min)(drawn, axis=0)
-        return max(drawn) if is_large else min(drawn)
+            sampled = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
+        if isinstance(sampled[0], np.ndarray):
+            return (np.max if is_large else np.min)(sampled, axis=0)
+        return max(sampled) if is_large else min(sampled)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw = functools.partial(func, *args, **(kwargs or {}))
@@ -262,8 +262,8 @@ class Extremes(TorchDispatchMode):
             is_large = next(self._sides, None)
         if is_large is None:
             return out
-        drawn = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
-        return out.copy_(drawn.amax(0) if is_large else drawn.amin(0))
+        sampled = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
+        return out.copy_(sampled.amax(0) if is_large else sampled.amin(0))
 
 
 def host_state() -> tuple[Any, ...]:

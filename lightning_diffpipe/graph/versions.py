@@ -84,7 +84,7 @@ def module_digest(module: nn.Module) -> str:
 
 
 def settings_digest(module: nn.Module) -> str:
-    """Hashes how a module computes, apart from its weights: classes, plain attributes, attention processors.
+    """Hashes how a module computes, without its weights: classes, plain attributes, attention processors.
 
     Takes some ten milliseconds for a U-Net.
     """

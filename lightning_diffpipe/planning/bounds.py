@@ -128,7 +128,9 @@ class Bounds:
         bound_s, link_s = self.work_s, 0.0
         work = self._work_s(1)
         if len(self.model.starts) > 1:
-            assert self._placement is not None, "chains that run apart have a stage on every rank"
+            assert self._placement is not None, (
+                "chains in opposite directions have a stage on every rank"
+            )
             ranks = [self._placement.stages_of(rank) for rank in range(self.shape.num_ranks)]
             busiest = max(sum(work[cuts[s][1]] - work[cuts[s][0]] for s in its) for its in ranks)
             return max(bound_s, self.frozen_s + busiest)

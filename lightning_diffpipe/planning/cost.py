@@ -2,7 +2,7 @@
 
 A `CostModel` answers for any run of layers, fast, since the partitioner asks many thousand times.
 `PipelineCosts` answers for one pipeline, instruction by instruction, which is what the simulator
-asks. Stored in the plan, its tables let a plan be drawn, compared and simulated again without the
+asks. Stored in the plan, its tables let a plan be shown, compared and simulated again without the
 profile; their JSON has one row for each size of microbatch, not for each microbatch.
 """
 
@@ -369,7 +369,7 @@ class PipelineCosts:
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
         encode_s: By frozen part.
-        all_reduce_s: Summing the gradients of its stages, and giving stepped weights to all holders where these
+        all_reduce_s: Summing the gradients of its stages, and giving updated weights to all holders where these
             share the optimizer state, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
@@ -477,6 +477,11 @@ class PipelineLinks:
         count = self.placement.num_ranks
         return tuple(self.cluster.slowness_of(rank, count) for rank in range(count))
 
+    @cached_property
+    def stage_slowness(self) -> tuple[float, ...]:
+        """The same of each stage: of its slowest rank."""
+        return tuple(max(self.slowness[rank] for rank in own) for own in self.placement.stage_ranks)
+
     def all_gather_s(self, num_bytes: float) -> float:
         """Returns seconds for bytes from all ranks of a pipeline to all of them: half an all-reduce."""
         group = tuple(range(self.placement.num_ranks))
@@ -502,10 +507,8 @@ def pipeline_costs(
         return tuple([of_size[size] for size in sizes])
 
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        # Of several ranks the slowest counts.
-        pairs = zip(runs, placement.stage_ranks, strict=True)
-        slowness = ((run, max(links.slowness[rank] for rank in own)) for run, own in pairs)
-        return tuple([row(partial(seconds, run), factor) for run, factor in slowness])
+        pairs = zip(runs, links.stage_slowness, strict=True)
+        return tuple([row(partial(seconds, run), factor) for run, factor in pairs])
 
     crossing = model.crossing_bytes(runs, placement)
 
@@ -518,7 +521,7 @@ def pipeline_costs(
     gradient = tuple(row(partial(boundary_s, stage)) for stage in stages)
     before = [placement.previous_stage(stage) for stage in stages]
     nothing = (0.0,) * len(sizes)
-    # With states shared, stepped weights go to all holders: half an all-reduce more.
+    # With states shared, updated weights go to all holders: half an all-reduce more.
     times = 1.5 if model.shards_optimizer else 1.0
     sums_s = [
         times * link.all_reduce_s(model.gradient_bytes(run), num_ranks)

@@ -237,7 +237,7 @@ class Search:
     def even_cuts(
         self, weights: Sequence[float], shape: Shape, slack: float = 0.0
     ) -> tuple[int, ...]:
-        """Returns first layers of stages so that no stage, or rank of chains that run apart, has much more."""
+        """Returns first layers of stages so that no stage, or rank of opposite chains, has much more."""
         starts = self.model.starts
         return chain_cuts(weights, starts, shape.num_stages // len(starts), slack)
 

@@ -51,7 +51,7 @@ their share of it wait for each other in every step."""
 
 SHARES_PERIOD = 16
 """Batches over which the shares of the ranks are whole numbers of groups, where frozen work runs several batches
-ahead: of one batch a rank takes two groups, of the next three. With 4 batches of 4 groups, ranks were apart by up
+ahead: of one batch a rank takes two groups, of the next three. With 4 batches of 4 groups, ranks differed by up
 to 1/32 of the frozen work in every step, about as long as they waited."""
 
 

@@ -9,8 +9,8 @@ while the current one is worked on. Receives are posted in the order of the send
 last instruction of a stage; frozen work that is left over comes after it.
 
 On NCCL a receive runs on the device until its message is there, and a send until the message is taken. A host that
-waits for its device (for memory to be given back, in cuDNN's benchmark) waits for all it has begun, and begins
-nothing meanwhile. Were receives begun where a program posts them, this would hang:
+waits for its device (for memory to be given back, in cuDNN's benchmark) waits for all it has started, and starts
+nothing meanwhile. Were receives started where a program posts them, this would hang:
 
     rank 0 | 0g0<1 0F0 1a0>1 ...      waits in 0F0 for the gradient of what it has yet to send
     rank 1 | 1a0<0 1a0?0 1F0 1B0      waits for the activation

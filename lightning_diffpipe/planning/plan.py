@@ -14,7 +14,7 @@ Programs say what is computed, not what is sent: `PipelinePlan.lowered` adds the
 which follows from them. Where a rank holds several stages, every stage names its ranks: stage 2 of
 four on two ranks has `"ranks": [0]`. `layers` is optional; with it a plan is refused for a model of other
 layers, without it only for one of another number of layers. `costs` is optional; with it a plan can be
-drawn and simulated without its profile. Who edits a plan removes `digest` and `costs`, which are of what it was.
+shown and simulated without its profile. Who edits a plan removes `digest` and `costs`, which are of what it was.
 `changes`, optional too, is what `diffpipe plan` found that would help.
 """
 
@@ -189,7 +189,7 @@ class PipelinePlan:
 
     @property
     def num_backbones(self) -> int:
-        """Backbones whose stages run apart."""
+        """Backbones whose stages run in opposite directions."""
         return len(self.placement.first_stages)
 
     @property

@@ -225,7 +225,7 @@ class BackboneProfile:
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
-        chains: Names and first layers of backbones that are joined into this one, and run apart; see `joined`.
+        chains: Names and first layers of backbones that are in opposite directions that are joined; see `joined`.
         seen: The forms of the step, of which this is the one with most calls.
     """
 

@@ -129,7 +129,7 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
             if num_stages > num_layers:
                 continue
             if chains[1:] and (num_stages != len(chains) * num_ranks or num_ranks > min(chains)):
-                continue  # Chains that run apart have a stage on every rank.
+                continue  # Chains in opposite directions have a stage on every rank.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 if num_microbatches <= samples and spec.can_place(
                     num_stages, num_ranks, num_microbatches
@@ -360,7 +360,7 @@ def pipedream_cuts(
 
     It makes the slowest of stages and links as fast as possible, and knows neither microbatches nor a flush;
     replicas sum their gradients after every batch of `samples`. The published code differs: it adds the time of the
-    sums to that of a stage, and looks at links only with a flag.
+    sums to that of a stage, and counts links only with a flag.
 
     Source:
         PipeDream, Harlap et al. (2018), https://arxiv.org/abs/1806.03377

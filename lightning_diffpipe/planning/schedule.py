@@ -1,6 +1,6 @@
 """A schedule: which rank holds which stage, the program of every rank, and what else is known of it by its name.
 
-Two questions are kept apart. A `Placement` says *where* a stage runs: on one rank, on several (replicas, which take
+There are two questions. A `Placement` says *where* a stage runs: on one rank, on several (replicas, which take
 the microbatches in turn), or several stages on one rank (interleaved, or two backbones). The programs say *in which
 order* each rank works. What flows between instructions follows from both, and is derived here once, so that
 lowering, simulation and the laws cannot disagree about it.

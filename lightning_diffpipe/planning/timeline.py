@@ -3,7 +3,7 @@
     rank 0 | F0 F1  .  . B0 -- B1 --
     rank 1 |  . F0 F1 B0 -- B1 --  .
 
-Drawn as text, a timeline has one row for each rank and one cell for each tick. A cell shows the instruction that
+As text, a timeline has one row for each rank and one cell for each tick. A cell shows the instruction that
 begins in it, `--` while that goes on, and a point in a bubble. The number of the stage is left out on ranks that
 hold one stage only. Both kinds of timeline are the same type, so that they can be compared.
 """

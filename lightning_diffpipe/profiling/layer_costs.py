@@ -110,7 +110,7 @@ def encodings(
 
 
 def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
-    """Looks by running the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
+    """Runs the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
 
     def look(folded: LayerGraph) -> Seen:
         call = StepCall(step, module, batch, written=folded.batch_writes)

@@ -229,8 +229,8 @@ class Subject:
                     turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
                 )
                 steps = [whole for whole, _ in results.values()]
-                settled = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
-                if repeats is None and settled:
+                agree = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
+                if repeats is None and agree:
                     break
                 for count in tuple(results):
                     self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
@@ -336,7 +336,7 @@ def default_counts(num_samples: int | None, microbatch_size: int | None = None) 
 
 
 def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:
-    """Returns which other sample counts fit into a time, besides the first, as far apart as possible.
+    """Returns which other sample counts fit into a time, besides the first, at distances as large as possible.
 
     The largest comes first: with a microbatch far above what was measured, a time would be extrapolated from
     counts at which activations still fit into a cache.

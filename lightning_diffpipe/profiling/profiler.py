@@ -141,9 +141,9 @@ def bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=not stays) as drawn:
-        task = drawn.add_task(what, total=1.0 if counted else None)
-        report: Callable[[str, float], None] = lambda what, share: drawn.update(
+    with Progress(*columns, console=Console(stderr=True), transient=not stays) as shown:
+        task = shown.add_task(what, total=1.0 if counted else None)
+        report: Callable[[str, float], None] = lambda what, share: shown.update(
             task, description=what, completed=share
         )
         yield report
