@@ -200,17 +200,13 @@ class StepProbe:
         leaky: Collection[str] = (),
         known: LayerGraph | None = None,
     ) -> LayerGraph:
-        """Follows all values through one run with these layers.
+        """Follows all values through one run with these layers: modules whose outermost calls are layers.
 
-        Args:
-            layers: Modules whose outermost calls are layers.
-            containers: Modules that stay expanded.
-            leaky: Those of them that must.
-            known: A graph of the same step that may have finer layers; random streams are seeded as there. May tell
-                rows per sample, which saves a run.
+        Of `containers`, which stay expanded, those in `leaky` must. A `known` graph of the same step may have finer
+        layers; random streams are seeded as there, and it may tell rows per sample, which saves a run.
 
         Raises:
-            LayerLeakError: One of them must be expanded.
+            LayerLeakError: One of the layers must be expanded.
         """
         layers, fake = set(layers), self.fake_mode is not None
         tree = self._tree if self._tree is self._larger else None  # which may be of another form

@@ -145,17 +145,17 @@ class FormView(View):
     def form_of(
         self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
     ) -> StepForm:
-        """Returns the form of one microbatch; one of those that are known, or another.
+        """Returns the call sequence of one microbatch; one of those that are known, or another.
 
         Args:
             call: Runs the user's step on it.
-            seed: Seeds what the step draws between layers.
+            seed: Seeds what the step samples between layers.
             known: Where a run ends before the code after the last layer, it does so where only one of these is
-                possible, and complete; the graph's, if there are none. What the step changes is put back.
+                possible, and complete; the graph's, if there are none.
 
         Returns:
-            The form; the only one that is known, if the step reads values, which dummies have not: a branch on one
-            would go another way. Runs notice if it takes another.
+            The only one that is known, if the step reads values, which dummies have not; runs notice if it takes
+            another.
 
         Raises:
             GraphError: The step calls a layer that it did not call when it was probed.
@@ -288,17 +288,14 @@ def survey(
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
 ) -> tuple[StepForm, Forms]:
-    """Finds forms of a step by trials, with the seeds of its first batches (`seed_of` a batch's microbatch).
+    """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
     Runs the step twice. If it throws coins four times more, with small and with large numbers in place of what it
-    draws; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
+    samples; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
     module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
 
-    Returns:
-        The form with most calls, and all.
-
     Raises:
-        GraphError: None of the forms calls all layers.
+        GraphError: None of the sequences calls all layers.
     """
     found: list[tuple[StepForm, Exemplar]] = []
     with Interception(root).installed() as interception, untouched(root):

@@ -4,14 +4,16 @@ All of it works in one process, and may not where every stage runs the step's co
 runs make up for it, and what nothing can make up for is refused.
 
 * **Gradients and tangents** that a step takes itself (a penalty on a gradient, `torch.func.jvp`) would have to
-cross stages, and are refused between layers. Inside the forward of a module they are fine as long as nobody cuts
-it. * **Generators** besides the global ones outlive the step. On one rank, whatever runs besides training leaves
-them as they are (`generators_preserved`). * **Attributes** of modules: adapters off for a while, `.eval()` around a
-pass. A step that is run in pieces, or left in the middle, leaves them half set for whoever comes next. So the probe
-notes which attributes differ from the beginning of the step when a layer is called or returns, and runs restore
-them. * **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their
-tensor in one process. Here every stage has the part of it that its own layers add, so all that reads the tensor
-must lie within one stage. On all others tensors need no gradient, for which PyTorch would refuse a hook.
+  cross stages, and are refused between layers. Inside the forward of a module they are fine as long as nobody cuts
+  it.
+* **Generators** besides the global ones outlive the step. On one rank, whatever runs besides training leaves them
+  as they are (`generators_preserved`).
+* **Attributes** of modules: adapters off for a while, `.eval()` around a pass. A step that is run in pieces, or
+  left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
+  the beginning of the step when a layer is called or returns, and runs restore them.
+* **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor in
+  one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must lie
+  within one stage. On all others tensors need no gradient, for which PyTorch would refuse a hook.
 """
 
 import contextlib

@@ -2,11 +2,11 @@
 
 Each rank keeps its order of work. What is added:
 
-* a `Send` right after the instruction that makes a message; sends never block; * a `Wait` right before the
-instruction that reads one; * a `Receive` early: on every directed edge the next message is always already posted
-while the current one is worked on. Receives are posted in the order of the sends, since links deliver in order; *
-`Encode`s of the frozen work of this batch and their exchange first, if there is any; * `ReduceGradients` after the
-last instruction of a stage; frozen work that is left over comes after it.
+* a `Send` right after the instruction that makes a message; sends never block;
+* a `Wait` right before the instruction that reads one;
+* a `Receive` early: on every directed edge the next message is always already posted while the current one is
+  worked on. Receives are posted in the order of the sends, since links deliver in order;
+* `ReduceGradients` after the last instruction of a stage; frozen work that is left over comes after it.
 
 On NCCL a receive runs on the device until its message is there, and a send until the message is taken. A host that
 waits for its device (for memory to be given back, in cuDNN's benchmark) waits for all it has started, and starts
@@ -46,15 +46,12 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.schedule import Message, Schedule
 
 
-def lower(
-    schedule: Schedule, frozen_parts: Sequence[EncodePart] = (), num_ahead: int = 1
-) -> Schedule:
+def lower(schedule: Schedule, num_ahead: int = 1) -> Schedule:
     """Adds communication to a schedule of compute instructions only, whose order on each rank is kept.
 
-    `frozen_parts` run before the pipeline, each on its rank; without them programs keep the `Encode` that they
-    have. Of an edge `num_ahead` messages are posted already while one is worked on.
+    Of an edge `num_ahead` messages are posted already while one is worked on.
     """
-    schedule = with_collectives(schedule, frozen_parts)
+    schedule = with_collectives(schedule)
     edges = messages_of_edge(schedule)
     programs: list[Program] = []
     for rank, program in enumerate(schedule.programs):
@@ -118,9 +115,8 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
     return tuple(arrived)
 
 
-def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
-    """Adds all that ranks do together, and no messages; arguments as for `lower`."""
-    schedule = prefix_frozen(schedule, frozen_parts)
+def with_collectives(schedule: Schedule) -> Schedule:
+    """Adds the reduction of gradients, if there are any, and no messages."""
     kinds = {type(instruction) for program in schedule.programs for instruction in program}
     if UpdateWeights in kinds or not kinds & {Backward, BackwardInput}:
         return schedule  # nothing is summed at the end

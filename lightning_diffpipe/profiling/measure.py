@@ -382,11 +382,8 @@ def give_back(device: torch.device) -> None:
 def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
-    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
-
-    Args:
-        subject: What is measured.
-        pool: Where several ranks measure at once, gives each of them the times of all.
+    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere. Where several ranks
+    measure at once, `pool` gives each of them the times of all.
 
     Raises:
         ProfileError: The step cannot be run at any of the sample counts.

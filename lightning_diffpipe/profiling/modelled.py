@@ -286,7 +286,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of_name(name: str, precision: str) -> float | None:
-    """Returns the peak of a device by the name its driver gives it; see `peak_flops`.
+    """Returns the peak of a device by the name that its driver gives it; see `peak_flops`.
 
     Example:
         >>> peak_of_name("NVIDIA H100 80GB HBM3", "bf16-mixed"), peak_of_name("Radeon", "32-true")

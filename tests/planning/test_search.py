@@ -20,7 +20,7 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks,
 from lightning_diffpipe.planning.cut_search import Search
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
-from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.passes import schedule_of_passes
@@ -136,7 +136,7 @@ def group_size(model, sizes, num_ranks):
 def scheduled(name, placement, sizes, parts):
     """What does not depend on the cut: the outline of the lowered programs, and the samples that wait."""
     schedule = SCHEDULES[name](placement, len(sizes))
-    outline = outline_of(lower(schedule, parts), range(len(sizes)))
+    outline = outline_of(lower(prefix_frozen(schedule, parts)), range(len(sizes)))
     assert not outline.stuck
     return outline, peak_samples(schedule, sizes)
 

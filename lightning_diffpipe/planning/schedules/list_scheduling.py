@@ -63,7 +63,6 @@ class ListScheduling:
 
     Attributes:
         placement: Where the stages run, each on one rank.
-        num_microbatches: Of each backbone.
         ticks: Time of a kind of work on a stage; only proportions matter.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
         splits_backward: Backwards run in two parts, where a stage sends a gradient on.
