@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -96,7 +96,7 @@ def shares_s(case: Case) -> float:
     timeline, count = simulate(case.schedule, case.costs), case.schedule.num_microbatches
     # Of 16 batches a rank takes a whole number of groups: so of each on average sixteenths of one.
     layers = [
-        replace(layer, seconds=lambda samples, of=layer.seconds: of(samples / SHARES_PERIOD))
+        layer._replace(seconds=lambda samples, of=layer.seconds: of(samples / SHARES_PERIOD))
         for layer in frozen_layers(case.encoders, case.group)
     ]
     steps = group_samples([SHARES_PERIOD * case.batch // count] * count, case.group)
