@@ -599,7 +599,6 @@ def profile_path(tmp_path):
         "name": "six equal layers",
         "backbones": [{"name": "unet", "layers": layers}],
         "encoders": [],
-        "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0},
     }
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile))
@@ -729,7 +728,7 @@ def test_a_plan_by_hand_need_not_know_its_memory(profile_path, capsys, monkeypat
     """History: `[]` was read and then broke the report."""
     path, _ = plan_for(3, profile_path, capsys, monkeypatch)
     document = json.loads(path.read_text())
-    del document["digest"]
+    del document["digest"], document["costs"]
     document["planned"]["peak_memory_bytes"] = []
     path.write_text(json.dumps(document))
     code, shown, _ = call(capsys, monkeypatch, "show", str(path))

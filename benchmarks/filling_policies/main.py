@@ -13,11 +13,12 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.filling_policies.diffusionpipe import fill_like_diffusionpipe
+from lightning_diffpipe.planning.cost import PipelineCosts
 from lightning_diffpipe.planning.filling import (
     SHARES_PERIOD,
     Filled,
@@ -30,7 +31,7 @@ from lightning_diffpipe.planning.instruction import Encode, Staged
 from lightning_diffpipe.planning.profile import EncoderLayerProfile, EncoderProfile, Seconds
 from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Case:
     """One pipeline and what is frozen beside it."""
 
     schedule: Schedule
-    costs: TickCosts
+    costs: PipelineCosts
     encoders: tuple[EncoderProfile, ...]
     batch: int
     group: int
@@ -58,7 +59,9 @@ def random_case(rng: random.Random) -> Case:
     ranks, per_rank = rng.choice([2, 3, 4, 6, 8]), rng.choice([0.5, 1, 2])
     microbatches = max(1, round(ranks * per_rank))
     stages = [rng.uniform(0.8, 1.2) for _ in range(ranks)]
-    costs = TickCosts(forward=stages, backward=[2 * s for s in stages])
+    forward, nothing = tuple((s,) * microbatches for s in stages), ((0.0,) * microbatches,) * ranks
+    backward = tuple((2 * s,) * microbatches for s in stages)
+    costs = PipelineCosts((1,) * microbatches, forward, backward, nothing, nothing, nothing)
     batch = microbatches * rng.choice([4, 8, 16])
     group = max(1, batch // (ranks * rng.choice([2, 4])))
     frozen_s = rng.uniform(0.1, 1) * 3 * sum(stages) * microbatches
@@ -93,7 +96,7 @@ def shares_s(case: Case) -> float:
     timeline, count = simulate(case.schedule, case.costs), case.schedule.num_microbatches
     # Of 16 batches a rank takes a whole number of groups: so of each on average sixteenths of one.
     layers = [
-        replace(layer, seconds=lambda samples, of=layer.seconds: of(samples / SHARES_PERIOD))
+        layer._replace(seconds=lambda samples, of=layer.seconds: of(samples / SHARES_PERIOD))
         for layer in frozen_layers(case.encoders, case.group)
     ]
     steps = group_samples([SHARES_PERIOD * case.batch // count] * count, case.group)

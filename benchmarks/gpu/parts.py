@@ -21,8 +21,7 @@ from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.modules.on_paper import ModelOnPaper, OnPaper
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling.bench import give_back
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import Subject, give_back, measure_profile
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
 

@@ -34,8 +34,7 @@ from lightning_diffpipe.planning.evaluation import Evaluator, Proposal
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.timeline import Span, Timeline
-from lightning_diffpipe.profiling.bench import default_counts
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.state import take_samples
 from lightning_diffpipe.training.pipeline import Pipeline, Process
 from lightning_diffpipe.training.plan_source import PipelineOptions, pool_times

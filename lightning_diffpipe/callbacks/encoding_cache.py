@@ -43,7 +43,6 @@ from lightning_diffpipe.graph.frozen import FrozenView
 from lightning_diffpipe.graph.memo import (
     Entry,
     LayerMemo,
-    Statistics,
     repeatable,
     why_not_remembered,
 )
@@ -171,8 +170,9 @@ class EncodingCache(L.Callback):
             if refusal := next(filter(None, _of_all(trainer, refusal or self._store.why_full)), ""):
                 _refuse(f"stores all samples before training, but {refusal}")
         self._require_shared(trainer)
-        made = sum(_of_all(trainer, self.memo.statistics.made.total()))
-        self.memo.statistics = Statistics()
+        made = sum(_of_all(trainer, self.memo.made.total()))
+        self.memo.found.clear()
+        self.memo.made.clear()
         freed = _of_all(trainer, pipeline.offload(self.memo.names, self.folder))
         pipeline.load_stages()
         rank_zero_info(
@@ -193,9 +193,9 @@ class EncodingCache(L.Callback):
         self._encode(trainer, pipeline, batch, 0)
         if self._store.why_full:
             return self._store.why_full
-        before = self.memo.statistics.made.copy()
+        before = self.memo.made.copy()
         self._run(trainer, pipeline, again, 0)
-        if changed := sorted(self.memo.statistics.made - before):
+        if changed := sorted(self.memo.made - before):
             return (
                 f"a batch that was read twice brought {changed[0]} other samples: they differ from pass to pass "
                 "(random crops, flips, shuffled tags?). Switch that off (of a folder of images by data.flip=0 "
@@ -206,7 +206,7 @@ class EncodingCache(L.Callback):
 
     def _encode(self, trainer: L.Trainer, pipeline: Pipeline, batch: Any, number: int) -> None:
         """Stores the encodings of a batch, with several draws of what the step draws, such as dropped captions."""
-        draw, last_new, made = 0, 0, self.memo.statistics.made
+        draw, last_new, made = 0, 0, self.memo.made
         while draw - last_new <= _QUIET_DRAWS and draw < _MOST_DRAWS:
             before = made.total()
             self._run(trainer, pipeline, batch, _MOST_DRAWS * number + draw)
@@ -259,8 +259,7 @@ class EncodingCache(L.Callback):
         if self.memo is None:
             return
         self._passes += 1
-        statistics = self.memo.statistics
-        found, made = statistics.found.total(), statistics.made.total()
+        found, made = self.memo.found.total(), self.memo.made.total()
         now = (found - self._found_before[0], made - self._found_before[1])
         self._found_before = (found, made)
         useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
@@ -282,8 +281,8 @@ class EncodingCache(L.Callback):
         """Says what was found."""
         if self.memo is None or self._store is None:
             return
-        statistics, pipeline = self.memo.statistics, trainer.strategy.pipeline
-        own = statistics.found.total(), statistics.made.total(), self._store.bytes_written
+        pipeline = trainer.strategy.pipeline
+        own = self.memo.found.total(), self.memo.made.total(), self._store.bytes_written
         found, made, written = map(sum, zip(*pipeline.mesh.gathered(own), strict=True))
         rank_zero_info(
             "Encodings: %d read (%s), %d computed, %s written to %s",

@@ -1,8 +1,8 @@
 """The backward of a stage: in one piece or in two halves, with gradients in memory of their own.
 
 The stage before waits for the gradients of this stage's inputs only; zero-bubble schedules move the second half,
-the gradients of weights, into places where a rank would idle. Autograd runs a backward as one piece, but it
-computes only what is asked for, so the two halves are two kinds of questions to the same graph:
+the gradients of weights, into places where a rank would idle. Autograd computes only what is asked for, so the two
+halves are two kinds of questions to the same graph:
 
     root ── u1 ──── u2 ──── u3 ── input          u: nodes on a way to some input
             │       │       │
@@ -11,19 +11,14 @@ computes only what is asked for, so the two halves are two kinds of questions to
     first half    gradients of the inputs; what flows into each u is recorded on the way
     second half   for each u, from what was recorded, the gradients of the weights that hang off it
 
-A weight that hangs off several u (a conditioning layer that many blocks read, tied weights) is asked for where its
-way leaves the u's: that gradient is noted in the first half, and continued in the second. Weights of a group norm
-are asked for in the first half: all its gradients come from the same sums, and torch's kernel for channels-last
-tensors on CPUs ends the process where those of its weights alone are asked for. So are those of compiled blocks and
-of an `autograd.Function`, whose backward would run twice, all of it.
+A weight that hangs off several u (tied weights) is asked for where its way leaves the u's: that gradient is noted
+in the first half, and continued in the second. Weights of a group norm are asked for in the first half, as torch's
+kernel for channels-last tensors on CPUs ends the process where those alone are asked for; so are those of compiled
+blocks and of an `autograd.Function`, whose backward would run twice.
 
-Autograd gives a parameter its first gradient without a copy, if nobody else holds that tensor, and adds all later
-ones to it in place. But a tensor that nobody else holds may be a view of memory that somebody does hold:
-
-    rows[None] + columns[None]           both first gradients are views of one tensor, and every later one
-                                         would be added to both
-    x.view(1, h, w, d) + positions       the gradient of x goes to the stage before, and may still be on its
-                                         way when the next microbatch adds to that of the positions
+Autograd gives a parameter its first gradient without a copy and adds later ones in place, though it may be a view
+of memory that somebody else holds: of `rows[None] + columns[None]` both first gradients are views of one tensor; of
+`x.view(1, h, w, d) + positions` the gradient of x may still be on its way to the stage before.
 
 Source:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
@@ -96,27 +91,22 @@ class WeightGradients:
 def input_gradients(
     roots: Sequence[Tensor], flows: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightGradients]:
-    """Runs the first half.
-
-    Args:
-        roots: Where the backward starts.
-        flows: Their gradients.
-        inputs: Leaves whose gradients are wanted now.
+    """Runs the first half, from roots and their gradients `flows`.
 
     Returns:
-        Gradients of the inputs, `None` where no way leads to one; and the second half.
+        Gradients of leaves, `inputs`, `None` where no way leads to one; and the second half.
     """
     graph = _Graph(roots, inputs)
     if not graph.towards_inputs:
         joint = [(list(roots), list(flows), graph.weights_below([r.grad_fn for r in roots]))]
         return [None] * len(inputs), WeightGradients([call for call in joint if call[2]])
-    apart, shared = graph.exits()
+    separate, shared = graph.exits()
     # These compute all gradients together, whichever are asked for.
     norm = "NativeGroupNormBackward0"
-    whole = [n for n in apart if isinstance(n, BackwardCFunction) or n.name() == norm]
-    early = [weight for node in whole for weight in apart.pop(node)]
+    whole = [n for n in separate if isinstance(n, BackwardCFunction) or n.name() == norm]
+    early = [weight for node in whole for weight in separate.pop(node)]
     recorded: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in apart]
+    handles = [node.register_prehook(partial(recorded.__setitem__, node)) for node in separate]
     edges = [GradientEdge(node, number) for node, number in shared]
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
@@ -139,7 +129,7 @@ def input_gradients(
     if known:  # to be added where the others are
         weights = [weight for weight, _ in known]
         later.calls.append((weights, [flow for _, flow in known], weights))
-    for node, weights in apart.items():
+    for node, weights in separate.items():
         ways = [(i, flow) for i, flow in enumerate(recorded.get(node, ())) if flow is not None]
         if ways:
             starts_here = [GradientEdge(node, i) for i, _ in ways]
@@ -153,11 +143,7 @@ def input_gradients(
 
 
 class _Graph:
-    """The autograd graph below some roots, sorted into ways to inputs and ways to weights.
-
-    Attributes:
-        towards_inputs: Nodes from which some input can be reached.
-    """
+    """The autograd graph below some roots; from nodes in `towards_inputs` some input can be reached."""
 
     def __init__(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         targets = {get_gradient_edge(leaf).node for leaf in inputs}
@@ -175,7 +161,6 @@ class _Graph:
                 self._weights[node] = frozenset().union(*below)
 
     def weights_below(self, nodes: Iterable[Node]) -> list[Tensor]:
-        """Returns weights that can be reached from nodes off the ways to inputs, in a fixed order."""
         found: dict[Tensor, None] = {}
         wanted = frozenset().union(*(self._weights.get(node, frozenset()) for node in nodes))
         for node in self._order:
@@ -197,17 +182,17 @@ class _Graph:
                     if child is not None and self._weights.get(child):
                         leaving.setdefault((child, number), set()).add(node)
         shared = self._shared(leaving)
-        apart: dict[Node, list[Tensor]] = {}
+        separate: dict[Node, list[Tensor]] = {}
         for (child, number), nodes in leaving.items():
             if (child, number) not in shared:
                 (node,) = nodes
-                have = apart.setdefault(node, [])
+                have = separate.setdefault(node, [])
                 have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
         heads = {child for child, _ in shared}
         below = _post_order(c for head in heads for c, _ in head.next_functions)
         if not heads.isdisjoint(below):  # their gradients would be counted twice
             raise NestedExits
-        return apart, [
+        return separate, [
             exit_
             for node in self._order
             for exit_ in leaving

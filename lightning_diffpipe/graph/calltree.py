@@ -204,9 +204,7 @@ class CallNode:
     """One module call with the calls inside it.
 
     Attributes:
-        name: Qualified name of the module.
         cost: What it costs, with the calls inside.
-        children: The calls inside.
         depth: Autograd functions of the model's own around it.
         is_whole: Such a function calls modules inside it, so that it cannot be expanded.
         num_transforms: Function transforms (`torch.func.jvp`) around it.
@@ -230,7 +228,6 @@ class CallTree(TorchDispatchMode):
     """Records the tree of module calls and their costs.
 
     Args:
-        root: The module whose step runs.
         look: What shall be recorded of arguments and output of a call.
         repeats: Recognises calls that have run in other places.
 
@@ -329,7 +326,6 @@ class CallTree(TorchDispatchMode):
         return recorded
 
     def _repeated(self, call: Call, node: CallNode) -> Any:
-        """Notes what was seen in a call of an equal module."""
         seen, inside = call.known.notes
         vars(node).update(vars(_renamed(seen, "", call.name)))
         self.names += (call.name + name for name in inside)
@@ -379,16 +375,10 @@ def is_compiled(module: nn.Module) -> bool:
 def choose_layers(
     root: nn.Module, top: CallNode, max_share: float, expand: Collection[str]
 ) -> tuple[set[str], set[str]]:
-    """Cuts the tree of calls where no call is dearer than `max_share` of the whole.
+    """Cuts the recorded tree of calls where no call is dearer than `max_share` of the whole.
 
-    Args:
-        root: The module that was run.
-        top: The recorded tree.
-        max_share: Largest share of the whole cost that one layer should have.
-        expand: Modules that must be expanded, whatever they cost.
-
-    Returns:
-        Names of the modules whose calls are layers, names of those that are expanded.
+    Modules of `expand` must be expanded, whatever they cost. Returns names of the modules whose calls are layers,
+    and names of those that are expanded.
 
     Raises:
         GraphError: A module must be expanded, but calls others inside an autograd function.

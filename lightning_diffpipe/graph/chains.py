@@ -1,20 +1,13 @@
 """Chains: several backbones that one step trains next to each other, found by what they read.
 
 A cascade's base and super-resolution denoiser know nothing of each other: no trained layer of one reads what the
-other gives, they share no trained parameter, and each adds a term of its own to the loss. Then the end of each
-computes its gradients without the others, and their stages may run in opposite directions.
+other gives, they share no trained parameter, and each adds a term of its own to the loss. Then their stages may run
+in opposite directions. Whether the terms are independent is tried: the code after the last layer is run with random
+numbers in place of what layers give, and the gradient of every chain must be the same whatever the other chains
+give, NaN included.
 
-    base      down_blocks.0  mid_block  up_blocks.0  ->  its loss  -+
-                                                                    +-> sum
-    upscaler  down_blocks.0  mid_block  up_blocks.0  ->  its loss  -+
-
-Whether the terms are independent is tried: the code after the last layer is run with random numbers in place of
-what layers give, and the gradient of every chain must be the same whatever the other chains give, NaN included. No
-layer runs for that, so it takes milliseconds, and only steps are looked at that have several chains.
-
-Passes are stretches of the path in which the same layers are called again, found by their names. A step that
-estimates first and then trains on the estimate (self-conditioning), a teacher and a student of one network,
-consistency steps: all call their denoiser several times.
+Passes are stretches of the path in which the same layers are called again, found by their names: self-conditioning,
+a teacher and a student of one network, consistency steps.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -74,7 +67,7 @@ def find_chains(root: nn.Module, step: Callable[..., Any], batch: Any, graph: La
 
 
 def _starts(graph: LayerGraph) -> tuple[int, ...]:
-    """Returns positions after which only the loss reads what was made before; two layers apart at least."""
+    """Returns positions after which only the loss reads what was made before, if two layers or more lie between."""
     position = {layer: at for at, layer in enumerate(graph.path)}
     reaches = list(range(len(graph.path)))  # the last position that is connected with this one
     for at, layer in enumerate(graph.path):
@@ -114,7 +107,6 @@ def _owner(name: str) -> str:
 
 
 def _shared_parameter(graph: LayerGraph, starts: tuple[int, ...]) -> str:
-    """Says which trained parameter is read by two chains, or by the loss."""
     remedy = "give each a copy of its own (copy.deepcopy), or use schedule=1f1b"
     reader: dict[str, tuple[int, str]] = {}
     for chain, (first, stop) in enumerate(pairwise((*starts, len(graph.path)))):
@@ -206,23 +198,23 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def passes(graph: LayerGraph) -> tuple[tuple[int, int], ...]:
-    """Finds half-open ranges of positions of the path, equally long and apart, that call the same layers.
+    """Finds half-open ranges of positions of the path, equally long and spaced, that call the same layers.
 
     Returns:
         At least two, with half of the path's operations or more; none if there are no such ranges.
     """
     names, path = graph.path_names, graph.path
     best: tuple[int, int, tuple[tuple[int, int], ...]] = (0, 0, ())
-    for apart in range(2, len(names)):
+    for distance in range(2, len(names)):
         first = 0
-        while first + apart < len(names):
+        while first + distance < len(names):
             stop = first
-            while stop + apart < len(names) and names[stop] == names[stop + apart]:
+            while stop + distance < len(names) and names[stop] == names[stop + distance]:
                 stop += 1
-            count = -(-(stop - first) // apart) + 1
-            length = stop - first - (count - 2) * apart
+            count = -(-(stop - first) // distance) + 1
+            length = stop - first - (count - 2) * distance
             if count > 1 and length > 1:
-                starts = [first + k * apart for k in range(count)]
+                starts = [first + k * distance for k in range(count)]
                 found = tuple((start, start + length) for start in starts)
                 cost = sum(graph.layers[path[i]].cost_flops for a, b in found for i in range(a, b))
                 best = max(best, (cost, count, found))

@@ -66,12 +66,12 @@ class StageCut:
 
     @property
     def message_gradients(self) -> tuple[TensorKey, ...]:
-        """Those of `message` for which a gradient goes back."""
+        """Tensors of `message` for which a gradient goes back."""
         return self._with_gradients(self.message)
 
     @property
     def handed_gradients(self) -> Mapping[int, tuple[TensorKey, ...]]:
-        """Those of `handed` for which a gradient goes back."""
+        """Tensors of `handed` for which a gradient goes back."""
         return {stage: self._with_gradients(keys) for stage, keys in self.handed.items()}
 
     def _with_gradients(self, keys: tuple[TensorKey, ...]) -> tuple[TensorKey, ...]:
@@ -85,7 +85,6 @@ class Cut:
     Attributes:
         positions: Where the path was cut: stage s starts at position `positions[s - 1]` of the path.
         frozen: The frozen layers, as if they were a stage of their own.
-        stages: The stages, in order.
     """
 
     positions: tuple[int, ...]
@@ -101,21 +100,18 @@ class Cut:
 def cut(
     graph: LayerGraph,
     positions: Sequence[int],
-    homes: Sequence[tuple[int, ...]] | None = None,
+    stage_ranks: Sequence[tuple[int, ...]] | None = None,
     first_stages: Sequence[int] = (0,),
     may_be_empty: bool = False,
 ) -> Cut:
-    """Cuts the trained path before the given positions.
+    """Cuts the trained path before the given positions into stages, with everything that crosses between them.
 
     Args:
         graph: The probed step.
         positions: Increasing positions in `graph.path`; none means a single stage.
-        homes: By stage: the ranks that hold it; None if every stage has ranks of its own.
+        stage_ranks: By stage: the ranks that hold it; None if every stage has ranks of its own.
         first_stages: Where chains begin that know nothing of each other; see `planning.profile.joined`.
-        may_be_empty: Stages may have no layers: those of passes that this form of the step leaves out.
-
-    Returns:
-        The stages with everything that crosses between them.
+        may_be_empty: Stages may have no layers: those of passes that this call sequence leaves out.
 
     Raises:
         PartitionError: A stage would have no layer.
@@ -140,7 +136,7 @@ def cut(
     for s, layers in enumerate(own):
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
-    ways = _ways(graph, own, reads, ends, homes)
+    ways = _ways(graph, own, reads, ends, stage_ranks)
     stages = tuple(
         _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
     )
@@ -160,10 +156,11 @@ def _ways(
     own: Sequence[frozenset[int]],
     reads: Sequence[frozenset[TensorKey]],
     ends: Container[int],
-    homes: Sequence[tuple[int, ...]] | None,
+    stage_ranks: Sequence[tuple[int, ...]] | None,
 ) -> dict[TensorKey, _Way]:
     """Routes what stages read of each other, there and, as gradients, back."""
-    shared_homes = tuple(homes) if homes and len(set(homes)) < len(homes) else None
+    several = stage_ranks and len(set(stage_ranks)) < len(stage_ranks)
+    shared = tuple(stage_ranks) if stage_ranks and several else None
     stage_of = {layer: s for s, layers in enumerate(own) for layer in layers}
     carrying = frozenset(
         s
@@ -175,8 +172,8 @@ def _ways(
         maker = stage_of[key[0]]
         readers = tuple(s for s, keys in enumerate(reads) if key in keys)
         back = readers if graph.needs_gradient(key) else ()
-        returned = route(maker, tuple(s for s in back if s in carrying), shared_homes, carrying)
-        ways[key] = _Way(route(maker, readers, shared_homes, None, returned), returned.readers)
+        returned = route(maker, tuple(s for s in back if s in carrying), shared, carrying)
+        ways[key] = _Way(route(maker, readers, shared, None, returned), returned.readers)
     return ways
 
 

@@ -123,9 +123,7 @@ class StepProbe:
 
     Attributes:
         module: What the step is run on: the real module, or a fake copy of it.
-        step: Runs the step.
         batch: A microbatch, fake if the module is.
-        seed: Seeds all runs.
         form: That of a larger batch, if it is known.
         mode: What the graph says about it.
         fake_mode: The mode of fake tensors, None for real ones.
@@ -186,7 +184,6 @@ class StepProbe:
     def _trace_of(
         self, choose: Callable[[CallTree], tuple[set[str], set[str]]], leaky: Collection[str] = ()
     ) -> LayerGraph:
-        """Traces the layers that are chosen from a tree of calls."""
         if self._tree is None:
             self._larger = self._tree_of_more_samples() if self.fake_mode is not None else None
             self._tree = self._larger or self._call_tree(self._new(self.batch))
@@ -203,17 +200,13 @@ class StepProbe:
         leaky: Collection[str] = (),
         known: LayerGraph | None = None,
     ) -> LayerGraph:
-        """Follows all values through one run with these layers.
+        """Follows all values through one run with these layers: modules whose outermost calls are layers.
 
-        Args:
-            layers: Modules whose outermost calls are layers.
-            containers: Modules that stay expanded.
-            leaky: Those of them that must.
-            known: A graph of the same step that may have finer layers; random streams are seeded as there. May tell
-                rows per sample, which saves a run.
+        Of `containers`, which stay expanded, those in `leaky` must. A `known` graph of the same step may have finer
+        layers; random streams are seeded as there, and it may tell rows per sample, which saves a run.
 
         Raises:
-            LayerLeakError: One of them must be expanded.
+            LayerLeakError: One of the layers must be expanded.
         """
         layers, fake = set(layers), self.fake_mode is not None
         tree = self._tree if self._tree is self._larger else None  # which may be of another form
@@ -351,7 +344,6 @@ class StepProbe:
         return None
 
     def _repeats(self) -> Repeats | None:
-        """Returns what recognises calls of equal modules in a run that is about to begin."""
         mode = self.fake_mode
         return None if mode is None else Repeats(self.module, mode, self._callable())
 

@@ -121,11 +121,7 @@ def fake_batch(batch: Any, mode: TrackedFakeMode) -> Any:
 
 
 def shapes_without_values(root: nn.Module, arguments: Mapping[str, Any]) -> list[torch.Size]:
-    """Returns the shapes of the tensors that a call of a module returns, without memory or values.
-
-    Raises:
-        Exception: What the call raises, on fake tensors.
-    """
+    """Returns shapes of the tensors that a call of a module returns, or raises what it does, on fake tensors."""
 
     def run(model: nn.Module, mode: TrackedFakeMode) -> list[torch.Size]:
         out = model(**fake_batch(dict(arguments), mode))

@@ -47,7 +47,7 @@ _Read = tuple[int, Any]
 
 
 class StepForm(NamedTuple):
-    """What tells two ways through a step apart.
+    """What distinguishes two call sequences of a step.
 
     Attributes:
         calls: The layers that it calls, in order, each with whether gradients were on.
@@ -77,10 +77,10 @@ class Exemplar:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
         reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), and
-            later out of what was drawn, in order, each with the line that did.
+            later out of random numbers, in order, each with the line that did.
         host: It drew from `random` or `numpy.random`, too.
         counted: Attributes that count, as they were.
-        tossed: It drew from these, or took a number out of what was drawn and of no layer.
+        tossed: It drew from these, or took a number out of random numbers and of no layer.
     """
 
     seed: int
@@ -91,7 +91,7 @@ class Exemplar:
     tossed: bool = False
 
     def of_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the same step, whose coins always fall as they did; what else it draws is drawn."""
+        """Returns the same step, whose coins always fall as they did; what else it samples is sampled."""
 
         def repeated(module: nn.Module, batch: Any, *_arguments: Any) -> Any:
             if self.host:
@@ -112,7 +112,7 @@ class FormView(View):
         lenient: Layers that were not called when the step was probed are run, instead of refused.
         bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a form
             that begins with all calls of a known one is taken for that.
-        by_reads: Tells forms apart by what the code between layers reads, too.
+        by_reads: Distinguishes call sequences by what the code between layers reads, too.
 
     Attributes:
         counted: What counters of the step (`LayerGraph.counters`) show after the batch whose form was found last.
@@ -145,17 +145,17 @@ class FormView(View):
     def form_of(
         self, call: Callable[[], Any], seed: int, known: Collection[StepForm] = ()
     ) -> StepForm:
-        """Returns the form of one microbatch; one of those that are known, or another.
+        """Returns the call sequence of one microbatch; one of those that are known, or another.
 
         Args:
             call: Runs the user's step on it.
-            seed: Seeds what the step draws between layers.
+            seed: Seeds what the step samples between layers.
             known: Where a run ends before the code after the last layer, it does so where only one of these is
-                possible, and complete; the graph's, if there are none. What the step changes is put back.
+                possible, and complete; the graph's, if there are none.
 
         Returns:
-            The form; the only one that is known, if the step reads values, which dummies have not: a branch on one
-            would go another way. Runs notice if it takes another.
+            The only one that is known, if the step reads values, which dummies have not; runs notice if it takes
+            another.
 
         Raises:
             GraphError: The step calls a layer that it did not call when it was probed.
@@ -288,17 +288,14 @@ def survey(
     seed_of: Callable[[int, int], int],
     arguments: tuple[Any, ...] = (),
 ) -> tuple[StepForm, Forms]:
-    """Finds forms of a step by trials, with the seeds of its first batches (`seed_of` a batch's microbatch).
+    """Finds call sequences of a step by trials, with the seeds of its first batches; returns the longest, and all.
 
     Runs the step twice. If it throws coins four times more, with small and with large numbers in place of what it
-    draws; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
+    samples; if these decide what it calls, or it counts, or does not do the same each time, 32 times. Leaves the
     module, which is on the host, as it is. Of the arguments of the first batch the first is its number.
 
-    Returns:
-        The form with most calls, and all.
-
     Raises:
-        GraphError: None of the forms calls all layers.
+        GraphError: None of the sequences calls all layers.
     """
     found: list[tuple[StepForm, Exemplar]] = []
     with Interception(root).installed() as interception, untouched(root):
@@ -361,7 +358,7 @@ class _FormRun(StubbedRun):
 
     Attributes:
         counted: What its counters showed at the latest call of a layer.
-        takes_coin: The operator that runs takes a number out of what was drawn, and of no layer.
+        takes_coin: The operator that runs takes a number out of random numbers, and of no layer.
     """
 
     def __init__(

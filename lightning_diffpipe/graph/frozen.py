@@ -10,17 +10,14 @@ The same callable runs with the frozen layers as its own, so that encoders need 
         ...                                         # anything else, e.g. a stage run of another microbatch
     results = run.results
 
-A paused run waits in the middle of the model's code. It is a coroutine (`coroutine.py`), and what threads share is
-swapped with it: the states of the random number generators, the default dtype, which `precision="bf16-true"`
-changes inside a step, and attributes of modules that the step sets.
+A paused run is a coroutine that waits in the middle of the model's code. What threads share is swapped with it:
+states of random number generators, the default dtype, attributes of modules that the step sets.
 
 With `samples=(start, stop)` a layer runs on some samples of the microbatch only: its arguments are cut before it,
-its outputs padded after it, and the glue sees full shapes. With `group_size` it runs on so many samples at a time.
-Kernels are chosen by size, so results are equal bit for bit only where the groups are: they begin at multiples of
-`group_size`, on any rank and at any time.
-
-A layer may be run on parts of a batch if it draws nothing and all its arguments and outputs have a dimension of
-samples. Whether it mixes samples inside shows when results of groups are compared with those of all samples.
+its outputs padded after it, and the glue sees full shapes. Kernels are chosen by size, so results are equal bit for
+bit only where groups are: they begin at multiples of `group_size`. A layer may be run so if it draws nothing and
+all its arguments and outputs have a dimension of samples; whether it mixes samples inside shows when results of
+groups are compared with those of all samples.
 """
 
 from __future__ import annotations
@@ -151,17 +148,17 @@ class FrozenView(View):
         samples: Samples | None = None,
         group_size: int | None = None,
     ) -> Results:
-        """Runs all frozen layers.
+        """Runs all frozen layers on one microbatch.
 
         Args:
-            call: Runs the user's step on the microbatch.
+            call: Runs the user's step.
             seed: Seed of the microbatch.
             samples: Half-open range of samples to encode, None for all.
             group_size: Most samples a layer runs on at a time, None for all of `samples`.
 
         Returns:
-            The results that stages read (`cut.sent`); with `samples`, their rows of tensors that have
-            rows of samples.
+            The results that stages read (`cut.sent`); with `samples`, their rows of tensors that have rows of
+            samples.
 
         Raises:
             GraphError: The step differs from its probe, or layers mix samples.
@@ -180,12 +177,9 @@ class FrozenView(View):
         return PausedRun(self, call, seed, self._groups(call, seed, samples, group_size))
 
     def mixing(self, call: Callable[[], Any], seed: int) -> frozenset[str]:
-        """Returns layers whose results for a single sample are not its rows of the results for all samples.
+        """Returns names of layers whose results for single samples are not rows of those for all.
 
         Only results that stages read are compared: a layer that mixes samples inside shows in those.
-
-        Returns:
-            Names of layers that mix samples, or read what a layer does that mixes them.
         """
         singles = sample_groups(0, self.graph.num_samples or 0, 1)
         if len(singles) < 2 or not self.is_splittable:
@@ -332,12 +326,8 @@ class PausedRun:
     def advance_while(self, goes_on: Callable[[str], bool]) -> bool:
         """Runs layers of the fine graph for as long as a function says yes; says whether all is done.
 
-        Args:
-            goes_on: Called with the name of the next layer before every one, in the run's own
-                thread, which costs no switch between threads.
-
-        Raises:
-            Exception: Whatever the step raised, with the name of the layer added.
+        The function is called in the run's own thread with the name of each next layer. What the step raises has
+        the name of its layer added.
         """
         if not self.done:
             self._goes_on = goes_on
@@ -367,7 +357,6 @@ class PausedRun:
             self._attributes.restore(attributes)
 
     def _work(self) -> None:
-        """Runs the whole step, pausing inside."""
         try:
             with self._interception.running(self._run):
                 self._run.walk(self._call)

@@ -3,7 +3,7 @@
 `forward` of some instances is replaced by a `Site`, which asks what is running: nothing (the call passes through,
 or is refused if its parameters live elsewhere), or a *run* of some view, which decides. The run is found in a
 context variable, so that a paused run in one thread and an active one in another coexist. Nothing else about the
-module changes: names, lengths, attributes, parameters, state-dict keys.
+module changes.
 
 Activation checkpointing is intercepted, too: called by glue around layers, it would recompute stubs. So the glue
 calls the function itself, and the layers called meanwhile are checkpointed one by one. Reentrant checkpointing
@@ -105,7 +105,6 @@ class Interception:
     """All sites of one module; see the module docstring.
 
     Args:
-        root: The module whose step runs as a pipeline.
         names: Modules to intercept from the start; views add what they need.
     """
 

@@ -9,7 +9,7 @@ needs a number, and an argument that differs (another crop, a dropped caption) i
                                                  '-- else ----> run the whole group, store what was missing
 
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
-twice with different seeds; a VAE's posterior is drawn after its layers, so that its moments are stored and every
+twice with different seeds; a VAE's posterior is sampled after its layers, so that its moments are stored and every
 epoch draws again.
 """
 
@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -66,19 +66,6 @@ class Store(Protocol):
         """Stores an entry."""
 
 
-@dataclass
-class Statistics:
-    """How often samples were found, by layer.
-
-    Attributes:
-        found: Samples whose output was taken from the store.
-        made: Samples that were computed.
-    """
-
-    found: Counter[str] = field(default_factory=Counter)
-    made: Counter[str] = field(default_factory=Counter)
-
-
 class LayerMemo:
     """Calls frozen layers through a store.
 
@@ -89,8 +76,8 @@ class LayerMemo:
         any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
 
     Attributes:
-        names: As given.
-        statistics: What was found.
+        found: Samples whose output was taken from the store, by layer.
+        made: Samples that were computed, by layer.
         stores: Whether what is computed is stored.
         loaded: Gives the parameters of a layer their values inside, if they are offloaded.
     """
@@ -98,7 +85,7 @@ class LayerMemo:
     def __init__(
         self, store: Store, names: frozenset[str], num_verified: int = 2, any_size: bool = False
     ) -> None:
-        self.statistics = Statistics()
+        self.found, self.made = Counter[str](), Counter[str]()
         self.stores = True
         self.loaded: Callable[[Layer], AbstractContextManager[None]] = lambda layer: nullcontext()
         self._any_size = any_size
@@ -119,7 +106,7 @@ class LayerMemo:
         entries = [self._store.read(key) for key in keys]
         known = [entry for entry in entries if entry is not None]
         if len(known) == len(keys):
-            self.statistics.found[layer.name] += len(keys)
+            self.found[layer.name] += len(keys)
             tensors = tensors_in((args, kwargs))
             device = tensors[0].device if tensors else torch.device("cpu")
             remembered = _join(layer, known, device)
@@ -127,7 +114,7 @@ class LayerMemo:
                 self._verified[layer.name] += 1
                 _compare(layer, remembered, run())
             return remembered
-        self.statistics.made[layer.name] += len(keys)
+        self.made[layer.name] += len(keys)
         with self.loaded(layer):
             out = run()
         if self.stores:

@@ -1,21 +1,17 @@
 """Runs a training step once and turns what happened into a layer graph; again, to make containers whole.
 
-The step runs up to three times on one batch: to record the tree of module calls and choose the layers
-(`calltree`), to follow every value from layer to layer (`provenance`, `trace`), and with one sample more, to learn
-which dimensions count samples. Under fake tensors this takes seconds and no memory at any model size, and the
-module stays untouched. Steps whose code depends on values (`.item()`) are run on real tensors instead; buffers,
-random number generators and training flags are restored.
+The step runs up to three times on one batch: to record the tree of module calls and choose the layers (`calltree`),
+to follow every value from layer to layer (`provenance`), and with one sample more, to learn which dimensions count
+samples. Under fake tensors this takes seconds and no memory at any model size, and the module stays untouched.
+Steps whose code depends on values (`.item()`) are run on real tensors instead.
 
     graph = probe(module, lambda module, batch: module.training_step(batch, 0), microbatch)
-    print(graph)
     folded, positions = fold(module, step, microbatch, graph, positions)
 
 `fold` traces the step again with every container that lies within one stage as one layer. Cut at a fine level, a
 residual stream `h + f(h) + g(...)` is glue, so that *all* its terms cross the boundary; as output of a whole block
-only the sum does. Parameters read by a container itself become private to its stage, and its glue runs on one
-stage instead of on all (that of a frozen VAE at image resolution costs more than a whole stage). Only what stays
-expanded is seeded and computed elsewhere, so containers stay expanded whose glue draws random numbers, or which
-hold much frozen work.
+only the sum does. Containers stay expanded whose glue draws random numbers, or which hold much frozen work: only
+what stays expanded is seeded and computed elsewhere.
 """
 
 import logging
@@ -154,8 +150,6 @@ def probe_named(
 def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph) -> None:
     """Traces a step again as it is now, with the counters and training flags of this moment.
 
-    The batch is one of the signature of the graph; parameters may be placeholders.
-
     Raises:
         GraphError: The step reads, trains, draws or writes other things than the graph knows; says which.
     """
@@ -223,7 +217,7 @@ def _in_some_mode(
             if found.num_samples != 1:
                 return found
             # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
-            # numbers drawn with `*_like` depend on them. So one forward pass looks at real ones.
+            # numbers drawn with `*_like` depend on them. So one forward pass finds the real ones.
             try:
                 with untouched(subject.module):
                     return subject.with_observed_strides(found)
@@ -282,8 +276,6 @@ def fold(
     seed: int = 0,
 ) -> tuple[LayerGraph, tuple[int, ...]]:
     """Turns every container that lies within one stage, or is all frozen, into one layer of a fine graph.
-
-    The seed is that of the probe, for a step that must be run on values.
 
     Returns:
         The folded graph, and the same cuts as positions in its path. Random numbers are seeded as in the fine

@@ -62,7 +62,7 @@ class Hooked:
     Attributes:
         made: The layer that was to come when the tensor was made, or an earlier one.
         hooked: The layer that was to come when the hook was put.
-        number: Tells hooks apart.
+        number: Distinguishes hooks.
     """
 
     made: int
@@ -141,9 +141,6 @@ class Provenance(TorchDispatchMode):
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
         folded: What containers returned.
-        glue_drew: Glue drew random numbers.
-        glue_writes: Names of the buffers that glue changed.
-        glue_parameter_writes: Names of the parameters that glue changed.
         generators: Those of its own that the step draws from.
         hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.

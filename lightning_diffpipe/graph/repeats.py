@@ -1,13 +1,13 @@
 """Equal modules that are called with equal arguments are looked at once.
 
 Without values an operator takes a tenth of a millisecond of a processor, and the 57 blocks of Flux issue 9,300 of
-them in each of three looks at a step. But they are blocks of two kinds. On fake tensors a call is decided by the
+them in each of three traces of a step. But they are blocks of two kinds. On fake tensors a call is decided by the
 structure and the settings of its module, the shapes of its arguments, and the circumstances (autocast, whether
 gradients are on). So the calls of two modules of a kind run. If they agree, the others get tensors of the same
-shapes, which autograd connects with the same arguments and parameters, and whoever looks takes over what was noted.
+shapes, which autograd connects with the same arguments and parameters, and the observer takes over its notes.
 
 A call is taken for another one only if that has left no trace but its result: it wrote into no tensor, set no
-attribute, drew no number on the host, read no tensor beside its arguments and its own weights, and returned nothing
+attribute, drew no number on the host, read no tensor but its arguments and its own weights, and returned nothing
 but new tensors, arguments and plain values. Modules with hooks, with attributes that are more than plain values and
 objects made of such, or that share modules or parameters with others, run each time.
 """
@@ -45,12 +45,10 @@ class _UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a call returns.
+    """A tensor that a call returns: its shape, strides, type and device.
 
-    Attributes:
-        meta: Shape, strides, type and device.
-        connected: Arguments, by position among the leaves, and parameters, by name inside the module, that its
-            gradient reaches; None if it needs none.
+    `connected` are the arguments, by position among the leaves, and parameters, by name inside the module, that its
+    gradient reaches; None if it needs none.
     """
 
     meta: tuple[Any, ...]
@@ -69,13 +67,7 @@ class _SameAs:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the calls of a kind.
-
-    Attributes:
-        spec: Structure of what it returned.
-        leaves: Leaves of that.
-        notes: What its observer has recorded.
-    """
+    """What calls of a kind return, as leaves of a tree, and what their observer has recorded."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -86,8 +78,6 @@ class Repeats:
     """Recognises calls of modules that have run with equal ones in their place.
 
     Args:
-        root: The module whose step runs, without values.
-        mode: Its fake mode.
         names: The modules whose calls may be seen.
 
     Attributes:
@@ -118,11 +108,7 @@ class Repeats:
     def call(self, name: str, args: Any, kwargs: Any, *more: Hashable) -> Call | None:
         """Returns a call that is about to be made; None if it must run, and nothing can be learnt from it.
 
-        Args:
-            name: That of the module.
-            args: Arguments by position.
-            kwargs: Arguments by name.
-            more: What else its observer's notes depend on.
+        `more` is what else its observer's notes depend on.
         """
         module = self.candidates.get(name)
         if module is None:
@@ -209,13 +195,7 @@ class Repeats:
 
 
 class Call:
-    """A call of one of several equal modules.
-
-    Attributes:
-        name: That of the module.
-        module: The module.
-        leaves: The leaves of its arguments.
-    """
+    """A call of one of several equal modules; `leaves` are those of its arguments."""
 
     def __init__(
         self, repeats: Repeats, key: Hashable, name: str, module: nn.Module, leaves: list[Any]
@@ -247,9 +227,7 @@ class Call:
     def keep(self, out: Any, notes: Any) -> None:
         """Keeps what the call has returned, if it has left no other trace.
 
-        Args:
-            out: The result.
-            notes: What its observer has recorded; None if it saw what other calls cannot be taken to do.
+        `notes` are what its observer has recorded; None if it saw what other calls cannot be taken to do.
         """
         ran = None
         with contextlib.suppress(_UnlikeError):
@@ -344,7 +322,7 @@ class _Connected(torch.autograd.Function):
 
 
 def _meta(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what a fake tensor looks like, or raises _UnlikeError if it has values."""
+    """Returns the form of a fake tensor, or raises _UnlikeError if it has values."""
     if type(tensor) is not FakeTensor or tensor.constant is not None:
         raise _UnlikeError
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
@@ -353,7 +331,7 @@ def _meta(tensor: Tensor) -> tuple[Any, ...]:
 def _described(value: Any, own: str = "", around: tuple[int, ...] = ()) -> Hashable:
     """Returns a description of a setting that equal settings share, or raises _UnlikeError.
 
-    As a setting, the module's name `own` tells modules apart by nothing else; `around` are enclosing objects.
+    As a setting, the module's name `own` does not distinguish modules; `around` are enclosing objects.
     """
     if isinstance(value, str) and "." in value and f".{own}".endswith(f".{value}"):
         return "own name", value.count(".")

@@ -148,7 +148,7 @@ def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
     Kernels of one's own draw past the dispatcher, perhaps on a GPU only, where no probe has seen them.
 
     Raises:
-        GraphError: It has drawn something else: the streams of its stage and of others would differ from now on.
+        GraphError: It has sampled something else: the streams of its stage and of others would differ from now on.
     """
     state = capture(host=False)
     yield
@@ -214,13 +214,13 @@ _MOST_NUMBERS = 4096  # of more nobody makes a coin
 
 
 class Extremes(TorchDispatchMode):
-    """Lets numbers that are drawn inside be the smallest or the largest of 64, so that coins fall on either side.
+    """Lets numbers that are sampled inside be the smallest or the largest of 64, so that coins fall on either side.
 
     Args:
         sides: Whether they are large, draw by draw, in turns.
 
     Attributes:
-        sees_all: On exit: of Python's and numpy's generators nothing was drawn but by functions of `_NUMBERS`.
+        sees_all: On exit: of Python's and numpy's generators nothing was sampled but by functions of `_NUMBERS`.
     """
 
     def __init__(self, sides: Sequence[bool]) -> None:
@@ -230,7 +230,6 @@ class Extremes(TorchDispatchMode):
         self._functions = [(m, n, getattr(m, n)) for m, names in _NUMBERS for n in names]
 
     def __enter__(self) -> Self:
-        """Replaces the functions of the host."""
         for module, name, function in self._functions:
             setattr(module, name, functools.partial(self._drawn_on_host, function))
         self._before = host_state()
@@ -238,7 +237,6 @@ class Extremes(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Puts the functions back."""
         super().__exit__(*error)
         self.sees_all = self._before == host_state()
         for function in self._functions:
@@ -248,10 +246,10 @@ class Extremes(TorchDispatchMode):
         if (is_large := next(self._sides, None)) is None:
             return function(*args, **kwargs)
         with preserved(host=True):
-            drawn = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
-        if isinstance(drawn[0], np.ndarray):
-            return (np.max if is_large else np.min)(drawn, axis=0)
-        return max(drawn) if is_large else min(drawn)
+            sampled = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
+        if isinstance(sampled[0], np.ndarray):
+            return (np.max if is_large else np.min)(sampled, axis=0)
+        return max(sampled) if is_large else min(sampled)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw = functools.partial(func, *args, **(kwargs or {}))
@@ -264,8 +262,8 @@ class Extremes(TorchDispatchMode):
             is_large = next(self._sides, None)
         if is_large is None:
             return out
-        drawn = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
-        return out.copy_(drawn.amax(0) if is_large else drawn.amin(0))
+        sampled = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
+        return out.copy_(sampled.amax(0) if is_large else sampled.amin(0))
 
 
 def host_state() -> tuple[Any, ...]:

@@ -3,21 +3,17 @@
 All of it works in one process, and may not where every stage runs the step's code for itself. The probe notes it,
 runs make up for it, and what nothing can make up for is refused.
 
-* **Gradients and tangents** that a step takes itself (a penalty on a gradient, MeanFlow's `torch.func.jvp`) are
-  refused between layers, as they would have to cross stages. Inside the forward of a module they are fine as long
-  as nobody cuts that module: see `calltree.choose_layers`.
-* **Generators** besides the global ones outlive the step: no run can restore them as it does those. On one rank,
-  whatever runs besides training leaves them as they are (`generators_preserved`).
+* **Gradients and tangents** that a step takes itself (a penalty on a gradient, `torch.func.jvp`) would have to
+  cross stages, and are refused between layers. Inside the forward of a module they are fine as long as nobody cuts
+  it.
+* **Generators** besides the global ones outlive the step. On one rank, whatever runs besides training leaves them
+  as they are (`generators_preserved`).
 * **Attributes** of modules: adapters off for a while, `.eval()` around a pass. A step that is run in pieces, or
   left in the middle, leaves them half set for whoever comes next. So the probe notes which attributes differ from
-  the beginning of the step when a layer is called or returns, and runs restore them: all of them where frozen
-  layers run, which belong to another batch than everything around them; where a stage ends before the step does,
-  those that the step would have restored itself.
-* **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor
-  in one process, once. Here code between layers runs on every stage, each with the part of that gradient that its
-  own layers add. So all that reads the tensor must lie within one stage, which is checked. There the hook does
-  what it does in one process; on all others tensors stand for those of other stages and need no gradient, for
-  which PyTorch would refuse a hook.
+  the beginning of the step when a layer is called or returns, and runs restore them.
+* **Gradient hooks** between layers (`h.register_hook(lambda g: 0.1 * g)`) see the whole gradient of their tensor in
+  one process. Here every stage has the part of it that its own layers add, so all that reads the tensor must lie
+  within one stage. On all others tensors need no gradient, for which PyTorch would refuse a hook.
 """
 
 import contextlib
@@ -198,18 +194,12 @@ def _reached(root: nn.Module) -> dict[str, Any]:
 def generators_preserved(root: nn.Module) -> Iterator[None]:
     """Restores generators that a step may draw from, besides the global ones, when what runs it ends."""
     found = {id(it): it for it in (_reached(root) | _of_files(root, _is_generator)).values()}
-    restore = [_restorer(generator) for generator in found.values()]
+    states = list(map(_state_and_setter, found.values()))
     try:
         yield
     finally:
-        for each in restore:
-            each()
-
-
-def _restorer(generator: Any) -> Callable[[], Any]:
-    """Returns what puts a generator back to where it is now."""
-    state, put_back = _state_and_setter(generator)
-    return partial(put_back, state)
+        for state, put_back in states:
+            put_back(state)
 
 
 def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -281,7 +271,6 @@ class AttributeWrites:
     """Notes what a step sets in modules, and whether parameters need gradients, while it is active.
 
     Args:
-        root: The module that holds all others.
         between: Says whether the code that runs now lies between layers of the fine graph.
         inside: Says whether it lies inside of a layer, which may hold several of the fine graph.
 

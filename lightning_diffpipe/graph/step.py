@@ -1,23 +1,17 @@
 """A training step seen from outside: what goes in, what comes out, and what it leaves as it was.
 
-In goes a batch, each time as if the step ran for the first time. In one process a step runs once on its batch, and
-may do with it what it likes: put `batch["image"] * 2 - 1` in place of the image, take the captions out, write into
-a tensor. A pipeline runs it on one microbatch again and again, for every stage and every frozen part, and before
-that to probe it. So each run gets containers of its own, and copies of those tensors that the probe saw written;
-all others are shared, as copies would cost memory.
+In goes a batch. A pipeline runs the step on one microbatch again and again, and a step may change its batch. So
+each run gets containers of its own, and copies of those tensors that the probe saw written. Out come a loss, maybe
+a weight besides it, and what `self.log` was given.
 
-Out come a loss, maybe a weight besides it, and what `self.log` was given.
+Which parts of a batch have one entry per sample is known from its form: tensors and arrays with so many rows, lists
+with so many entries, tuples of so many strings. What holds batched parts, `[images, labels]`, is a container
+however long it is; a pair of numbers is a value. Two pairs of captions may be either, so the form of a full batch
+is stored, and looked for in smaller ones. A module that knows better says it: see `ModuleSplit`.
 
-Which parts of a batch have one entry per sample is known from its form: tensors and arrays with so many rows,
-lists with so many entries, tuples of so many strings. A collate function may as well have put tensors of all
-samples into a list, `[images, labels]`, so what holds batched parts is a container however long it is. A pair of
-numbers is a value. Two pairs of captions may be either, so the form of a full batch is stored, and looked for in
-smaller ones. A module that knows better says it: see `ModuleSplit`.
-
-Which dimensions of what layers take and give count samples is learnt by running the step with one sample more. A
-dimension that has `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample; one that
-does not change is shared by all samples. Comparing sizes with the number of samples alone would be fooled by
-tables of the same length, and miss heads or frames folded into the batch.
+Which dimensions of what layers take and give count samples is learnt by running the step with one sample more: one
+that has `k * n` entries for `n` samples and `k * (n + 1)` for `n + 1` has `k` rows per sample. Comparing sizes with
+the number of samples would be fooled by tables of the same length, and miss heads or frames folded into the batch.
 """
 
 from __future__ import annotations
@@ -133,11 +127,7 @@ def change_samples(
 ) -> list[Any]:
     """Applies each change to all parts of the batch with one entry per sample; all else stays.
 
-    Args:
-        batch: A batch.
-        num_samples: Samples in it.
-        changes: What to make of the parts.
-        form: That of a larger batch, which tells more surely; not used if this one has another.
+    `form` is that of a larger batch, which tells more surely; it is not used if this one has another.
     """
     leaves = form.parts(batch, num_samples) if form else None
     if form is None or leaves is None:
@@ -289,10 +279,8 @@ class StepCall:
     """A step on one batch, to be run any number of times.
 
     Attributes:
-        step: Module, batch and further arguments to loss.
         module: What it is run on.
         batch: Stays as it is.
-        arguments: Further arguments.
         written: Tensors of the batch that the step writes in place; see `LayerGraph.batch_writes`.
     """
 
@@ -310,9 +298,7 @@ class StepCall:
 def fresh(batch: Any, written: Collection[str] = ()) -> Any:
     """Returns a batch in new containers, on which a step can do nothing to the old one.
 
-    Args:
-        batch: A batch.
-        written: Places of tensors that will be written in place, as `pytree.keystr` tells them.
+    Tensors in the places `written`, as `pytree.keystr` tells them, are copied.
 
     Example:
         >>> batch = {"caption": ["a", "b"], "scale": 2.0}

@@ -61,8 +61,6 @@ class _CallNotes:
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
         state: Its own parameters and buffers that it reads, by name inside the module.
-        cost: See `operator_cost`.
-        drew: It drew random numbers.
         names: The modules that it calls, by name inside the module.
         fine_names: Those of them that are layers of the fine graph.
     """
@@ -123,13 +121,11 @@ class Tracer:
     """Runs a step once and keeps what its layers read.
 
     Args:
-        module: The module that runs (a fake copy, or the real one).
-        original: The module it is a copy of, if it is.
+        module: The module that runs, real or a fake copy of `original`.
         layers: Modules whose outermost calls are layers.
         containers: Expanded modules.
         known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them draw random
             numbers; None: these are the finest, and that is to be found out.
-        fake: Values are fake, so that states of generators tell nothing.
         watched: Modules whose calls are recorded besides.
         repeats: Recognises calls that have run in other places.
 

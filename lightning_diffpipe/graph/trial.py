@@ -235,7 +235,6 @@ class _Muted:
         self._shown = shown
 
     def write(self, text: str) -> int:
-        """Writes a text, or takes it for written."""
         return len(text) if in_trial.get() else int(self._shown.write(text) or 0)
 
     def __getattr__(self, name: str) -> Any:

@@ -26,8 +26,7 @@ from lightning_diffpipe.graph.layer import CONSTANT_TYPES
 def float32_precisions() -> tuple[str, str, str]:
     """Returns the precision of products on GPUs, of convolutions on GPUs, and of products on CPUs.
 
-    Returns:
-        Each "tf32" or "bf16" where inputs are rounded to that; "ieee" or "none" where they are not.
+    Each is "tf32" or "bf16" where inputs are rounded to that; "ieee" or "none" where they are not.
 
     Example:
         >>> float32_precisions()
@@ -49,11 +48,7 @@ def float32_precisions() -> tuple[str, str, str]:
 def rounding_of(dtype: torch.dtype, device: torch.device, convolves: bool = True) -> float:
     """Returns the distance from 1 to the next number of a type in products: that of TF32 for float32 on a GPU.
 
-    Args:
-        dtype: A type of numbers with a fraction.
-        device: Where it is computed.
-        convolves: Whether convolutions count, which may round to TF32 unless torch is told otherwise, and not only
-            other products.
+    `convolves` says whether convolutions count, which may round to TF32 unless torch is told otherwise.
     """
     own = float(torch.finfo(dtype).eps)
     if device.type != "cuda" or dtype != torch.float32:
@@ -89,7 +84,7 @@ def module_digest(module: nn.Module) -> str:
 
 
 def settings_digest(module: nn.Module) -> str:
-    """Hashes how a module computes, apart from its weights: classes, plain attributes, attention processors.
+    """Hashes how a module computes, without its weights: classes, plain attributes, attention processors.
 
     Takes some ten milliseconds for a U-Net.
     """
@@ -251,7 +246,6 @@ def _pieces(tensors: Collection[Tensor]) -> list[list[Tensor]]:
 
 
 def _places(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Returns all parameters and buffers: full name, owner, name there."""
     return [
         (f"{name}.{key}" if name else key, module, key)
         for name, module in root.named_modules()

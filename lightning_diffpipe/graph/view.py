@@ -6,14 +6,13 @@
     gradients = run.backward(gradients_of_outputs)   # for the stage before it
 
 Every stage runs the same callable from the same seed. A layer call is executed where it belongs; elsewhere it
-hands out received tensors if something here reads them, or else dummies, full of NaN. So a stage is a function of
+returns received tensors if something here reads them, or else dummies, full of NaN. So a stage is a function of
 received tensors and parameters, and by the chain rule gradients are plain sums over stages. The run stops when its
 last own layer is done.
 
-A run (`StubbedRun`, which frozen runs share) answers every layer call of the step. All that can be known in
-advance is worked out once per `View`, so that a stubbed call costs a few microseconds. The sequence of
-calls and the shapes, types and constants of all executed outputs are compared with the probe; a step that behaves
-differently stops with a clear error.
+All that can be known in advance is worked out once per `View`, so that a stubbed call costs a few microseconds. The
+sequence of calls and the shapes, types and constants of all executed outputs are compared with the probe; a step
+that behaves differently stops with a clear error.
 """
 
 from __future__ import annotations
@@ -78,11 +77,8 @@ class OpaqueOutput:
 class DummyMemory:
     """Memory that all dummies of a rank share, whatever they stand for: they are only read.
 
-    Ordinary tensors, though a step may ask for them in inference mode: who writes into one of that mode leaves no
-    trace, and nothing made outside of it could be derived from one.
-
-    Full of NaN: a step that reads what it did not read when it was probed, from some epoch on say, must not go on
-    with numbers that look right.
+    Full of NaN, so that a step that reads what it did not when it was probed cannot go on with numbers that look
+    right. No inference tensors: who writes into one leaves no trace.
     """
 
     def __init__(self) -> None:
@@ -126,8 +122,6 @@ class View:
     """A module whose step runs with some of its layers, and stubs for all others.
 
     Args:
-        root: The module whose step it is.
-        graph: The probed step, for batches of one signature.
         cut: What is executed, received and sent here.
         interception: Installed on the root; shared by all views of it.
         memory: What dummies are made of, to be shared by all views of a rank.
@@ -439,11 +433,7 @@ class StageView(View):
             call: Runs the user's step, e.g. `lambda: module.training_step(microbatch, 0)`.
             seed: Seed of the glue; the same on all stages for one microbatch.
             received: Tensors from the stage before (`cut.received`) and from frozen layers (`cut.frozen_received`).
-            log: Gets what the step logs, on the last stage; logging on others is muted. None leaves the step's own
-                logging alone.
-
-        Returns:
-            The run, with its outputs; on the last stage with its loss.
+            log: Gets what the step logs, on the last stage; None leaves the step's own logging alone.
 
         Raises:
             GraphError: The step differs from its probe, or a tensor is missing.
@@ -457,9 +447,8 @@ class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
-        loss: The loss, on the last stage.
-        weight: How much it weighs, on the last stage of a step that says so.
-        result: All that the step returned, on the last stage.
+        loss: The loss, on the last stage, as `weight` (if the step says how much it counts) and `result` (all it
+            returned).
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
     """
 

@@ -1,19 +1,18 @@
 """Lower bounds on the step time of a pipeline, which prune the search, and the cuts that meet them.
 
-Take one stage: layers `first` to `stop` on `r` ranks. Nothing reaches it until the earlier layers
-have forwarded a microbatch; then its busiest rank has `M / r` microbatches to work off; then the last
-gradient must go back through the earlier layers, or its own gradients must be summed. So
+Nothing reaches a stage of layers `first` to `stop` on `r` ranks until the earlier layers have forwarded a
+microbatch; then its busiest rank has `M / r` microbatches to work off; then the last gradient must go back through
+the earlier layers, or its own gradients must be summed. So
 
     step >= frozen + F(0, first) + work(first, stop) + max(B(0, first), sync(first, stop))
 
-holds for every schedule of one backbone, however the other layers are cut; with backwards in two parts without
-`B(0, first)`, as a stage may make weight gradients after it has sent its last gradient on. The bound of a stage
+holds for every schedule of one backbone; with backwards in two parts without `B(0, first)`. The bound of a stage
 grows with `stop` and falls with `first`. Hence a cut that meets a given time is found greedily: let every stage
 reach as far as it can, if only so far as the stage before it.
 
 Messages make a stage's need of memory go up and down with where it is cut: a U-Net's boundaries differ tenfold. So
-cuts that fit are not found by letting every stage reach as far as it can, as fast ones are; of all ways to cut, the
-best is chosen stage by stage, from what each stage needs wherever it begins and ends (`StageNeeds`).
+of all cuts that fit the best is chosen stage by stage, from what each stage needs wherever it begins and ends
+(`StageNeeds`).
 """
 
 from __future__ import annotations
@@ -129,7 +128,9 @@ class Bounds:
         bound_s, link_s = self.work_s, 0.0
         work = self._work_s(1)
         if len(self.model.starts) > 1:
-            assert self._placement is not None, "chains that run apart have a stage on every rank"
+            assert self._placement is not None, (
+                "chains in opposite directions have a stage on every rank"
+            )
             ranks = [self._placement.stages_of(rank) for rank in range(self.shape.num_ranks)]
             busiest = max(sum(work[cuts[s][1]] - work[cuts[s][0]] for s in its) for its in ranks)
             return max(bound_s, self.frozen_s + busiest)
@@ -154,12 +155,10 @@ class Bounds:
 
     @cached_property
     def _placement(self) -> Placement | None:
-        """Returns where stages run, if ranks hold several."""
         return self.shape.placement() if self.shape.spec.place else None
 
     @cached_property
     def _gradient_bytes(self) -> tuple[int, ...]:
-        """Returns running sums over layers of the bytes that are summed over replicas."""
         return self.model.byte_sums("gradient_bytes")
 
     def reach(self, first: int, replicas: int, later_ranks: int, limit_s: float) -> int:
@@ -189,11 +188,7 @@ class Bounds:
     def best_cuts(
         self, replicas: Sequence[int], limit_s: float = math.inf
     ) -> tuple[float, tuple[Cut, ...]] | None:
-        """Returns the cuts with the smallest bound, without links and messages.
-
-        Args:
-            replicas: Ranks of every stage.
-            limit_s: Give up if no cut has a bound of at most this.
+        """Returns the cuts with the smallest bound, without links and messages, given the ranks of every stage.
 
         Returns:
             A lower bound on the step, for any cuts with these replicas, and cuts that meet it within a thousandth;
@@ -222,8 +217,6 @@ class StageNeeds:
     """Bytes that stages of a chain need, one stage on each rank.
 
     Attributes:
-        model: The cost model.
-        replicas: Ranks of every stage.
         held: By stage: what its ranks hold, each kind once.
         limits: By stage: memory of its smallest rank.
         holders: By stage: ranks of all pipelines that hold it.

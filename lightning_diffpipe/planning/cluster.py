@@ -128,15 +128,7 @@ class Cluster:
 
     @classmethod
     def from_json(cls, text: str, source: str = "cluster") -> Cluster:
-        """Reads `diffpipe-cluster/1`.
-
-        Args:
-            text: JSON.
-            source: Named in errors, for example the path.
-
-        Raises:
-            ConfigurationError: Names the key that is unknown, missing or out of range.
-        """
+        """Reads `diffpipe-cluster/1`; a ConfigurationError names `source` and the key that is unknown or wrong."""
         return read_fields(cls, Node.of_text(text, ConfigurationError, source, FORMAT), "format")
 
     def to_dict(self) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 A `CostModel` answers for any run of layers, fast, since the partitioner asks many thousand times.
 `PipelineCosts` answers for one pipeline, instruction by instruction, which is what the simulator
-asks. Stored in the plan, its tables let a plan be drawn, compared and simulated again without the
+asks. Stored in the plan, its tables let a plan be shown, compared and simulated again without the
 profile; their JSON has one row for each size of microbatch, not for each microbatch.
 """
 
@@ -80,8 +80,6 @@ class CostModel:
     """A profile on a cluster.
 
     Attributes:
-        profile: Costs of the layers.
-        cluster: Links and memory.
         optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
         is_folded: Layers stand for all calls of theirs in several passes.
         averages_bytes_factor: Bytes of averaged weights for each byte of gradient.
@@ -367,18 +365,16 @@ class PipelineCosts:
     Attributes:
         sizes: Samples of each microbatch.
         forward_s: By stage and microbatch, as all tables here.
-        backward_s: Whole backward.
         weight_gradient_s: The part of it that is `BackwardWeight`.
         activation_s: Time on the link of the activation that this stage reads.
         gradient_s: Time on the link of the gradient that this stage reads.
         encode_s: By frozen part.
-        all_reduce_s: Summing the gradients of its stages, and giving stepped weights to all holders where these
+        all_reduce_s: Summing the gradients of its stages, and giving updated weights to all holders where these
             share the optimizer state, by rank.
         all_gather_s: Exchange of the frozen results.
         holds_sender: Whether the rank that sends can do nothing else while its message is on the link.
         split_s: Time by which `BackwardInput` and `BackwardWeight` together exceed `Backward`; nothing
             if empty.
-        first_layers: Where the stages begin that these are the costs of; empty where that is not known.
     """
 
     sizes: tuple[int, ...] = field(metadata={"minimum": 1})
@@ -392,7 +388,6 @@ class PipelineCosts:
     all_gather_s: float = stored(0.0, always=True)
     holds_sender: bool = False
     split_s: Table = field(default=(), metadata=_AS_TABLE)
-    first_layers: tuple[int, ...] = ()
 
     def compute_s(self, instruction: Compute) -> float:
         """Returns the time on the rank."""
@@ -501,15 +496,9 @@ def pipeline_costs(
     parts: Sequence[EncodePart] = (),
     group_size: int | None = None,
 ) -> PipelineCosts:
-    """Makes the tables of one of several equal pipelines.
+    """Makes the tables of one of several equal pipelines: layers by stage, microbatch sizes, and frozen parts.
 
-    Args:
-        model: The cost model.
-        links: Links of its messages.
-        runs: The layers of each stage.
-        sizes: Samples of each microbatch.
-        parts: Frozen parts, by index.
-        group_size: Samples on which frozen layers run at a time; None for all of a part.
+    `group_size` are samples on which frozen layers run at a time; None for all of a part.
     """
     placement, distinct = links.placement, frozenset(sizes)
 
@@ -532,7 +521,7 @@ def pipeline_costs(
     gradient = tuple(row(partial(boundary_s, stage)) for stage in stages)
     before = [placement.previous_stage(stage) for stage in stages]
     nothing = (0.0,) * len(sizes)
-    # With states shared, stepped weights go to all holders: half an all-reduce more.
+    # With states shared, updated weights go to all holders: half an all-reduce more.
     times = 1.5 if model.shards_optimizer else 1.0
     sums_s = [
         times * link.all_reduce_s(model.gradient_bytes(run), num_ranks)
@@ -556,5 +545,4 @@ def pipeline_costs(
         all_gather_s=links.all_gather_s(sum(sizes) * model.encoding_bytes_per_sample),
         holds_sender=links.cluster.p2p.holds_sender,
         split_s=table(model.split_s) if model.backbone.split_s else (),
-        first_layers=tuple([run.first for run in runs]),
     )

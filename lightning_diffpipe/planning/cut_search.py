@@ -74,7 +74,6 @@ class Search:
     """State of a search: the best proposals so far.
 
     Attributes:
-        evaluator: Simulates proposals.
         best: The fastest proposal that fits into memory.
         best_s: Its step; until there is one, the step that it has to beat.
         history: All proposals that were the best for a while, in order.
@@ -109,13 +108,13 @@ class Search:
         return Bounds(self.model, shape, group_size, fills, num_encoding)
 
     def least_s(self, bounds: Bounds, pipeline_s: float) -> float:
-        """Returns what `Evaluator.step_s` gives at least for cuts whose pipeline alone takes at least so long."""
+        """Returns a lower bound on `Evaluator.step_s`, for cuts whose pipeline alone takes that long."""
         if not self.evaluator.fills:
             return pipeline_s
         return preference_s(max(pipeline_s, bounds.all_work_s), pipeline_s)
 
     def _most_s(self, bounds: Bounds) -> float:
-        """Turns `least_s` round: what a pipeline alone may take at most to be better than the best so far."""
+        """Inverts `least_s`: returns the longest time of a pipeline alone with which a step may be the best."""
         if not self.evaluator.fills:
             return self.best_s
         left_s = self.best_s - bounds.all_work_s
@@ -238,7 +237,7 @@ class Search:
     def even_cuts(
         self, weights: Sequence[float], shape: Shape, slack: float = 0.0
     ) -> tuple[int, ...]:
-        """Returns first layers of stages so that no stage, or rank of chains that run apart, has much more."""
+        """Returns first layers of stages so that no stage, or rank of opposite chains, has much more."""
         starts = self.model.starts
         return chain_cuts(weights, starts, shape.num_stages // len(starts), slack)
 

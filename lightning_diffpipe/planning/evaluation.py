@@ -122,7 +122,7 @@ class PlacedSchedule:
     )
 
     def schedule(self) -> Schedule:
-        """Makes the schedule without frozen work; anew, as many large ones would slow down everything else."""
+        """Makes the schedule without frozen work each time, as many large ones would slow down everything else."""
         count = len(self.sizes)
         if self.placement is self.base:
             return self.spec(self.base, count)
@@ -457,12 +457,12 @@ class Evaluator:
         placement = self.frame(proposal).pipeline.placement
         stage_ranks, samples = placement.stage_ranks, 2 * sum(shape.sizes)
         crossing = model.crossing_bytes(self.runs(proposal), placement)
-        apart = (
+        between_ranks = (
             b
             for b, here, there in zip(crossing, stage_ranks, stage_ranks[1:], strict=False)
             if here != there
         )
-        sent = {"sent_bytes": samples * sum(apart)}
+        sent = {"sent_bytes": samples * sum(between_ranks)}
         if shape.spec.place and not shape.spec.opposite:
             work = model.work_s(shape.sizes)
             firsts = minimax_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)

@@ -1,29 +1,24 @@
 """The frozen work of a batch: how ranks share it, and where it goes into bubbles.
 
-Frozen encoders depend on nothing that is trained, so that any rank may encode any sample. Each rank
-takes a share of the batch, and all exchange the results: each sample is encoded once, never once per
-stage. Without bubbles to fill the shares are equal.
+Frozen encoders depend on nothing that is trained, so that any rank may encode any sample. Each rank takes a share
+of the batch, and all exchange the results: each sample is encoded once, never once per stage. Without bubbles to
+fill the shares are equal.
 
     batch of 8, 2 microbatches, 4 ranks       microbatch 0      microbatch 1
                                               | E0  |  E1  |    | E2  |  E3  |
                                                rank 0 rank 1     rank 2 rank 3
 
-Frozen weights never change, so that the conditioning of batch t + 1 can be computed while batch t is
-trained: bit for bit the same inputs, at no cost where a rank would have waited. What fits no bubble is
-left over and runs after the pipeline, on all ranks; then all ranks exchange the results.
+Frozen weights never change, so that the conditioning of batch t + 1 can be computed while batch t is trained: bit
+for bit the same inputs, at no cost where a rank would have waited. What fits no bubble is left over and runs after
+the pipeline; then all ranks exchange the results.
 
     rank 0 | F0 F1  . E0 B0 -- E2 B1 -- E3        E0: the first layers of the text encoder, say,
     rank 1 | E1 F0 B0 -- F1 B1 --  .  .           for some samples of the next batch
 
-`fill_by_shares` decides what goes where: `FrozenPiece`s with times at which they start, which `weave` puts into the
-programs. A piece never delays the pipeline: the pieces of a gap take no longer than the gap.
+`fill_by_shares` decides what goes where: a rank takes so many samples through all frozen layers that all ranks are
+done at the same time. A layer that does not fit into what is left of a bubble runs for as many samples as do fit,
+and for the others later; so a piece never delays the pipeline. `weave` puts the pieces into the programs.
 DiffusionPipe's own policy is in `benchmarks/filling_policies/`.
-
-Rank `r` takes `n_r` samples through all frozen layers, so many that all ranks are done at the same time, as
-far as steps of a share allow. They are averages: layers run on groups of samples, and of one batch a rank may
-take a group more than of the next. A layer that does not fit into what is left of a bubble runs for
-as many samples as do fit, and for the others later. Nothing has to move between ranks before the exchange
-at the end, which needs each sample once.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ their share of it wait for each other in every step."""
 
 SHARES_PERIOD = 16
 """Batches over which the shares of the ranks are whole numbers of groups, where frozen work runs several batches
-ahead: of one batch a rank takes two groups, of the next three. With 4 batches of 4 groups, ranks were apart by up
+ahead: of one batch a rank takes two groups, of the next three. With 4 batches of 4 groups, ranks differed by up
 to 1/32 of the frozen work in every step, about as long as they waited."""
 
 
@@ -65,8 +60,6 @@ class EncodePart:
     """The frozen work for some samples of one microbatch.
 
     Attributes:
-        index: Number of this part; what `Encode` names.
-        rank: Rank of the pipeline that does it.
         microbatch: The microbatch whose samples these are.
         start: First sample, counted within the microbatch.
         stop: One past the last sample, counted within the microbatch.
@@ -119,15 +112,12 @@ def cheapest_group_size(
 def group_size_of(microbatch_sizes: Sequence[int], num_ranks: int) -> int:
     """Returns the samples on which frozen layers run at a time, where nothing is known of what that costs.
 
-    A share is a number of groups, so small groups balance better, and large ones run faster: groups have
-    four samples where each rank then gets two of them, and more where it gets four. Within half of that,
-    the size that leaves the fewest groups half empty.
+    Small groups balance better, and large ones run faster: groups have four samples where each rank then gets two
+    of them, and more where it gets four. Within half of that, the size that leaves the fewest groups half empty.
 
     Example:
         >>> group_size_of([16, 16], num_ranks=2), group_size_of([4, 4], 4), group_size_of([128] * 4, 8)
         (4, 1, 16)
-        >>> group_size_of([16, 16, 16], num_ranks=2)
-        4
     """
     samples = sum(microbatch_sizes)
     most = max(samples // (4 * num_ranks), min(4, samples // (2 * num_ranks)))
@@ -193,7 +183,7 @@ def encode_parts(
         The parts in the order of the samples, one for each microbatch a rank's run of groups touches.
 
     Raises:
-        ScheduleError: There is no rank, a microbatch without samples, or `groups` do not add up.
+        ScheduleError: `groups` do not add up.
 
     Example:
         >>> [(p.rank, p.microbatch, p.start, p.stop) for p in encode_parts([4, 2], num_ranks=2)]
@@ -236,9 +226,7 @@ class FrozenPiece:
 
     Attributes:
         index: Number that `Encode` names.
-        rank: Rank of the pipeline that runs it.
         encoder: Position of the encoder in the profile.
-        layer: Its layer.
         start: First sample, counted within the pipeline's batch.
         stop: One past the last sample.
     """
@@ -285,7 +273,6 @@ class Filled:
     Attributes:
         schedule: The programs, with `Encode` and a final `ExchangeFrozen`.
         pieces: The pieces that `Encode` names.
-        piece_s: Seconds of each piece.
         leftover_s: Time after the pipeline, on the rank with most of it.
     """
 

@@ -115,10 +115,8 @@ class Send:
     """Starts to send a message and goes on at once. Text form: `2a0>3`.
 
     Attributes:
-        kind: Content of the message.
         stage: The stage that *reads* the message: an activation into stage 2, or the gradient of
             the outputs of stage 2.
-        microbatch: Which microbatch it belongs to.
         to_rank: Rank of the same pipeline that reads it.
     """
 
@@ -199,16 +197,12 @@ _COLLECTIVE: dict[str, Instruction] = {
     str(each): each for each in (ExchangeFrozen(), ReduceGradients(), ShareResults())
 }
 _STAGED_TEXT = re.compile(r"(\d+)?([FBIWPU])(\d+)")
-_MESSAGE_TEXT = re.compile(r"(\d+)?([agf])(\d+)([<>?])(\d+)")
+_MESSAGE_TEXT = re.compile(r"(\d+)?([ag])(\d+)([<>?])(\d+)")
 _ENCODE_TEXT = re.compile(r"E(\d+)")
 
 
 def parse_instruction(text: str, stage: int | None = None) -> Instruction:
-    """Reads the text form of one instruction back.
-
-    Args:
-        text: For example `2F0`, `F0` or `2a0>3`.
-        stage: The stage meant where the text leaves it out.
+    """Reads the text form of one instruction back; `stage` is meant where the text leaves it out.
 
     Raises:
         ScheduleError: The text is no instruction, or names no stage and none was given.
@@ -243,11 +237,7 @@ def _stage_of(digits: str | None, text: str, default: int | None) -> int:
 
 
 def format_program(program: Iterable[Instruction], stage: int | None = None) -> str:
-    """Writes a program on one line.
-
-    Args:
-        program: The instructions.
-        stage: Leave this stage's number out; pass the same value to `parse_program`.
+    """Writes a program on one line; the number of a stage is left out if it is `stage`, as for `parse_program`.
 
     Example:
         >>> format_program((Forward(1, 0), Backward(1, 0), Send("gradient", 0, 0, 0)), stage=1)
@@ -264,9 +254,6 @@ def without_stage(instruction: Instruction, stage: int | None) -> str:
 
 def parse_program(text: str, stage: int | None = None) -> Program:
     """Reads a program back; inverts `format_program`.
-
-    Raises:
-        ScheduleError: Some word is no instruction.
 
     Example:
         >>> parse_program("F0 B0", stage=1)

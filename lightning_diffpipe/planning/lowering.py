@@ -4,28 +4,21 @@ Each rank keeps its order of work. What is added:
 
 * a `Send` right after the instruction that makes a message; sends never block;
 * a `Wait` right before the instruction that reads one;
-* a `Receive` as early as is useful: on every directed edge the next message is always already
-  posted while the current one is worked on, so that a transfer overlaps the computation before
-  it. Receives are posted in the order of the sends, whatever the order of use, since links
-  deliver in order. Over NCCL one that is posted has its buffer, and begins later: see below;
-* `Encode`s of the frozen work of this batch and their exchange first, if there is any;
-* `ReduceGradients` after the last instruction of a stage, if there are gradients; frozen work that is
-  left over comes after it.
+* a `Receive` early: on every directed edge the next message is always already posted while the current one is
+  worked on. Receives are posted in the order of the sends, since links deliver in order;
+* `ReduceGradients` after the last instruction of a stage; frozen work that is left over comes after it.
 
-Where receives begin on a device that runs them is another question, so that any rank may wait for its whole device
-at any time. On NCCL a receive runs on the device until its message is there, and a send until the message is taken.
-A host that waits for its device (for memory to be given back, in cuDNN's benchmark, in `torch.cuda.synchronize`)
-waits for all it has begun, and begins nothing meanwhile. Were receives begun where a program posts them, this would
-hang:
+On NCCL a receive runs on the device until its message is there, and a send until the message is taken. A host that
+waits for its device (for memory to be given back, in cuDNN's benchmark) waits for all it has started, and starts
+nothing meanwhile. Were receives started where a program posts them, this would hang:
 
     rank 0 | 0g0<1 0F0 1a0>1 ...      waits in 0F0 for the gradient of what it has yet to send
     rank 1 | 1a0<0 1a0?0 1F0 1B0      waits for the activation
 
-So a receive begins before its `Wait`: it needs nothing then that its own rank has yet to do. For interleaved
+So there a receive begins before its `Wait`: it needs nothing then that its own rank has yet to do. For interleaved
 stages this can be too late: two ranks that have sent each other something, and compute on before they take it,
-would each wait for the other to take it. There one of them begins its receive where it stands.
-
-Both places are found by running all programs with hosts that wait for their devices before every instruction.
+would each wait for the other to take it. There one of them begins its receive where it stands. Both places are
+found by running all programs with hosts that wait for their devices before every instruction.
 """
 
 from collections import defaultdict, deque
@@ -53,18 +46,12 @@ from lightning_diffpipe.planning.laws import messages_of_edge
 from lightning_diffpipe.planning.schedule import Message, Schedule
 
 
-def lower(
-    schedule: Schedule, frozen_parts: Sequence[EncodePart] = (), num_ahead: int = 1
-) -> Schedule:
-    """Adds communication to a schedule.
+def lower(schedule: Schedule, num_ahead: int = 1) -> Schedule:
+    """Adds communication to a schedule of compute instructions only, whose order on each rank is kept.
 
-    Args:
-        schedule: Compute instructions only; its order on each rank is kept.
-        frozen_parts: Frozen work to run before the pipeline, each part on its rank. Leave it empty if there is
-            none, or if the programs already contain their `Encode` instructions.
-        num_ahead: Messages of an edge that are posted already while one is worked on.
+    Of an edge `num_ahead` messages are posted already while one is worked on.
     """
-    schedule = with_collectives(schedule, frozen_parts)
+    schedule = with_collectives(schedule)
     edges = messages_of_edge(schedule)
     programs: list[Program] = []
     for rank, program in enumerate(schedule.programs):
@@ -128,9 +115,8 @@ def delivered(schedule: Schedule) -> tuple[dict[Wait, tuple[Send, ...]], ...]:
     return tuple(arrived)
 
 
-def with_collectives(schedule: Schedule, frozen_parts: Sequence[EncodePart] = ()) -> Schedule:
-    """Adds all that ranks do together, and no messages; arguments as for `lower`."""
-    schedule = prefix_frozen(schedule, frozen_parts)
+def with_collectives(schedule: Schedule) -> Schedule:
+    """Adds the reduction of gradients, if there are any, and no messages."""
     kinds = {type(instruction) for program in schedule.programs for instruction in program}
     if UpdateWeights in kinds or not kinds & {Backward, BackwardInput}:
         return schedule  # nothing is summed at the end
@@ -150,10 +136,7 @@ def prefix_frozen(
 ) -> Schedule:
     """Puts the frozen work of this batch, and its exchange, before the pipeline.
 
-    Args:
-        schedule: The pipeline.
-        frozen_parts: Frozen work of the batch.
-        encoded: It was done before, in the bubbles of the last batch; only the exchange is left.
+    With `encoded` it was done in the bubbles of the last batch; only the exchange is left.
     """
     if not frozen_parts:
         return schedule

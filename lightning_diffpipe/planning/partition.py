@@ -128,7 +128,6 @@ class Partition:
     Attributes:
         slowest_s: W, the largest stage time.
         sync_s: Y, the longest synchronisation that nothing hides.
-        cuts: The stages in order.
     """
 
     slowest_s: float
@@ -176,17 +175,11 @@ def placement_of(stages: Sequence[Stage]) -> Placement:
 def partition_fronts(
     num_layers: int, num_ranks: int, max_stages: int, stage_cost: StageCost
 ) -> dict[tuple[int, int], tuple[Partition, ...]]:
-    """Finds all Pareto-optimal ways to cut the chain, for every number of stages and ranks at once.
-
-    Args:
-        num_layers: L.
-        num_ranks: Most ranks, D.
-        max_stages: Most stages, S.
-        stage_cost: Cost of a run of layers on some replicas.
+    """Finds all Pareto-optimal ways to cut L layers, for all numbers of stages up to S and of ranks up to D.
 
     Returns:
-        For each `(stages, ranks)` the partitions of which none is better in both W and Y. Takes
-        O(L² S D²) steps times the size of a front.
+        For each `(stages, ranks)` the partitions of which none is better in both W and Y. Takes O(L² S D²) steps
+        times the size of a front.
     """
     cost = {
         (first, stop, r): stage_cost(first, stop, r)
@@ -226,14 +219,7 @@ def _pareto(points: Iterable[tuple[float, float, Partition, Cut]]) -> tuple[Part
 
 
 def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cuts a chain so that the slowest stage is as fast as possible. Exact, to rounding.
-
-    Args:
-        times: Time of every layer.
-        num_stages: Number of non-empty stages.
-
-    Returns:
-        The first layer of every stage.
+    """Cuts a chain so that the slowest stage is as fast as possible, exactly; returns first layers of stages.
 
     Raises:
         PartitionError: More stages than layers.
@@ -258,16 +244,10 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def greedy_cuts(
     num_layers: int, num_stages: int, reach: Callable[[int, int], int]
 ) -> tuple[int, ...] | None:
-    """Cuts a chain where every stage is as long as it may be.
+    """Cuts a chain into non-empty stages, each as long as it may be.
 
-    Args:
-        num_layers: Layers of the chain.
-        num_stages: Number of non-empty stages.
-        reach: One past the last layer that a stage may hold, given its number and its first layer; no less for a
-            later first layer.
-
-    Returns:
-        The first layer of every stage and the number of layers; None if there is no way.
+    `reach` gives one past the last layer that a stage may hold, given its number and its first layer; no less for a
+    later first layer. Returns the first layer of every stage and the number of layers; None if there is no way.
     """
     stops, first = list[int](), 0
     for stage in range(num_stages):
@@ -300,16 +280,10 @@ _T = TypeVar("_T")
 def least_limit(
     within: Callable[[float], _T | None], low: float, high: float, precision: float
 ) -> tuple[float, _T] | None:
-    """Finds the least limit for which there is a way, by bisection.
+    """Finds the least limit for which there is a way, by bisection down to a relative precision.
 
-    Args:
-        within: A way within a limit, or None.
-        low: No way is within less.
-        high: The most that may be.
-        precision: Of the limit, relative.
-
-    Returns:
-        A limit below which there is no way, and a way little above it; None if there is none within `high`.
+    `within` returns a way within a limit, or None: always below `low`. Returns a limit below which there is no way,
+    and a way little above it; None if there is none within `high`.
     """
     if (best := within(high)) is None:
         return None
@@ -331,8 +305,8 @@ def nested_cuts(
         times: Time of every layer.
         num_ranks: R. Rank `r` gets the `r`-th stage of 2 R from the front and that from the back.
         most: The most work that a rank may get.
-        crossing: Bytes that cross two cuts, before a layer and before a later one, between which
-            all inner ranks have their layers.
+        crossing: Bytes that cross two cuts, before a layer and before a later one, between which all inner ranks
+            have their layers.
 
     Returns:
         The first layer of every stage; None if there is no such way.
@@ -376,14 +350,8 @@ def best_chain(
 ) -> tuple[Cut, ...] | None:
     """Cuts a chain so that the dearest stage is as cheap as possible, whatever stages cost. Exact.
 
-    Args:
-        num_layers: Layers of the chain.
-        replicas: Ranks of every stage.
-        values: Cost of a stage; a stop that is left out is not possible.
-        below: Only stages that cost less are of interest; saves time.
-
-    Returns:
-        The stages; None if there is no such way.
+    `values` gives the cost of a stage by where it stops; a stop that is left out is not possible. Only stages that
+    cost less than `below` are of interest. Returns None if there is no such way.
 
     Example:
         >>> times = [1, 1, 1, 3, 1, 1]
@@ -482,11 +450,9 @@ def _ways(
 ) -> _Way | None:
     """Finds the cheapest way to cut two chains, by running sums, if no rank needs more than a limit of both.
 
-    The sums of the second chain are from its end. A way costs what `cost` makes of that of a shorter one and of
-    what the next rank has of either chain.
-
-    Returns:
-        Its cost, and how many layers of either chain lie before each rank, and in all; None if there is none.
+    The sums of the second chain are from its end. `cost` makes that of a way of that of a shorter one and of what
+    the next rank has of either chain. Returns how many layers of either lie before each rank, and in all, with its
+    cost.
     """
     level: dict[tuple[int, int], _Way] = {(0, 0): (0.0, ((0, 0),))}
     for later in range(num_ranks - 1, -1, -1):

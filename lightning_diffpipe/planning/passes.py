@@ -102,13 +102,9 @@ def schedule_of_passes(
 def widened(schedule: Schedule, placement: Placement, pass_size: int = 1) -> Schedule:
     """Makes a schedule for a step that calls layers again before what is planned, where their weights lie.
 
-    Passes whose last stage gets no gradient become waves of forwards, stage by stage; backwards of their earlier
-    stages, if there are any, follow those of the planned stages. For other passes list scheduling finds the order.
-
-    Args:
-        schedule: Of what is planned, compute instructions only.
-        placement: Ends with the ranks of its stages.
-        pass_size: Stages of a pass.
+    Passes of `pass_size` stages whose last one gets no gradient become waves of forwards, stage by stage; backwards
+    of their earlier stages follow those of the planned stages, with which `placement` ends. For other passes list
+    scheduling finds the order.
 
     Example:
         >>> from lightning_diffpipe.planning.schedules.gpipe import gpipe

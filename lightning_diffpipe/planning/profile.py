@@ -12,29 +12,21 @@ between and beyond the measured counts (but do not fall beyond the largest); siz
          "boundary_bytes_per_sample": 1, "activation_bytes_per_sample": 1}]}],
      "encoders": [{"name": "vae", "needs": [], "layers": [
         {"name": "...", "forward_s": {"1": 0.001}, "parameter_bytes": 1,
-         "output_bytes_per_sample": 1}]}],
-     "self_conditioning": {"probability": 0.0, "feedback_bytes_per_sample": 0}}
+         "output_bytes_per_sample": 1}]}]}
 
-Any layer may also have `"flops_per_sample": 1`. A backbone may also have `"repeated_s": {"1": 0.001}` and
-`"split_s"` like it; see `BackboneProfile`. An encoder may also have
-`"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]`, `"cacheable": true`, `"stored_bytes_per_sample": 1` and
-`"offloaded": true`; see `EncoderProfile`. Of a step of several forms a backbone may have
-`"seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}`; see `FormsSeen`. A layer may
-also have `"activation_bytes_per_microbatch": 1`, `"input_bytes_per_sample": 1` and `"streamable_bytes": 1`; see
-`LayerProfile`. Where
-`self_conditioning` has a probability, the layers are those of one pass, and planned for two; see
-`SelfConditioning`.
+Optional are the fields that have a default in `LayerProfile`, `BackboneProfile`, `FormsSeen` and `EncoderProfile`:
+`"repeated_s": {"1": 0.001}` of a backbone; `"results": [{"bytes_per_sample": 1, "readers": [0, 7]}]` of an encoder;
+`"passes": [[0, 6], [6, 12]], "seen": {"forms": [[0.5, 0], [0.5, 6]], "shared": false}` of a backbone whose six
+layers are called twice, for half of the microbatches (self-conditioning).
 """
 
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, takewhile
-from typing import Any
+from itertools import pairwise, takewhile
 
 from lightning_diffpipe.errors import ProfileError
 from lightning_diffpipe.planning.codec import Node, read_fields, stored, write
@@ -125,10 +117,8 @@ class LayerProfile:
 
     Attributes:
         name: Dotted name of the module, or several joined by `+`.
-        forward_s: Forward of a microbatch.
         backward_s: Whole backward of a microbatch.
         weight_gradient_s: The part of it that only makes weight gradients; None if not measured.
-        parameter_bytes: Bytes of its parameters.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
@@ -161,17 +151,6 @@ class LayerProfile:
     streamable_bytes: int = 0
     uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
     streamed_bytes: int = stored(0, never=True)
-
-    @classmethod
-    def from_node(cls, node: Node) -> LayerProfile:
-        """Reads the JSON form; a part of the backward is no longer than the whole."""
-        layer = read_fields(cls, node)
-        whole_s = dict(layer.backward_s.points)
-        for samples, seconds in layer.weight_gradient_s.points if layer.weight_gradient_s else ():
-            if seconds > whole_s.get(samples, seconds):
-                what = f"at most the backward_s of {samples} samples, {whole_s[samples]:g}, of which it is a part"
-                raise node["weight_gradient_s"][str(samples)].expected(what)
-        return layer
 
     def weight_gradient_at(self, samples: float) -> float:
         """Returns seconds of the weight gradient: half of the backward, of two equal products, where not measured.
@@ -238,8 +217,6 @@ class BackboneProfile:
     """A trainable denoiser: its layers in order.
 
     Attributes:
-        name: Its name.
-        layers: In call order.
         repeated_s: Seconds that every stage but the first spends again on each microbatch, before its own
             layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
             The first layer's `forward_s` has it once. None if unknown.
@@ -248,7 +225,7 @@ class BackboneProfile:
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
-        chains: Names and first layers of backbones that are joined into this one, and run apart; see `joined`.
+        chains: Names and first layers of backbones that are in opposite directions that are joined; see `joined`.
         seen: The forms of the step, of which this is the one with most calls.
     """
 
@@ -260,43 +237,6 @@ class BackboneProfile:
     passes: tuple[tuple[int, int], ...] = ()
     chains: tuple[tuple[str, int], ...] = stored((), never=True)
     seen: FormsSeen = FormsSeen()
-
-    @classmethod
-    def from_node(cls, node: Node) -> BackboneProfile:
-        """Reads the JSON form, whose positions are those of its layers."""
-        backbone = read_fields(cls, node)
-        num_layers = len(backbone.layers)
-        forms = backbone.seen.forms
-        if not math.isclose(sum(share for share, _ in forms), 1.0, abs_tol=1e-6) or (
-            max(first for _, first in forms) >= num_layers > 0
-        ):
-            raise node["seen"]["forms"].expected(
-                f"pairs [share, first layer], whose shares sum to 1, of {num_layers} layers"
-            )
-        edges = [edge for both in backbone.passes for edge in both]
-        lengths = {stop - first for first, stop in backbone.passes}
-        if backbone.passes and (
-            len(edges) < 4
-            or len(lengths) != 1
-            or min(lengths) < 1
-            or edges != sorted(edges)
-            or edges[-1] > num_layers
-        ):
-            raise node["passes"].expected(
-                "two ranges of layers or more, [first, stop], equally long, one after the other, "
-                f"{num_layers} at most"
-            )
-        for skip, at in zip(
-            backbone.skips, node["skips"].elements() if backbone.skips else (), strict=True
-        ):
-            readers = list(skip.readers)
-            if readers != sorted(set(readers)) or not (
-                readers and skip.made < readers[0] <= readers[-1] <= num_layers
-            ):
-                raise at["readers"].expected(
-                    f"positions after layer {skip.made}, ascending, {num_layers} at most"
-                )
-        return backbone
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +255,6 @@ class FrozenResult:
     """Tensors that a frozen encoder hands to the backbone.
 
     Attributes:
-        bytes_per_sample: Bytes of them.
         readers: Positions of the backbone's layers that read them, ascending; those of several backbones are
             counted on.
     """
@@ -329,8 +268,6 @@ class EncoderProfile:
     """A frozen encoder.
 
     Attributes:
-        name: Its name.
-        layers: In call order.
         needs: Encoders that must have finished first.
         results: Outputs that the backbone reads; if none is named, all outputs of the last layer, everywhere.
         cacheable: Whether its results follow from the sample alone, so that they can be stored; None if
@@ -369,21 +306,6 @@ class EncoderProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class SelfConditioning:
-    """An extra pass without gradients before the one that is trained, as DiffusionPipe plans it.
-
-    Measured profiles name the calls of both passes instead; see `BackboneProfile.passes`.
-
-    Attributes:
-        probability: Share of the microbatches that take it.
-        feedback_bytes_per_sample: Bytes that go to the trained pass.
-    """
-
-    probability: float = stored(0.0, maximum=1.0, always=True)
-    feedback_bytes_per_sample: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ModelProfile:
     """Everything the planner knows about a model.
 
@@ -395,9 +317,6 @@ class ModelProfile:
     name: str
     backbones: tuple[BackboneProfile, ...]
     encoders: tuple[EncoderProfile, ...] = ()
-    self_conditioning: SelfConditioning = field(
-        default_factory=SelfConditioning, metadata={"always": True}
-    )
 
     def __post_init__(self) -> None:
         if not self.backbones:
@@ -410,11 +329,6 @@ class ModelProfile:
         names = [name for name, _ in counts]
         if len(set(names)) < len(names):
             raise ProfileError(f"backbones and encoders need different names; got {names}")
-        if self.self_conditioning.probability and len(self.backbones) > 1:
-            raise ProfileError(
-                f"self_conditioning of profile {self.name!r} is that of one backbone, and there are "
-                f"{len(self.backbones)}; leave it out, and name the calls of both passes as layers"
-            )
         finished: set[str] = set()
         known = {encoder.name for encoder in self.encoders}
         for encoder in self.encoders:
@@ -478,16 +392,12 @@ def encoded_first(profile: ModelProfile) -> ModelProfile:
 def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
     """Makes a profile of one backbone that has the layers of all, one after the other.
 
-    If there is one it stays, but with the calls of both passes where it is conditioned on its own estimate.
-
-    Args:
-        profile: A profile.
-        apart: Backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to
-            the next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier
-            ones passes all later ones.
+    With `apart` backbones stay chains of their own, whose stages lie on the same ranks: nothing crosses from one to
+    the next, and `BackboneProfile.chains` names them. Else what the loss reads of the earlier ones passes all later
+    ones.
     """
     if len(profile.backbones) == 1:
-        return _with_estimate(profile)
+        return profile
     layers, skips, chains, passing = list[LayerProfile](), list[Skip](), [], 0
     total = len(profile.layers)
     split_s = [b.split_s for b in profile.backbones if b.split_s]
@@ -513,43 +423,8 @@ def joined(profile: ModelProfile, apart: bool = False) -> ModelProfile:
     return replace(profile, backbones=(whole,))
 
 
-def _with_estimate(profile: ModelProfile) -> ModelProfile:
-    """Adds the first calls of `self_conditioning`: all layers without gradients, before those with them."""
-    (backbone,), share = profile.backbones, profile.self_conditioning.probability
-    if not share or backbone.passes:
-        return profile
-    size, nothing = len(backbone.layers), Seconds.per_sample(0.0)
-    without: dict[str, Any] = {
-        "backward_s": nothing,
-        "weight_gradient_s": None,
-        "activation_bytes_per_sample": 0,
-        "activation_bytes_per_microbatch": 0,
-        "gradient": False,
-    }
-    first = [replace(layer, **without) for layer in backbone.layers]
-    feedback = profile.self_conditioning.feedback_bytes_per_sample
-    first[-1] = replace(first[-1], boundary_bytes_per_sample=feedback)
-    again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in backbone.layers]
-    later = (skip.moved(lambda at: size + at) for skip in backbone.skips)
-    both = replace(
-        backbone,
-        layers=(*first, *again),
-        skips=tuple(chain.from_iterable(zip(backbone.skips, later, strict=True))),
-        passes=((0, size), (size, 2 * size)),
-        seen=FormsSeen(((share, 0), (1 - share, size)), shared=False) if share < 1 else FormsSeen(),
-    )
-    in_both = lambda readers: (*readers, *(size + reader for reader in readers))
-    encoders = tuple(encoder.read_at(in_both) for encoder in profile.encoders)
-    return replace(profile, backbones=(both,), encoders=encoders)
-
-
 def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
-    """Makes one backbone per chain of a profile of all their layers in call order; as it is if there is one.
-
-    Args:
-        profile: A profile of one backbone.
-        starts: Where its chains begin.
-    """
+    """Makes one backbone per chain of a profile of all their layers; as it is if there is one."""
     (whole,) = profile.backbones
     if len(starts) == 1 or whole.passes:
         return profile

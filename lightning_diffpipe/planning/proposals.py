@@ -29,15 +29,7 @@ MOST_MICROBATCHES = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything about a proposal except where it cuts.
-
-    Attributes:
-        num_pipelines: Pipelines side by side.
-        num_ranks: Ranks of one pipeline.
-        num_stages: Stages of one pipeline.
-        sizes: Samples of each microbatch of a pipeline.
-        schedule: A name of `SCHEDULES`.
-    """
+    """Everything about a proposal except where it cuts; `sizes` are samples of a pipeline's microbatches."""
 
     num_pipelines: int
     num_ranks: int
@@ -137,7 +129,7 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
             if num_stages > num_layers:
                 continue
             if chains[1:] and (num_stages != len(chains) * num_ranks or num_ranks > min(chains)):
-                continue  # Chains that run apart have a stage on every rank.
+                continue  # Chains in opposite directions have a stage on every rank.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
                 if num_microbatches <= samples and spec.can_place(
                     num_stages, num_ranks, num_microbatches
@@ -366,14 +358,9 @@ def pipedream_cuts(
         T(i..j, m) = 1/m max(sum of T_l, sum of W_l)
         A(j, m)    = min over i, m' of max(A(i, m - m'), 2 C_i, T(i+1..j, m'))
 
-    It makes the slowest of stages and links as fast as possible, and knows neither microbatches nor a flush. The
-    published code differs: it adds the time of the sums to that of a stage, and looks at links only with a flag.
-
-    Args:
-        model: The cost model. Replicas of a stage sum their gradients after every batch.
-        num_ranks: Workers, all of which are used.
-        samples: Samples of a batch.
-        num_stages: Stages of the cut.
+    It makes the slowest of stages and links as fast as possible, and knows neither microbatches nor a flush;
+    replicas sum their gradients after every batch of `samples`. The published code differs: it adds the time of the
+    sums to that of a stage, and counts links only with a flag.
 
     Source:
         PipeDream, Harlap et al. (2018), https://arxiv.org/abs/1806.03377

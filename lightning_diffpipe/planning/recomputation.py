@@ -54,12 +54,9 @@ def checkpointed(profile: ModelProfile, positions: Collection[int]) -> ModelProf
 def recomputed_where_needed(
     evaluator: Evaluator, proposal: Proposal, peak_memory_bytes: Collection[int]
 ) -> frozenset[int]:
-    """Returns the positions of the layers that have to be recomputed for these cuts to fit into memory.
+    """Returns positions of the layers that have to be recomputed for cuts that fit to do so.
 
-    Args:
-        evaluator: Of a profile with layers that are recomputed.
-        proposal: Cuts that fit.
-        peak_memory_bytes: Of every rank, with these layers.
+    The evaluator's profile, and the memory of every rank, are those with all layers recomputed that may be.
     """
     cluster, pipeline = evaluator.model.cluster, evaluator.frame(proposal).pipeline
     count = len(peak_memory_bytes)

@@ -34,7 +34,6 @@ class SamplingCase:
         num_branches: Branches of guidance that two halves of the ranks can compute, or 1.
         convolves: Whether the denoiser's convolutions read rows of neighbours, as those of U-Nets do.
         bandwidth_bytes_per_s: Of the slowest links.
-        device: Type of the devices, "cuda" or "cpu".
         weight_bytes: Of the denoiser, as far as they are yet to be loaded.
         memory_bytes: What every rank has left; None if that is no limit.
     """
@@ -72,11 +71,7 @@ class SamplingChoice:
 
 
 def ranked_choices(case: SamplingCase, num_patches: int | None = None) -> list[SamplingChoice]:
-    """Returns all ways to sample a request, the one to take first.
-
-    Args:
-        case: Of the request.
-        num_patches: Of PipeFusion, if they are given.
+    """Returns all ways to sample a request, the one to take first; of PipeFusion with `num_patches`, if given.
 
     Example:
         >>> flux = SamplingCase(8, 1, 1, 28, convolves=False, bandwidth_bytes_per_s=300e9)

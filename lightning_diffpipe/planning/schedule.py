@@ -1,6 +1,6 @@
 """A schedule: which rank holds which stage, the program of every rank, and what else is known of it by its name.
 
-Two questions are kept apart. A `Placement` says *where* a stage runs: on one rank, on several (replicas, which take
+There are two questions. A `Placement` says *where* a stage runs: on one rank, on several (replicas, which take
 the microbatches in turn), or several stages on one rank (interleaved, or two backbones). The programs say *in which
 order* each rank works. What flows between instructions follows from both, and is derived here once, so that
 lowering, simulation and the laws cannot disagree about it.
@@ -48,10 +48,7 @@ class Message:
     """One tensor list that travels between ranks.
 
     Attributes:
-        kind: Kind of its content.
         stage: The stage that reads it.
-        microbatch: The microbatch for which it is read.
-        from_rank: Rank that makes it.
         to_rank: Rank that reads it; equal to `from_rank` when nothing has to travel.
     """
 
@@ -69,8 +66,7 @@ class Message:
         return cls(i.kind, i.stage, i.microbatch, *ends)
 
     def __str__(self) -> str:
-        kind = self.kind.replace("_", " ")
-        return f"the {kind} of microbatch {self.microbatch} for stage {self.stage}"
+        return f"the {self.kind} of microbatch {self.microbatch} for stage {self.stage}"
 
     @property
     def is_local(self) -> bool:
@@ -292,9 +288,7 @@ class Schedule:
     """The programs of all ranks of one pipeline.
 
     Attributes:
-        placement: Which ranks hold which stage.
         num_microbatches: Microbatches of each backbone.
-        programs: One program for each rank.
         starts: By microbatch the first stage it runs, where steps have several forms, and some
             microbatches leave passes out; empty: stage 0.
     """
@@ -378,7 +372,6 @@ class Schedule:
     def _messages(
         self, program: Program, flow_of: Callable[[type[Instruction], int], Flow | None]
     ) -> Iterator[Message | None]:
-        """Yields a message, or None, for each instruction."""
         found: Callable[[Any, int], Flow | None] = cache(flow_of)
         for i in program:
             flow = found(type(i), i.stage) if isinstance(i, Staged) else None
@@ -467,11 +460,7 @@ class ScheduleSpec:
         return 1 if self.staleness is None else 1 + self.staleness(placement, stage)
 
     def __call__(self, stages: int | Placement, num_microbatches: int) -> Schedule:
-        """Makes the programs of all ranks.
-
-        Args:
-            stages: Number of stages, one rank each, or where they run.
-            num_microbatches: Microbatches of the batch.
+        """Makes the programs of all ranks, of stages with one rank each or placed ones.
 
         Raises:
             ScheduleError: `num_microbatches` is no multiple of the ranks, and has to be.

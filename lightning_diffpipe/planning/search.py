@@ -57,25 +57,25 @@ def find_plan(
     below_s: float = math.inf,
     within_s: float = math.inf,
 ) -> PipelinePlan:
-    """Finds the fastest plan.
+    """Finds the fastest plan for all ranks of a cluster.
 
     Args:
         profile: Costs of the layers.
-        cluster: Ranks and links. All ranks are used.
+        cluster: Ranks and links.
         options: Wishes and limits.
         below_s: Only plans with a shorter step are of interest; saves time.
         within_s: Seconds after which the best plan found so far is good enough.
 
     Returns:
-        The plan with the shortest simulated step among those that fit into memory; with filling, a
-        tenth of the unfilled step counts too, as costs are never known exactly. Among equals the one
-        with fewer stages, then fewer microbatches.
+        The plan with the shortest simulated step among those that fit into memory; with filling, a tenth of the
+        unfilled step counts too, as costs are never known exactly. Among equals the one with fewer stages, then
+        fewer microbatches.
 
     Raises:
         ConfigurationError: The options cannot be met with these ranks and this batch.
         PartitionError: More stages than layers or ranks.
-        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing
-            was found within `within_s`, or the ranks cannot be shared among the stages.
+        PlanError: Nothing fits into memory; says by how much. Or nothing takes less than `below_s`, nothing was
+            found within `within_s`, or the ranks cannot be shared among the stages.
     """
     if len(profile.backbones) > 1 and options.schedule == "auto":
         return _of_either_kind(profile, cluster, options, below_s, within_s)
@@ -143,7 +143,8 @@ def _within_memory(
     if options.shard_optimizer == "auto" and some_share_stages(model, options):
         choices += [replace(wishes, shard_optimizer=True) for wishes in choices]
     recomputing = _Savings(_may_recompute(profile, options))
-    streaming = recomputing._replace(streamed=_may_stream(profile, options))
+    may_stream = options.streaming == "auto" and options.checkpointing != "none"
+    streaming = recomputing._replace(streamed=streamable(profile) if may_stream else frozenset())
     first: list[Plans] = [_plans, partial(_saving_where_needed, most=recomputing)]
     last: list[Plans] = [partial(_saving_where_needed, most=streaming)]
     plans = []
@@ -158,11 +159,6 @@ def _may_recompute(profile: ModelProfile, options: PlanOptions) -> frozenset[int
     return recomputable(profile) if options.checkpointing == "auto" else frozenset()
 
 
-def _may_stream(profile: ModelProfile, options: PlanOptions) -> frozenset[int]:
-    may = options.streaming == "auto" and options.checkpointing != "none"
-    return streamable(profile) if may else frozenset()
-
-
 class _Savings(NamedTuple):
     """Positions of the layers that are recomputed, and of those of them that are streamed."""
 
@@ -170,7 +166,6 @@ class _Savings(NamedTuple):
     streamed: frozenset[int] = frozenset()
 
     def of(self, profile: ModelProfile, cluster: Cluster) -> ModelProfile:
-        """Returns the profile of a step that does so."""
         recomputing = checkpointed(profile, self.recomputed | self.streamed)
         return streamed(recomputing, self.streamed, cluster.host_bytes_per_s)
 
@@ -238,7 +233,9 @@ def _saving_less(
                 plans.append(plan)
         if fewer == savings or not any(fewer):
             break
-        savings, options, most_s = fewer, _with_shape_of(options, best), math.inf
+        names = "num_stages", "num_microbatches", "data_parallel", "schedule"
+        decided = {name: getattr(best.options, name) for name in names}
+        savings, options, most_s = fewer, replace(options, **decided), math.inf
     return plans
 
 
@@ -279,12 +276,6 @@ def _needed(
         plan = evaluator.plan(proposal)
     peaks = plan.planned.peak_memory_bytes
     return savings._replace(recomputed=recomputed_where_needed(evaluator, proposal, peaks))
-
-
-def _with_shape_of(options: PlanOptions, plan: PipelinePlan) -> PlanOptions:
-    """Returns the options with everything decided as in a plan, but where it cuts."""
-    names = "num_stages", "num_microbatches", "data_parallel", "schedule"
-    return replace(options, **{name: getattr(plan.options, name) for name in names})
 
 
 def _as_searched(profile: ModelProfile, options: PlanOptions) -> tuple[ModelProfile, PlanOptions]:

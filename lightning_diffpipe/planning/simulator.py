@@ -24,21 +24,15 @@ from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.cost import PipelineCosts
 from lightning_diffpipe.planning.filling import EncodePart
 from lightning_diffpipe.planning.instruction import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
     Compute,
     Encode,
     ExchangeFrozen,
-    Forward,
-    ForwardNoGrad,
     Instruction,
     Receive,
     ReduceGradients,
     Send,
     ShareResults,
     Staged,
-    UpdateWeights,
     Wait,
 )
 from lightning_diffpipe.planning.lowering import lower, with_collectives
@@ -46,82 +40,24 @@ from lightning_diffpipe.planning.schedule import Flow, Message, Placement, Sched
 from lightning_diffpipe.planning.schedules.pipedream import unrolled
 from lightning_diffpipe.planning.timeline import Span, Timeline, Transfer, draw
 
-PerStage = float | Sequence[float]
+
+def in_ticks(schedule: Schedule) -> PipelineCosts:
+    """Returns costs in ticks, for images: forward 1, backward 2, also in parts, frozen work 1, free links."""
+    count = schedule.num_microbatches
+    one, two, nothing = (((ticks,) * count,) * schedule.num_stages for ticks in (1.0, 2.0, 0.0))
+    parts = [i.part for program in schedule.programs for i in program if isinstance(i, Encode)]
+    encode_s = (1.0,) * (1 + max(parts, default=-1))
+    return PipelineCosts((1,) * count, one, two, one, nothing, nothing, encode_s)
 
 
-@dataclass(frozen=True, slots=True)
-class TickCosts:
-    """Costs for images and tests: the same for every microbatch. A number, or one for each stage.
-
-    Attributes:
-        forward: Forward of one microbatch.
-        backward: Whole backward; in two parts it takes as long.
-        weight_gradient: The part of `backward` that is `BackwardWeight`.
-        no_grad: Forward without gradients.
-        encode: One part of the frozen work, or one number for each part.
-        activation: Time on the link of an activation, by the stage that reads it.
-        gradient: Time on the link of a gradient, by the stage that reads it.
-        reduce: Gradient reduction at the end.
-        exchange: Exchange of frozen results.
-        holds_sender: See `PipelineCosts`, whose methods these are, too.
-    """
-
-    forward: PerStage = 1
-    backward: PerStage = 2
-    weight_gradient: PerStage = 1
-    no_grad: PerStage = 1
-    encode: PerStage = 1
-    activation: PerStage = 0
-    gradient: PerStage = 0
-    reduce: float = 0
-    exchange: float = 0
-    holds_sender: bool = False
-
-    def compute_s(self, instruction: Compute) -> float:
-        """Returns the time on the rank."""
-        match instruction:
-            case Forward(stage, _):
-                return _at(self.forward, stage)
-            case ForwardNoGrad(stage, _):
-                return _at(self.no_grad, stage)
-            case Backward(stage, _):
-                return _at(self.backward, stage)
-            case BackwardInput(stage, _):
-                return _at(self.backward, stage) - _at(self.weight_gradient, stage)
-            case BackwardWeight(stage, _):
-                return _at(self.weight_gradient, stage)
-            case UpdateWeights():
-                return 0.0
-            case Encode(part):
-                return _at(self.encode, part)
-
-    def message_s(self, message: Message) -> float:
-        """Returns the time on the link."""
-        of_stage = {"activation": self.activation, "gradient": self.gradient}
-        return _at(of_stage[message.kind], message.stage)
-
-    def reduce_s(self, rank: int) -> float:
-        """Returns the time to sum gradients."""
-        return float(self.reduce)
-
-    def exchange_s(self) -> float:
-        """Returns the time to exchange frozen results."""
-        return float(self.exchange)
-
-
-def _at(value: PerStage, index: int) -> float:
-    return float(value[index] if isinstance(value, Sequence) else value)
-
-
-Costs = PipelineCosts | TickCosts
-
-
-def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int] = ()) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: PipelineCosts | None = None, sizes: Sequence[int] = ()
+) -> Timeline:
     """Runs a schedule on paper.
 
     Args:
         schedule: A schedule, lowered or not.
-        costs: How long things take; forward 1, backward 2 and free links if None.
+        costs: How long things take; see `in_ticks` if None.
         sizes: Samples of each microbatch, where equal ones cost the same; saves time.
 
     Raises:
@@ -133,7 +69,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int
         rank 0 | F0 F1  .  .  . B0 -- B1 --
         rank 1 |  . F0 F1 B0 -- B1 --  .  .
     """
-    costs = costs or TickCosts()
+    costs = costs or in_ticks(schedule)
     outline = outline_of(schedule, sizes or range(schedule.num_microbatches))
     if outline.stuck:  # written down, a message that is waited for has a name
         schedule = schedule if schedule.is_lowered else lower(schedule)
@@ -143,7 +79,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, sizes: Sequence[int
     return _timeline(schedule, outline, costs)
 
 
-def _timeline(schedule: Schedule, outline: Outline, costs: Costs) -> Timeline:
+def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Timeline:
     """Notes what happens, in the order of the rows; each rank does what stands in its program."""
     starts_s: list[float] = []
     _run(outline, costs, 0.0, starts_s)
@@ -181,7 +117,7 @@ def _timeline(schedule: Schedule, outline: Outline, costs: Costs) -> Timeline:
     return Timeline(tuple(spans), outline.num_ranks, tuple(transfers))
 
 
-def meeting_s(meeting: Instruction, rank: int, costs: Costs) -> float:
+def meeting_s(meeting: Instruction, rank: int, costs: PipelineCosts) -> float:
     """Returns what a collective takes on one of its ranks, from when all of them are there."""
     return costs.reduce_s(rank) if isinstance(meeting, ReduceGradients) else costs.exchange_s()
 
@@ -237,8 +173,6 @@ class Outline:
     """A schedule as far as its duration depends on it.
 
     Attributes:
-        num_ranks: Ranks of the pipeline.
-        rows: Events in order.
         works: The different compute instructions; of those that cost the same, one.
         messages: The different messages; of those that cost the same, one.
         meetings: The different collectives.
@@ -257,7 +191,7 @@ class Outline:
     stuck: dict[int, Instruction]
 
 
-def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
+def exchanged_s(parts: Sequence[EncodePart], costs: PipelineCosts) -> float:
     """Returns when all ranks have the encodings of a batch that is encoded before the pipeline."""
     clock = dict.fromkeys((part.rank for part in parts), 0.0)
     for part in parts:
@@ -265,14 +199,14 @@ def exchanged_s(parts: Sequence[EncodePart], costs: Costs) -> float:
     return max(clock.values()) + costs.exchange_s()
 
 
-def makespan(outline: Outline, costs: Costs, start_s: float = 0.0) -> float:
+def makespan(outline: Outline, costs: PipelineCosts, start_s: float = 0.0) -> float:
     """Returns when the last rank is done if all begin at `start_s`."""
     assert not outline.stuck, "a schedule of the search never ends"
     return _run(outline, costs, start_s)
 
 
 def _run(
-    outline: Outline, costs: Costs, start_s: float, starts_s: list[float] | None = None
+    outline: Outline, costs: PipelineCosts, start_s: float, starts_s: list[float] | None = None
 ) -> float:
     """Returns when the last rank is done, and notes when each row begins: the inner loop of the search."""
     clock = [start_s] * outline.num_ranks

@@ -3,7 +3,7 @@
     rank 0 | F0 F1  .  . B0 -- B1 --
     rank 1 |  . F0 F1 B0 -- B1 --  .
 
-Drawn as text, a timeline has one row for each rank and one cell for each tick. A cell shows the instruction that
+As text, a timeline has one row for each rank and one cell for each tick. A cell shows the instruction that
 begins in it, `--` while that goes on, and a point in a bubble. The number of the stage is left out on ranks that
 hold one stage only. Both kinds of timeline are the same type, so that they can be compared.
 """
@@ -98,13 +98,8 @@ def draw(
 ) -> str:
     """Draws spans as one row of cells for each rank.
 
-    Args:
-        spans: Spans to draw.
-        num_ranks: Number of rows.
-        tick_s: Seconds of one cell; chosen if None: exact where durations are small multiples of
-            each other, otherwise so that a row has at most `max_columns` characters.
-        max_columns: Widest row, for a chosen tick.
-        notes: Text after the row of a rank.
+    `tick_s` are seconds of one cell; chosen if None: exact where durations are small multiples of each other,
+    otherwise so that a row has at most `max_columns` characters. `notes` are texts after the rows of ranks.
     """
     stages: dict[int, set[int]] = {}
     for span in spans:

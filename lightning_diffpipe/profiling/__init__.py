@@ -1,7 +1,7 @@
 """What it costs: every layer timed on this machine, or modelled for another one.
 
-The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run` (what the time of a layer is:
-stamps at the borders of layers), `bench` (many runs), `measure` (seconds and bytes of every layer), `layer_costs`
+The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run` (what the time of a layer
+is: stamps at the borders of layers), `measure` (many runs, seconds and bytes of every layer), `layer_costs`
 (into a profile), `state` (leaving the module as it was). `modelled` answers without computing anything.
 """
 

@@ -110,7 +110,7 @@ def encodings(
 
 
 def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = True) -> Look:
-    """Looks by running the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
+    """Runs the frozen layers on a batch, on its samples and, if `stores`, with other random numbers."""
 
     def look(folded: LayerGraph) -> Seen:
         call = StepCall(step, module, batch, written=folded.batch_writes)
@@ -155,10 +155,8 @@ class LayerCost:
     """What one layer costs, glue included; see `step_run.py`.
 
     Attributes:
-        forward_s: Forward.
         backward_s: Whole backward; of a frozen layer nothing.
         weight_gradient_s: The part of it that only makes weight gradients.
-        activation_bytes_per_sample: Bytes saved for the backward.
         activation_bytes_per_microbatch: Bytes saved besides, whatever the number of samples.
     """
 
@@ -178,21 +176,11 @@ def assemble(
     known: Mapping[str, Encoding] = MappingProxyType({}),
     split_s: Seconds | None = None,
 ) -> ModelProfile:
-    """Puts a profile together.
+    """Puts a profile together: one backbone, the trained path, and one encoder for each frozen top-level module.
 
-    A parameter counts for the first layer that reads it, one that only the loss reads for the last.
-
-    Args:
-        name: Name of the profile.
-        module: The module; only sizes of its parameters are read.
-        graph: Its layers, unfolded.
-        costs: Costs of all layers by index.
-        repeated_s: Glue that every stage runs.
-        known: What the encoders hand over, by their names, as far as that was found out.
-        split_s: What a backward in two halves takes longer.
-
-    Returns:
-        One backbone, of the trained path, and one encoder for every top-level module with frozen layers.
+    A parameter counts for the first layer that reads it, one that only the loss reads for the last. The graph is
+    unfolded, `costs` are by layer, `repeated_s` is glue that every stage runs, `known` what encoders give, as far
+    as that was found out, and `split_s` what a backward in two halves takes longer.
     """
     named = module.named_parameters()
     sizes = {name: held_bytes(p) for name, p in named}

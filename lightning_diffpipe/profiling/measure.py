@@ -1,32 +1,46 @@
 """Timing every layer of a module on this machine.
 
-A `Subject` runs the step for real at several sample counts, with stamps at the borders of its layers; medians over
-the repetitions, and means over equal layers, become the profile.
+A `Subject` runs the step for real at several sample counts, with stamps at the borders of its layers, until the
+time allowed is used up. The first run at each count is profiler warm-up and does not count; counts take turns, so
+that a disturbance of the machine meets them all. Medians over the repetitions, and means over equal layers, become
+the profile. A module that is too large for the device is timed layer by layer instead.
 
-A slow step is timed a few times only, and on a shared machine each layer of it is off by some per cent. A planner
-believes what it reads: it would cut a transformer of equal blocks into unequal stages. Blocks that have the same
-weights' shapes, operations and outputs are therefore timed as one, by the mean of all of them in a step, so that
-the step takes as long as before:
+A slow step is timed a few times only, and on a shared machine each layer of it is off by some per cent: a planner
+would cut a transformer of equal blocks into unequal stages. Blocks that have the same weights' shapes, operations
+and outputs are therefore timed as one, by the mean of all of them in a step, so that the step takes as long as
+before:
 
     as timed   block.0 36   block.1 41   block.2 34   block.3 37   head 5
     averaged   block.0 37   block.1 37   block.2 37   block.3 37   head 5
 
-A disturbance makes all of them slower in that step; the median over steps leaves such steps out. What is computed
-between layers, before one of them, keeps its own time going forward.
+torch reserves what it has freed of a GPU's memory for its next tensors. The driver counts that as used, and so do
+other processes and libraries (NCCL). So it is counted as free here, and released once everything has been timed.
 """
 
+import gc
+import logging
+import math
 import statistics
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
-from lightning_diffpipe.errors import ProfileError
+from lightning_diffpipe.clock import Clock, clock_for
+from lightning_diffpipe.errors import GraphError, ProfileError, clear_variables
+from lightning_diffpipe.graph.interception import Interception
 from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.placement import held_bytes, is_quantized_later
 from lightning_diffpipe.graph.probe import reprobe
-from lightning_diffpipe.graph.step import count_samples
+from lightning_diffpipe.graph.step import Step, StepCall, count_samples
+from lightning_diffpipe.host_memory import trim
 from lightning_diffpipe.planning.profile import ModelProfile, Seconds
-from lightning_diffpipe.profiling.bench import Splits, Subject, give_back
 from lightning_diffpipe.profiling.layer_costs import (
     Encoding,
     LayerCost,
@@ -34,28 +48,342 @@ from lightning_diffpipe.profiling.layer_costs import (
     encodings,
     found_by_running,
 )
-from lightning_diffpipe.profiling.state import current, placed, tree_to, undisturbed
+from lightning_diffpipe.profiling.state import (
+    current,
+    placeable,
+    placed,
+    scratch_gradients,
+    take_samples,
+    tree_to,
+    undisturbed,
+)
 from lightning_diffpipe.profiling.step_run import (
     KeptBytes,
+    OneByOneRun,
     Pool,
     Rounds,
+    StepRun,
     StepTimes,
     alone,
     backward_s,
     forward_s,
+    kept_bytes,
     repeated_s,
+    saved_bytes,
     typical,
 )
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""`progress(what, share)`: what is being done, and how much of all is done, 0 to 1."""
+
+Splits = Mapping[int, Sequence[float]]
+"""By sample count: seconds of backwards in two halves; empty where a stage runs them as one."""
+
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_NOISE = 0.05  # where runs differ by less, as on a device of one's own, a few are enough
+_MAX_COUNTS = 5
+_COVERAGE = 3  # times the budget: rather fewer repetitions than times that are extrapolated
+_MEMORY_SHARE = 0.5
+"""Of a GPU's free memory that weights and gradients may take, so that activations fit as well."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and with how much effort; times its layers.
+
+    Attributes:
+        step: Module and batch to loss.
+        batch: A batch at least as large as the largest sample count.
+        graph: Its layers, unfolded, as `probe` found them.
+        device: Where to measure.
+        sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
+            microbatches at least), thinned out where `budget_s` does not reach.
+        microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
+        repeats: Timed runs at each count; if not given 3, and while they disagree as many as fit into `budget_s`.
+        budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
+            at least.
+        name: Name of the profile; the module's class if not given.
+        progress: Is called with how far it is.
+        least_samples: Fewer than these the step cannot be run on.
+        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
+        splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
+    """
+
+    module: nn.Module
+    step: Step
+    batch: Any
+    graph: LayerGraph
+    device: torch.device | str = "cpu"
+    sample_counts: Sequence[int] | None = None
+    microbatch_size: int | None = None
+    repeats: int | None = None
+    budget_s: float = 10.0
+    name: str | None = None
+    progress: Progress | None = None
+    looks_at_results: bool = True
+    splits_backward: bool = True
+    least_samples: int = 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Sample counts to time at."""
+        total = count_samples(self.batch, self.graph.form)
+        counts = self.sample_counts or default_counts(total, self.microbatch_size)
+        return tuple(n for n in counts if n >= self.least_samples) or (self.least_samples,)
+
+    @property
+    def title(self) -> str:
+        """Name of the profile."""
+        return self.name or type(self.module).__name__
+
+    @cached_property
+    def place(self) -> torch.device:
+        """The device, as its tensors name it: `cuda` is the current GPU."""
+        return placeable(self.device)
+
+    @property
+    def _clock(self) -> Clock:
+        return clock_for(self.place)
+
+    def run(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        """Times all layers at the sample counts: at all of them, if they were given.
+
+        Returns the times of steps; by layer the bytes saved for the backward; times of split backwards.
+
+        Raises:
+            ProfileError: The step runs at none of the counts.
+            GraphError: It calls other layers than in its probe.
+        """
+        if self.fits:
+            try:
+                return self._in_place()
+            except torch.OutOfMemoryError as error:
+                clear_variables(error)
+                _log.info("the step does not fit into %s; timing layer by layer", self.place)
+            give_back(self.place)
+        return *self._one_by_one(), {}
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the whole module and its gradients leave enough of the device's memory.
+
+        Decided once: memory is counted when nothing has been timed yet. On a CPU weights are where they are, but
+        for those that are quantized when they are placed.
+        """
+        if self.place.type != "cuda":
+            return not any(map(is_quantized_later, self.module.parameters()))
+        need = sum(
+            held_bytes(p) * ((p.device != self.place) + (name in self.graph.trained))
+            for name, p in self.module.named_parameters()
+        )
+        return need < _MEMORY_SHARE * free_bytes(self.place)
+
+    def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        with placed(self.module, self.place):
+            here = replace(self, batch=tree_to(self.batch, self.place))
+            return here._rounds()
+
+    def _one_by_one(self) -> tuple[Rounds, list[KeptBytes]]:
+        repeats = self.repeats or _MIN_ROUNDS
+        rounds: dict[int, tuple[list[StepTimes], list[StepTimes]]] = {}
+        saved: dict[int, list[int]] = {}
+        with self._interception() as interception:
+
+            def run(count: int) -> float:
+                start_s = time.perf_counter()
+                walk = OneByOneRun(self.graph, self._clock, self.place, repeats)
+                rounds[count] = walk.walk(self._call(count), interception)
+                saved[count] = walk.num_saved_bytes
+                return time.perf_counter() - start_s
+
+            self._runnable(run)
+        return rounds, kept_bytes(saved)
+
+    def _rounds(self) -> tuple[Rounds, list[KeptBytes], Splits]:
+        repeats, saved = self.repeats, dict[int, list[int]]()
+        known = [*self.module.parameters(), *self.module.buffers()]
+        scratch = scratch_gradients(self.module, self.graph.trained)
+        with self._interception() as interception, scratch:
+            start_s = time.perf_counter()
+            run = partial(self._run, interception)
+            kinds = ("whole", "inputs") if self.splits_backward else ("whole",)
+            runs = (len(kinds) + self.splits_backward) * _MIN_ROUNDS + 1
+
+            def warm_up(count: int) -> float:
+                # A slice would count as large as the whole batch.
+                few = pytree.tree_map_only(torch.Tensor, torch.clone, self.samples(count))
+                first = StepRun(self.graph, self._clock)
+                saving = saved_bytes(first, known)
+                times = first.measure(self._call_on(few), interception, "whole", saving)
+                saved[count] = first.num_saved_bytes
+                return runs * times.total_s
+
+            results: dict[int, tuple[list[StepTimes], list[StepTimes]]]
+            results = {count: ([], []) for count in self._runnable(warm_up)}
+            splits: dict[int, list[float]] = {count: [] for count in results}
+            for turn in range(repeats or _MAX_ROUNDS):
+                spent_s = time.perf_counter() - start_s
+                share = max(
+                    turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
+                )
+                steps = [whole for whole, _ in results.values()]
+                agree = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
+                if repeats is None and agree:
+                    break
+                for count in tuple(results):
+                    self._report(f"{count} samples, run {turn + 1}", min(share, 1.0))
+                    try:
+                        # Either is first in turn: it finds caches full of something else.
+                        for kind in kinds if turn % 2 == 0 else kinds[::-1]:
+                            results[count][kind == "inputs"].append(run(count, kind))
+                    except torch.OutOfMemoryError as error:
+                        # Its warm-up found more memory, or less of it in pieces.
+                        if len(results) == 1:
+                            raise
+                        self._without(count, error)
+                        del results[count], splits[count]
+                        continue
+                    if self.splits_backward and turn < _MIN_ROUNDS:
+                        splits[count] += self._split(interception, count)
+        self._report("timed", 1.0)
+        return results, kept_bytes({count: saved[count] for count in results}), splits
+
+    def _interception(self) -> AbstractContextManager[Interception]:
+        return Interception(self.module, self.graph.layer_names).installed()
+
+    def _runnable(self, run: Callable[[int], float]) -> tuple[int, ...]:
+        """Runs all counts once; leaves out those that cannot be run, or for which `run` says too many seconds."""
+        usable: list[int] = []
+        failure: Exception | None = None
+        todo, limit_s = list(self.counts), _COVERAGE * self.budget_s
+        while todo:
+            count = todo.pop(0)
+            self._report(f"{count} samples, warm-up", 0.0)
+            try:
+                needed_s = run(count)
+                if not usable and self.sample_counts is None:
+                    if needed_s < limit_s:  # the very first run set things up as well
+                        needed_s = min(needed_s, run(count))
+                    todo = spread(count, todo, needed_s / count, limit_s)
+            except (torch.OutOfMemoryError, RuntimeError, ValueError) as error:
+                # Too little memory, or a step that needs more samples (batch norm needs two).
+                failure = self._without(count, error)
+                continue
+            usable.append(count)
+        if not usable:
+            if isinstance(failure, GraphError | torch.OutOfMemoryError):
+                raise failure
+            message = f"the step runs with none of {list(self.counts)} samples: {failure}"
+            raise ProfileError(message) from failure
+        return tuple(usable)
+
+    def _without(self, count: int, error: Exception) -> Exception:
+        """Goes on without a count that cannot be run, and without what its step left in memory."""
+        _log.warning("cannot time %d samples: %s", count, error)
+        clear_variables(error)
+        give_back(self.place)
+        return error
+
+    def _run(self, interception: Interception, count: int, backward: Any) -> StepTimes:
+        return StepRun(self.graph, self._clock).measure(self._call(count), interception, backward)
+
+    def _split(self, interception: Interception, count: int) -> list[float]:
+        run = StepRun(self.graph, self._clock)
+        try:
+            seconds = run.split_backward_s(self._call(count), interception)
+        except (RuntimeError, AttributeError) as error:
+            # Too little memory, or a node that runs once only: checkpointing of a model's own forgets its inputs.
+            _log.info("what splitting the backward adds stays unknown: %s", error)
+            return []
+        return [] if seconds is None else [seconds]
+
+    def _call(self, count: int) -> Callable[[], Any]:
+        return self._call_on(self.samples(count))
+
+    def _call_on(self, batch: Any) -> StepCall:
+        return StepCall(self.step, self.module, batch, written=self.graph.batch_writes)
+
+    @property
+    def probed(self) -> Any:
+        """The part of the batch with as many samples as the probe saw."""
+        return self.samples(self.graph.num_samples)
+
+    def samples(self, count: int | None) -> Any:
+        """Returns the first samples of the batch; all of it where the number is unknown, here or there."""
+        total = count_samples(self.batch, self.graph.form)
+        if total is None or count is None or count == total:
+            return self.batch
+        return take_samples(self.batch, total, count, self.graph.form)
+
+    def _report(self, what: str, share: float) -> None:
+        if self.progress is not None:
+            self.progress(what, share)
+
+
+def default_counts(num_samples: int | None, microbatch_size: int | None = None) -> tuple[int, ...]:
+    """Returns powers of two up to half of the batch, five at most; if that is known, up to the microbatch, and it.
+
+    Example:
+        >>> default_counts(24), default_counts(1), default_counts(24, 3), default_counts(256, microbatch_size=64)
+        ((1, 2, 4, 8), (1,), (1, 2, 3), (1, 2, 4, 8, 16, 64))
+    """
+    total = num_samples or 1
+    most = min(microbatch_size or max(total // 2, 1), total)
+    counts = [2**i for i in range(most.bit_length())][:_MAX_COUNTS]
+    return tuple(sorted({*counts, most} if microbatch_size else counts))
+
+
+def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: float) -> list[int]:
+    """Returns which other sample counts fit into a time, besides the first, at distances as large as possible.
+
+    The largest comes first: with a microbatch far above what was measured, a time would be extrapolated from
+    counts at which activations still fit into a cache.
+
+    Example:
+        >>> spread(1, [2, 4, 8, 16], per_sample_s=1.0, limit_s=22)
+        [4, 16]
+    """
+    chosen, left_s = [first], limit_s - first * per_sample_s
+    candidates = set(others)
+    while candidates:
+        farthest = max(candidates, key=lambda n: (min(abs(math.log(n / c)) for c in chosen), n))
+        candidates.remove(farthest)
+        if farthest * per_sample_s <= left_s:
+            chosen.append(farthest)
+            left_s -= farthest * per_sample_s
+    return sorted(chosen[1:])
+
+
+def _agree(steps: Sequence[StepTimes]) -> bool:
+    """Returns whether the middle half of the runs differs by little; a single slow one decides nothing."""
+    first, _, third = statistics.quantiles(
+        [step.total_s for step in steps], n=4, method="inclusive"
+    )
+    return third <= (1 + _NOISE) * first
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns bytes of a GPU that tensors of this process may still take."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Releases memory that no tensor uses to the driver, or to the kernel."""
+    if device.type == "cuda":
+        gc.collect()  # activations may hang in cycles
+        torch.cuda.empty_cache()
+    else:
+        trim()
 
 
 def measure_profile(subject: Subject, pool: Pool = alone) -> ModelProfile:
     """Times all layers of a step, forward, backward and its weight-gradient part.
 
-    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere.
-
-    Args:
-        subject: What is measured.
-        pool: Where several ranks measure at once, gives each of them the times of all.
+    The module is left bit-identical, and moved to the device meanwhile if it lives elsewhere. Where several ranks
+    measure at once, `pool` gives each of them the times of all.
 
     Raises:
         ProfileError: The step cannot be run at any of the sample counts.

@@ -1,21 +1,18 @@
 """Devices on paper, and profiles of models that one cannot run here: exact sizes, modelled times.
 
-    profile = ModelOnPaper("flux", device="h100").profile()        (modules/on_paper.py)
-
 The model is on the meta device, its training step is probed like any other, and then run without values under a
 clock that shows what a device on paper would need: the roofline model with stated efficiencies, plus a latency for
 every kernel that is started.
 
     seconds = latency + max(FLOPs / (peak x efficiency of its class), bytes / (bandwidth x efficiency))
 
-So parameter, boundary and activation bytes and FLOPs are those of the real model, and times are estimates, marked
-as modelled in the profile's name. Peaks and bandwidths are the vendors'; efficiencies are shares of the peak that
-large operators of a class commonly reach in PyTorch. From the same peaks comes what a run makes of its devices:
+So parameter, boundary and activation bytes and FLOPs are those of the real model, and times are estimates. Peaks
+and bandwidths are the vendors'; efficiencies are shares of the peak that large operators of a class commonly reach
+in PyTorch. From the same peaks comes what a run makes of its devices:
 
     MFU = FLOPs per sample x samples per second / (peak FLOP/s of a device x devices)
 
-Counted are matrix products, convolutions and attention, once: work that is done twice (activation checkpointing)
-or on several ranks does not make the figure larger.
+Counted are matrix products, convolutions and attention, once, however often the work is done.
 
 Sources:
     roofline, Williams et al. (2009), https://doi.org/10.1145/1498765.1498785
@@ -65,7 +62,6 @@ class DeviceModel:
     """A device on paper.
 
     Attributes:
-        name: What it is called.
         peak_flops: Peak FLOP/s of dense matrix products, by name of the type.
         bandwidth_bytes_per_s: Of its memory.
         latency_s: Of starting a kernel, while kernels before it still run.
@@ -279,14 +275,10 @@ def flops_per_sample(graph: LayerGraph) -> float:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the vendor's peak of a device, None where it is not known, as for CPUs.
+    """Returns the vendor's peak FLOP/s of dense matrix products, None where it is not known, as for CPUs.
 
-    Args:
-        device: Where training runs.
-        precision: Lightning's name of it, for example `"bf16-mixed"`.
-
-    Returns:
-        FLOP/s of dense matrix products; for single precision those of TF32, where the device has it.
+    For single precision it is that of TF32, where the device has it. `precision` is Lightning's name,
+    `"bf16-mixed"`.
     """
     if device.type != "cuda":
         return None
@@ -294,7 +286,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_of_name(name: str, precision: str) -> float | None:
-    """Looks a device up by the name its driver gives it; see `peak_flops`.
+    """Returns the peak of a device by the name that its driver gives it; see `peak_flops`.
 
     Example:
         >>> peak_of_name("NVIDIA H100 80GB HBM3", "bf16-mixed"), peak_of_name("Radeon", "32-true")
@@ -323,14 +315,8 @@ def modelled(
 ) -> ModelProfile:
     """Returns the profile of a module on the meta device, as a device on paper would run it.
 
-    Args:
-        title: Name of the profile.
-        module: Trains.
-        step: Its training step.
-        batch: Makes a batch of some number of samples.
-        denoiser: Name of the part that reads noise; all other frozen parts follow from the sample alone.
-        device: On paper.
-        sample_counts: Numbers of samples to model.
+    `batch` makes a batch of some number of samples. `denoiser` names the part that reads noise; all other frozen
+    parts follow from the sample alone.
     """
 
     def seen_on_paper(graph: LayerGraph) -> Seen:

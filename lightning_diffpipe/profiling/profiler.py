@@ -15,8 +15,7 @@ from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, Step, count_samples
 from lightning_diffpipe.host_memory import keep_freed_memory
 from lightning_diffpipe.planning.profile import ModelProfile, separated
-from lightning_diffpipe.profiling.bench import Progress
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling.measure import Progress, Subject, measure_profile
 from lightning_diffpipe.profiling.state import current, placeable, take_samples, tree_to
 
 _NUM_PROBED_SAMPLES = 2
@@ -142,9 +141,9 @@ def bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:28}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=not stays) as drawn:
-        task = drawn.add_task(what, total=1.0 if counted else None)
-        report: Callable[[str, float], None] = lambda what, share: drawn.update(
+    with Progress(*columns, console=Console(stderr=True), transient=not stays) as shown:
+        task = shown.add_task(what, total=1.0 if counted else None)
+        report: Callable[[str, float], None] = lambda what, share: shown.update(
             task, description=what, completed=share
         )
         yield report

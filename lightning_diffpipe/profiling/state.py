@@ -80,13 +80,13 @@ def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
     held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
     held += [(m.__dict__, own) for m, own in own_tensors(module.modules())]
     # `_device` is what `LightningModule.device` answers.
-    homes = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
+    devices = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
     try:
         for parameter, value in parameters:
             parameter.data = value.to(device)
         for attributes, values in held:
             attributes.update(tree_to(values, device))
-        for owner, _ in homes:
+        for owner, _ in devices:
             owner.__dict__["_device"] = device
         yield
     finally:
@@ -94,8 +94,8 @@ def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.data = value
         for attributes, values in held:
             attributes.update(values)
-        for owner, home in homes:
-            owner.__dict__["_device"] = home
+        for owner, before in devices:
+            owner.__dict__["_device"] = before
 
 
 def tree_to(tree: Any, device: torch.device) -> Any:

@@ -1,43 +1,32 @@
 """One whole step with stamps at the borders of its layers, forward and backward; or layer by layer.
 
-Layers are timed where they run, one after the other in one step, not each alone in a loop: caches, allocator and
-autograd are then in the state they will be in, and glue has a time of its own.
+Layers are timed where they run, one after the other in one step: caches, allocator and autograd are then in the
+state they will be in, and glue has a time of its own. Going forward, stamps are taken around each layer's call.
+Going backward, a hook on a layer's outputs fires when their gradient is complete, just before the layer's own
+backward begins, and the layer ends where that of an earlier layer begins. A second kind of backward asks for
+gradients of the layers' outputs only: the difference is the weight-gradient part. The 30 microseconds for each
+layer that this takes are left in: stages of a pipeline take longer than their layers in a plain step.
 
-Going forward, stamps are taken around each layer's call. Going backward, a hook on a layer's outputs fires when
-their gradient is complete, just before the layer's own backward begins; autograd works in the reverse order of the
-forward, so the layer ends where that of an earlier layer begins. A second kind of backward asks for gradients of
-the layers' outputs only, not of weights: the difference is the weight-gradient part.
+A module that is too large for the device is timed layer by layer (`OneByOneRun`): the step runs where the module
+is, usually on the host, and each layer and its arguments go to the device, are timed there alone, and come back.
+Glue, which takes next to nothing on a GPU, is left out.
 
-Looking takes some 30 microseconds for each layer, 5 % of a U-Net's step on two samples. It is left in: stages of a
-pipeline take longer than their layers in a plain step, and plans without it were 7 to 8 % too short.
-
-A module that is too large for the device is timed layer by layer (`OneByOneRun`). The step runs where the module
-is, usually on the host, and pauses at every layer: the layer and its arguments go to the device, are timed there
-alone, and come back. So the device holds one layer at a time, and no activations of the whole. Glue, which runs on
-the host here and takes next to nothing on a GPU, is left out.
-
-A stage runs its own layers and the glue that feeds them, forward and backward, so the glue before a layer counts
-for it, and the loss after the last layer for the last one. In this way the times of a stage's layers add up to the
-time of the stage, and those of all layers to the time of the step.
-
-Glue before a *frozen* layer runs twice in a pipeline, once with the frozen layers and once with the stages that
-skip them, so it counts for the next layer of the path as well; glue inside a frozen container (an autoencoder's
-residual additions) runs with the frozen layers only.
+A stage runs its own layers and the glue that feeds them, so the glue before a layer counts for it, and the loss for
+the last one: times of a stage's layers add up to the time of the stage, and those of all layers to the time of the
+step. Glue before a *frozen* layer runs twice in a pipeline, once with the frozen layers and once with the stages
+that skip them, so it counts for the next layer of the path as well; glue inside a frozen container (an
+autoencoder's residual additions) runs with the frozen layers only.
 
     |-- glue --| vae |-- glue --| conv_in | block |g| block |-- loss --|
     |<- vae      ->|
     |<- and ->|     |<- conv_in         ->|<block>|<-block           ->|
 
-Stages after the first run the glue at the top of the step again (tokenizing captions, drawing noise), with
-dummies: see `repeated_s`. What is left out is glue further down that later stages pass on their way to their own
-first layer, such as additions in the forward of a U-Net.
+Stages after the first run the glue at the top of the step again, with dummies: see `repeated_s`. Left out is glue
+further down that later stages pass on their way to their own first layer.
 
-Every rank times the same layers, each on its own device, as pipelines will run on all of them at once: one rank's
-times may be those of a bad minute. So each rank reduces its runs to medians, and the median over ranks counts.
-What a rank could not run (it had less memory, or less time) comes from those that could.
-
-Medians of layers add up to less than a step: every step has its disturbances, each in another layer, and no layer's
-median has any. Of a backward, on a shared machine, 6 to 8 % were missing. So they are scaled to what steps take.
+Every rank times the same layers on its own device, reduces its runs to medians, and the median over ranks counts.
+Medians of layers add up to less than a step, whose disturbances lie in another layer each time (6 to 8 % of a
+backward were missing), so they are scaled to what steps take.
 """
 
 import contextlib
@@ -229,13 +218,9 @@ class StepRun(Run):
         backward: Backward,
         saving: AbstractContextManager[Any] | None = None,
     ) -> StepTimes:
-        """Runs the step forward and backward.
+        """Runs the step forward and backward, whole or for gradients of inputs only.
 
-        Args:
-            call: Runs it and returns the loss.
-            interception: The module's wrappers, installed.
-            backward: "whole" adds weight gradients to `.grad`, "inputs" leaves them out.
-            saving: Around the forward; what it gives, as `saved_bytes` does, is kept as `num_saved_bytes`.
+        What `saving` gives, around the forward, as `saved_bytes` does, is kept as `num_saved_bytes`.
 
         Raises:
             GraphError: The step did not call the layers of the graph.
@@ -257,11 +242,7 @@ class StepRun(Run):
         return self._times(end)
 
     def split_backward_s(self, call: Callable[[], Any], interception: Interception) -> float | None:
-        """Returns seconds of a backward in two halves, as zero-bubble schedules run it.
-
-        Returns:
-            `None` where a stage would run it as one piece.
-        """
+        """Returns seconds of a backward in two halves; None where a stage would run it as one piece."""
         with self._answering(interception):
             self._stamps.append(self._clock.stamp())
             loss = loss_of(call())
@@ -375,9 +356,6 @@ class KeptBytes(NamedTuple):
 def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
     """Returns what layers keep, from what they saved of the smallest and of the largest number of samples.
 
-    Args:
-        by_count: By number of samples: bytes of every layer. One number tells nothing about microbatches.
-
     Example:
         >>> kept_bytes({1: [110, 10], 4: [140, 40]})
         [KeptBytes(per_sample=10.0, per_microbatch=100.0), KeptBytes(per_sample=10.0, per_microbatch=0.0)]
@@ -396,13 +374,10 @@ def kept_bytes(by_count: Mapping[int, Sequence[int]]) -> list[KeptBytes]:
 
 @contextlib.contextmanager
 def saved_bytes(run: StepRun, known: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Counts what autograd keeps for the backward, for the layer that saves it first.
+    """Yields bytes that autograd keeps for the backward, by layer: of the one that saves it first.
 
-    Parameters and buffers do not count, and a storage counts once. What `torch.func` keeps inside of `grad` and
-    its like does not count either, as it allows no hooks.
-
-    Yields:
-        Bytes of every layer so far.
+    Parameters and buffers do not count, and a storage counts once. What `torch.func` keeps inside of `grad` and its
+    like does not count either, as it allows no hooks.
     """
     num_bytes = [0] * run.num_layers
     storage = lambda tensor: tensor.untyped_storage()._cdata
@@ -440,14 +415,7 @@ def saved_bytes(run: StepRun, known: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 class OneByOneRun(StepRun):
-    """Answers the calls of one step, and times every layer `repeats` times on the way.
-
-    Args:
-        graph: The layers, unfolded.
-        clock: The device's.
-        device: Where layers are timed.
-        repeats: Timed runs of each layer, after one that does not count.
-    """
+    """Answers the calls of one step, and times every layer `repeats` times on the way, after once for nothing."""
 
     def __init__(self, graph: LayerGraph, clock: Clock, device: torch.device, repeats: int) -> None:
         super().__init__(graph, clock)
@@ -459,10 +427,7 @@ class OneByOneRun(StepRun):
     def walk(
         self, call: Callable[[], Any], interception: Interception
     ) -> tuple[list[StepTimes], list[StepTimes]]:
-        """Runs the step once.
-
-        Returns:
-            Steps with whole backward, and steps with that of inputs only, as many as `repeats`.
+        """Runs the step once; returns `repeats` steps with whole backward, and as many with that of inputs only.
 
         Raises:
             GraphError: The step did not call the layers of the graph.

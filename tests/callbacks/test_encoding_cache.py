@@ -56,8 +56,7 @@ def fit_cached(rank, folder, world_size, epochs, strategy_options=None, module_c
     weights = weights_of(module)
     if cache is None:
         return hooks.losses, weights, {}, {}, {}
-    statistics = cache.memo.statistics
-    return hooks.losses, weights, statistics.found, statistics.made, cache.refused
+    return hooks.losses, weights, cache.memo.found, cache.memo.made, cache.refused
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Frozen layers run in advance: at once, in pieces beside a stage, for some of the samples."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -61,6 +62,13 @@ def views(root, graph, positions, interception):
     return pieces, frozen, stages
 
 
+@contextlib.contextmanager
+def frozen_view(root, batch=None):
+    graph, positions = folded(root, batch)
+    with intercepted(root) as interception:
+        yield views(root, graph, positions, interception)[1]
+
+
 def advance(run, num_layers):
     """Runs at most so many layers of the fine graph; says whether all is done."""
     left = iter(range(num_layers))
@@ -93,9 +101,7 @@ def test_a_paused_run_gives_the_results_of_a_whole_one():
 
 def test_a_paused_run_stops_before_a_layer():
     root = Encoded()
-    graph, positions = folded(root)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
         run, asked = view.start(lambda: step(root, rows()), seed=7), []
         advance(run, 2)
         assert not run.advance_while(lambda name: asked.append(name))
@@ -109,9 +115,7 @@ def test_a_paused_run_stops_before_a_layer():
 
 def test_a_paused_run_leaves_random_numbers_alone():
     root = Encoded(dropout=0.3)
-    graph, positions = folded(root)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
         run = view.start(lambda: step(root, rows()), seed=7)
         torch.manual_seed(1)
         numbers = []
@@ -170,9 +174,7 @@ def test_the_thread_of_a_run_inherits_autocast_but_no_gradients():
 
     root = Encoded()
     root.encoder = Looks().requires_grad_(False)
-    graph, positions = folded(root)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
         Looks.seen.clear()
         with torch.autocast("cpu", torch.bfloat16):
             finish(view.start(lambda: step(root, rows()), seed=1))
@@ -290,10 +292,8 @@ def test_an_error_in_a_paused_run_reaches_the_owner_with_the_layer():
 
     root = Encoded()
     root.encoder = Breaks().requires_grad_(False)
-    graph, positions = folded(root)
-    root.encoder.broken = True
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
+        root.encoder.broken = True
         run = view.start(lambda: step(root, rows()), seed=1)
         with pytest.raises(RuntimeError, match="no more memory") as caught:
             finish(run)
@@ -340,9 +340,7 @@ def test_groups_give_the_same_bits_whoever_runs_them(split):
 
 def test_a_run_goes_on_for_as_long_as_it_is_allowed():
     root = Encoded()
-    graph, positions = folded(root, rows())
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root, rows()) as view:
         whole = view.whole(lambda: step(root, rows()), seed=3)
         run, asked = view.start(lambda: step(root, rows()), seed=3), []
         assert not run.advance_while(lambda name: asked.append(name) or len(asked) < 3)
@@ -371,9 +369,7 @@ def test_an_encoder_that_gives_its_hidden_states_runs_again_and_again():
     """History: its note that it has hooks was taken back, the hooks were not, and it got them twice."""
     tokens = torch.randint(3, 20, (5, 6), generator=torch.Generator().manual_seed(0))
     root = Reads()
-    graph, positions = folded(root, tokens)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root, tokens) as view:
         call = lambda: step(root, tokens)
         whole, again = (view.whole(call, seed=3, group_size=2) for _ in range(2))
     assert all(torch.equal(again[key], whole[key]) for key in whole)
@@ -404,9 +400,7 @@ def test_encoders_that_mix_samples_are_refused():
 
     root = Encoded()
     root.encoder = Centres().requires_grad_(False)
-    graph, positions = folded(root)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
         assert view.mixing(lambda: step(root, rows()), seed=1) == {"encoder"}
         with pytest.raises(GraphError, match="encoder mixes samples"):
             view.whole(lambda: step(root, rows()), seed=1, samples=(0, 2))
@@ -442,9 +436,7 @@ def test_samples_may_differ_by_the_rounding_of_the_coarsest_type(half):
 
 def test_encoders_that_do_not_mix_samples_are_known_not_to():
     root = Encoded()
-    graph, positions = folded(root)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
         assert view.mixing(lambda: step(root, rows()), seed=1) == frozenset()
 
 
@@ -452,9 +444,7 @@ def test_encoders_that_cannot_be_split_say_why():
     reason = "draws random numbers"
     root = Encoded()
     root.encoder = Encoder(dropout=0.1).requires_grad_(False)
-    graph, positions = folded(root)
-    with intercepted(root) as interception:
-        _, view, _ = views(root, graph, positions, interception)
+    with frozen_view(root) as view:
         assert not view.is_splittable
         assert reason in view.why_not_splittable
         with pytest.raises(GraphError, match=reason):

@@ -55,12 +55,12 @@ def test_a_layer_whose_weights_change_is_computed(name):
     moved = module.inner.weight
     moved.data = moved.data.clone()
     assert torch.equal(call(memo, "a", module, x), module(x))
-    assert memo.statistics.found["a"] == 2, "what is only moved is found"
+    assert memo.found["a"] == 2, "what is only moved is found"
     getattr(module.inner, name).add_(1)
     with pytest.warns(UserWarning, match="weights of a were changed during training"):
         assert torch.equal(call(memo, "a", module, x), module(x))
     assert torch.equal(call(memo, "a", module, x), module(x))
-    assert len(store) == memo.statistics.found["a"] == 2
+    assert len(store) == memo.found["a"] == 2
 
 
 @torch.no_grad()

@@ -227,7 +227,7 @@ def same(graph, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_share", [0.3, 0.05, 0.01])
+@pytest.mark.parametrize("max_share", [0.3, pytest.param(0.05, marks=pytest.mark.table), 0.01])
 @pytest.mark.parametrize("kind", [*PLAIN, *TRACES, OnClass])
 def test_graphs_are_those_of_a_look_at_all_blocks(kind, max_share, repeated, monkeypatch):
     module = Model(kind)

@@ -10,6 +10,7 @@ from lightning_diffpipe.planning.profile import (
     BackboneProfile,
     EncoderLayerProfile,
     EncoderProfile,
+    FormsSeen,
     FrozenResult,
     LayerProfile,
     ModelProfile,
@@ -36,6 +37,24 @@ def several_backbones(*profiles):
     """One profile with the backbones of all, and the encoders of the first."""
     backbones = (replace(p.backbones[0], name=f"denoiser{i}") for i, p in enumerate(profiles))
     return replace(profiles[0], backbones=tuple(backbones))
+
+
+def twice(profile, share=1.0, feedback_bytes=0):
+    """A step that calls its layers twice, first without gradients, for a share of the microbatches."""
+    (backbone,), nothing = profile.backbones, Seconds.per_sample(0.0)
+    size = len(backbone.layers)
+    first = [
+        replace(x, backward_s=nothing, activation_bytes_per_sample=0, gradient=False)
+        for x in backbone.layers
+    ]
+    first[-1] = replace(first[-1], boundary_bytes_per_sample=feedback_bytes)
+    again = [replace(layer, parameter_bytes=0, gradient_bytes=0) for layer in backbone.layers]
+    seen = FormsSeen(((share, 0), (1 - share, size)), shared=False) if share < 1 else FormsSeen()
+    passes = ((0, size), (size, 2 * size))
+    both = replace(backbone, layers=(*first, *again), passes=passes, seen=seen)
+    in_both = lambda readers: (*readers, *(size + reader for reader in readers))
+    encoders = tuple(encoder.read_at(in_both) for encoder in profile.encoders)
+    return replace(profile, backbones=(both,), encoders=encoders)
 
 
 def unet_profile():

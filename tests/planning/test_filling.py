@@ -23,10 +23,11 @@ from lightning_diffpipe.planning.profile import EncoderLayerProfile, EncoderProf
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 
 from .drawings import check_golden
 from .profiles import equal_profile
+from .ticks import TickCosts
 
 UNIFORM = [[1] * 24, [1] * 24]
 LONG = [[1] * 12, [1, 1, 2, 2, 4, 4, 12, 3, 3, 2]]

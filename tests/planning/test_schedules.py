@@ -30,10 +30,11 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_vertical_sync,
     unrolled,
 )
-from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
+from lightning_diffpipe.planning.simulator import makespan, outline_of, simulate
 
 from .drawings import check_golden
 from .sizes import peak_alive
+from .ticks import TickCosts
 
 SIZES = list(product(range(1, 7), range(1, 10)))
 

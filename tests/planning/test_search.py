@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.schedules import steps as measured_steps
-from lightning_diffpipe.errors import PlanError, ProfileError
+from lightning_diffpipe.errors import PlanError
 from lightning_diffpipe.planning import cut_search
 from lightning_diffpipe.planning.bounds import Bounds
 from lightning_diffpipe.planning.cluster import Cluster, Link
@@ -20,7 +20,7 @@ from lightning_diffpipe.planning.cost import CostModel, LayerRun, PipelineLinks,
 from lightning_diffpipe.planning.cut_search import Search
 from lightning_diffpipe.planning.evaluation import Evaluator, Proposal, preference
 from lightning_diffpipe.planning.filling import encode_parts, split_evenly
-from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.memory import frozen_loads, peak_memory_bytes
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.passes import schedule_of_passes
@@ -34,7 +34,6 @@ from lightning_diffpipe.planning.profile import (
     LayerProfile,
     ModelProfile,
     Seconds,
-    SelfConditioning,
     joined,
     separated,
 )
@@ -50,7 +49,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import TickCosts, makespan, outline_of, simulate
+from lightning_diffpipe.planning.simulator import makespan, outline_of, simulate
 from lightning_diffpipe.viewing.explain import explain
 from tests.rows import row
 
@@ -60,9 +59,11 @@ from .profiles import (
     random_cluster,
     random_profile,
     several_backbones,
+    twice,
     unet_profile,
 )
 from .sizes import peak_samples
+from .ticks import TickCosts
 
 
 def seeds(num_seeds, num_fast):
@@ -135,7 +136,7 @@ def group_size(model, sizes, num_ranks):
 def scheduled(name, placement, sizes, parts):
     """What does not depend on the cut: the outline of the lowered programs, and the samples that wait."""
     schedule = SCHEDULES[name](placement, len(sizes))
-    outline = outline_of(lower(schedule, parts), range(len(sizes)))
+    outline = outline_of(lower(prefix_frozen(schedule, parts)), range(len(sizes)))
     assert not outline.stuck
     return outline, peak_samples(schedule, sizes)
 
@@ -300,15 +301,10 @@ def test_unets_on_limited_links_are_folded_and_send_a_fifth(num_ranks):
     assert unaware.planned.sent_bytes > 3 * plan.planned.sent_bytes
 
 
-def twice(profile, feedback_bytes=0):
-    """A profile whose layers are called twice, the first time without gradients."""
-    return replace(profile, self_conditioning=SelfConditioning(1.0, feedback_bytes))
-
-
 @pytest.mark.parametrize(("S", "M", "feedback_s"), [(2, 1, 0), (3, 5, 1), (4, 1, 7), (4, 4, 1)])
 def test_a_self_conditioned_step_takes_as_long_as_the_paper_says(S, M, feedback_s):
-    """Notes: max(M f, S f + T_F) + (M + S - 1)(f + b). History: the profile's key was read by nobody."""
-    profile = ModelProfile.from_json(twice(equal_profile(S), feedback_s).to_json())
+    """Notes: max(M f, S f + T_F) + (M + S - 1)(f + b)."""
+    profile = ModelProfile.from_json(twice(equal_profile(S), 1.0, feedback_s).to_json())
     options = PlanOptions(M, S, M, 1, 1)
     plan = find_plan(profile, Cluster(S, p2p=Link(1.0)), options)
     assert plan.planned.iteration_s == max(M, S + feedback_s) + (M + S - 1) * 3
@@ -316,13 +312,11 @@ def test_a_self_conditioned_step_takes_as_long_as_the_paper_says(S, M, feedback_
 
 
 def test_a_pass_that_some_microbatches_take_is_planned_by_its_share():
-    half = replace(equal_profile(4, 0.3), self_conditioning=SelfConditioning(0.5))
+    half = twice(equal_profile(4, 0.3), 0.5)
     plan = find_plan(half, Cluster(2), PlanOptions(8, 2, 4, 1, 1))
     assert plan.forms == ((0.5, 0), (0.5, 2))
     assert PipelinePlan.from_json(plan.to_json()) == plan
     assert str(explain(plan, half, Cluster(2), budget_s=1))
-    with pytest.raises(ProfileError, match=r"self_conditioning of .* is that of one backbone"):
-        replace(half, backbones=(*half.backbones, replace(half.backbones[0], name="other")))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "auto"])

@@ -17,7 +17,6 @@ from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
 from lightning_diffpipe.planning.simulator import (
-    TickCosts,
     exchanged_s,
     makespan,
     outline_of,
@@ -25,6 +24,7 @@ from lightning_diffpipe.planning.simulator import (
 )
 
 from .profiles import random_case
+from .ticks import TickCosts
 
 SIZES = [(S, M) for S in range(1, 7) for M in range(1, 10)]
 

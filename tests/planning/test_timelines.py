@@ -7,12 +7,14 @@ import pytest
 from benchmarks.filling_policies.diffusionpipe import Bubble, bubbles
 from lightning_diffpipe.errors import ScheduleError
 from lightning_diffpipe.planning.filling import encode_parts
-from lightning_diffpipe.planning.lowering import lower
+from lightning_diffpipe.planning.lowering import lower, prefix_frozen
 from lightning_diffpipe.planning.schedule import Placement, Schedule
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
+
+from .ticks import TickCosts
 
 
 def image(text):
@@ -64,7 +66,7 @@ def test_1f1b_with_two_replicas_in_front():
 
 
 def test_frozen_work_runs_first_on_all_ranks():
-    schedule = lower(one_f_one_b(2, 2), encode_parts([4, 4], num_ranks=2))
+    schedule = lower(prefix_frozen(one_f_one_b(2, 2), encode_parts([4, 4], num_ranks=2)))
     assert str(simulate(schedule, TickCosts(encode=2, exchange=1, reduce=2))) == image("""
         rank 0 | E0 --  X F0 F1  .  . B0 --  . B1 --  R --
         rank 1 | E1 --  X  . F0 B0 -- F1 B1 --  R --  .  .

@@ -19,9 +19,8 @@ from lightning_diffpipe.graph.backward import NestedExits
 from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import bench, measure, profiler, step_run
-from lightning_diffpipe.profiling.bench import default_counts
-from lightning_diffpipe.profiling.measure import Subject, measure_profile
+from lightning_diffpipe.profiling import measure, profiler, step_run
+from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
 from tests.profiling.toys import CpuClock, Toy, batch_of, toy
@@ -29,7 +28,7 @@ from tests.profiling.toys import CpuClock, Toy, batch_of, toy
 
 @pytest.fixture(autouse=True)
 def cpu_clock(monkeypatch):
-    monkeypatch.setattr(bench, "clock_for", lambda device: CpuClock())
+    monkeypatch.setattr(measure, "clock_for", lambda device: CpuClock())
 
 
 def measured(*subject, **options):
@@ -319,7 +318,7 @@ def test_take_samples_cuts_what_counts_samples():
 @pytest.fixture
 def too_large(monkeypatch):
     """Nothing fits on the device as a whole."""
-    monkeypatch.setattr(bench.Subject, "fits", False)
+    monkeypatch.setattr(measure.Subject, "fits", False)
 
 
 def test_layer_by_layer_leaves_the_module_bit_identical(too_large):
@@ -350,7 +349,7 @@ def test_layer_by_layer_runs_layers_that_begin_in_place(monkeypatch):
     graph = probe(module, step, batch)
     kept = {}
     for whole in (True, False):
-        monkeypatch.setattr(bench.Subject, "fits", whole)
+        monkeypatch.setattr(measure.Subject, "fits", whole)
         found = measured(module, step, batch, graph, sample_counts=(4,), repeats=1)
         layers = found.backbones[0].layers
         kept[whole] = {x.name: x.activation_bytes_per_sample for x in layers}
@@ -366,7 +365,7 @@ def test_layer_by_layer_finds_the_same_bytes_and_similar_times(monkeypatch):
     for _ in range(5):
         layers = {}
         for whole in (True, False):
-            monkeypatch.setattr(bench.Subject, "fits", whole)
+            monkeypatch.setattr(measure.Subject, "fits", whole)
             layers[whole] = measured(module, step, batch, graph, **options).backbones[0].layers
             total_s = sum(x.forward_s.at(64) + x.backward_s.at(64) for x in layers[whole])
             seconds[whole].append(total_s)
@@ -384,7 +383,7 @@ def test_a_step_that_runs_out_of_memory_is_timed_layer_by_layer(monkeypatch, cap
     def full(*args):
         raise torch.OutOfMemoryError("tried to allocate 1 TiB")
 
-    monkeypatch.setattr(bench.StepRun, "measure", full)
+    monkeypatch.setattr(measure.StepRun, "measure", full)
     profile = measured(module, step, batch, graph, sample_counts=(2,), repeats=2)
     assert len(profile.backbones[0].layers) == len(graph.path)
     assert "tried to allocate" in caplog.text
@@ -453,9 +452,8 @@ def test_measuring_gives_a_gpus_memory_back(monkeypatch):
     module.encoder.eval()
     gpu = FakeGpu(monkeypatch, free_bytes=2**30, cached_bytes=0)
     here = lambda tree, device: tree
-    for room in (bench, measure):
-        monkeypatch.setattr(room, "placed", lambda module, device: nullcontext())
-        monkeypatch.setattr(room, "tree_to", here)
+    monkeypatch.setattr(measure, "placed", lambda module, device: nullcontext())
+    monkeypatch.setattr(measure, "tree_to", here)
     places = []
     reprobe = lambda module, step, batch, graph: places.append("reprobed") or graph
     monkeypatch.setattr(measure, "reprobe", reprobe)
@@ -494,9 +492,8 @@ def test_random_numbers_of_the_gpu_are_put_back(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now["device"])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    for room in (bench, measure):
-        monkeypatch.setattr(room, "placed", lambda module, device: nullcontext())
-        monkeypatch.setattr(room, "tree_to", lambda tree, device: tree)
+    monkeypatch.setattr(measure, "placed", lambda module, device: nullcontext())
+    monkeypatch.setattr(measure, "tree_to", lambda tree, device: tree)
     before = [generator.get_state() for generator in generators]
 
     def draws(module, batch):
@@ -553,7 +550,7 @@ def test_a_step_out_of_memory_leaves_no_activations_behind(caplog):
 def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
     """History: what had passed warm-up made all layers be timed one by one when it ran out of memory after."""
     module, step, batch, graph = toy()
-    measure_step, runs = bench.StepRun.measure, []
+    measure_step, runs = measure.StepRun.measure, []
 
     def full(run, call, interception, backward, *saving):
         runs.append(len(call.batch["x"]))
@@ -561,8 +558,8 @@ def test_a_count_that_runs_out_of_memory_later_is_left_out(monkeypatch, caplog):
             raise torch.OutOfMemoryError("tried to allocate 1 TiB")
         return measure_step(run, call, interception, backward, *saving)
 
-    monkeypatch.setattr(bench.StepRun, "measure", full)
-    monkeypatch.setattr(bench.Subject, "_one_by_one", None)
+    monkeypatch.setattr(measure.StepRun, "measure", full)
+    monkeypatch.setattr(measure.Subject, "_one_by_one", None)
     profile = measured(module, step, batch, graph, sample_counts=(2, 4), repeats=3)
     assert [n for n, _ in profile.backbones[0].layers[0].forward_s.points] == [2]
     assert "cannot time 4 samples" in caplog.text
@@ -580,7 +577,7 @@ def test_layer_by_layer_refuses_a_step_that_changed(too_large):
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_module_on_the_host_is_timed_on_a_gpu(fits, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(bench.Subject, "fits", fits)
+    monkeypatch.setattr(measure.Subject, "fits", fits)
     module, step, batch, graph = toy(num_samples=64, width=512)
     before = everything(module)
     profile = measured(module, step, batch, graph, device="cuda", sample_counts=(8, 64), repeats=3)

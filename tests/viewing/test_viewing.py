@@ -19,20 +19,19 @@ from lightning_diffpipe.planning.profile import (
     FrozenResult,
     ModelProfile,
     Seconds,
-    SelfConditioning,
     Skip,
-    joined,
 )
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
-from lightning_diffpipe.planning.simulator import TickCosts, simulate
+from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.viewing.explain import _balanced, _with_largest_layer_split, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
 
 from ..planning.drawings import check_golden
-from ..planning.profiles import equal_profile, random_profile
+from ..planning.profiles import equal_profile, random_profile, twice
+from ..planning.ticks import TickCosts
 
 
 def image(text):
@@ -91,8 +90,7 @@ def test_a_plan_without_costs_can_be_shown():
 
 def self_conditioned():
     """History: arrows were missing from passes without gradients."""
-    profile = replace(equal_profile(4), self_conditioning=SelfConditioning(1.0))
-    return find_plan(profile, Cluster(2), PlanOptions(4, 2, 4, 1, 1)).timeline
+    return find_plan(twice(equal_profile(4)), Cluster(2), PlanOptions(4, 2, 4, 1, 1)).timeline
 
 
 @pytest.mark.parametrize("timeline", [lambda: simulate(one_f_one_b(3, 4)), self_conditioned])
@@ -260,8 +258,7 @@ def test_the_readers_of_an_encoding_move_with_the_layers():
 
 def test_a_layer_is_split_in_every_pass():
     """History: passes, forms and skips stayed where they were, so that other layers were planned as one."""
-    half = SelfConditioning(0.5)
-    (backbone,) = joined(replace(equal_profile(4), self_conditioning=half)).backbones
+    (backbone,) = twice(equal_profile(4), 0.5).backbones
     layers = list(backbone.layers)
     layers[6] = replace(layers[6], backward_s=layers[6].backward_s.scaled(2))
     skips = tuple(Skip(1, start + 1, (start + 2, start + 3)) for start in (0, 4))
@@ -356,7 +353,8 @@ def test_imbalance_is_no_more_than_waiting(coin, schedule):
     tried = 0
     for seed in range(12):
         rng = random.Random(seed)
-        profile = replace(random_profile(rng, 9), self_conditioning=SelfConditioning(coin))
+        profile = random_profile(rng, 9)
+        profile = twice(profile, coin) if coin else profile
         options = PlanOptions(
             16, num_microbatches=4, num_stages="auto", partition="uniform", schedule=schedule
         )

@@ -63,7 +63,6 @@ class ListScheduling:
 
     Attributes:
         placement: Where the stages run, each on one rank.
-        num_microbatches: Of each backbone.
         ticks: Time of a kind of work on a stage; only proportions matter.
         most_in_flight: Microbatches that a stage may have forwarded, and kept something of.
         splits_backward: Backwards run in two parts, where a stage sends a gradient on.
@@ -182,14 +181,9 @@ def chain_programs(
     splits_backward: bool,
     later_first: bool = True,
 ) -> tuple[Program, ...]:
-    """Orders one chain of stages that take equally long: forwards first, or gradients of inputs if backwards split.
+    """Returns programs for placed stages, with so many microbatches under way at a time; see `ListScheduling`.
 
-    Args:
-        placement: Where its stages run.
-        num_microbatches: Of the batch.
-        most_in_flight: Microbatches that are under way at a time.
-        splits_backward: Backwards run in two parts.
-        later_first: Of work for one microbatch the later stage comes first.
+    With `later_first`, of work for one microbatch the later stage comes first.
     """
     order: dict[type[Work], int] = {Forward: 0, ForwardNoGrad: 0, Backward: 1}
     if splits_backward:

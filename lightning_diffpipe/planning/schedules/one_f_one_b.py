@@ -44,15 +44,10 @@ from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
 def one_f_one_b_program(
     placement: Placement, num_microbatches: int, rank: int, *, depth: int = 1
 ) -> Program:
-    """Makes the program of one rank.
+    """Returns the program of one rank; each has one stage, and stages may have replicas.
 
-    Args:
-        placement: One stage on each rank; stages may have replicas.
-        num_microbatches: Microbatches of the batch.
-        rank: The rank.
-        depth: Forwards before the first backward for each later rank. With 2 every link counts as a stage too.
-            That keeps twice as many activations, and hides links that take as long as stages do: only then is
-            an iteration never longer than `(num_microbatches + 2 num_stages - 2)` times the slowest stage or link.
+    `depth` are forwards before the first backward for each later rank. With 2 every link counts as a stage too:
+    that keeps twice as many activations, and hides transfers.
     """
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)

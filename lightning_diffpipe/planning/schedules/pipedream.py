@@ -85,15 +85,10 @@ def loop_program(
     drains: bool = False,
     front: Program = (),
 ) -> Program:
-    """Makes what a rank computes while it forwards some batches of a row that has no end.
+    """Returns a part of the endless program of a rank, whose stages may have replicas.
 
-    Args:
-        placement: One stage on each rank; stages may have replicas.
-        rank: The rank.
-        per_batch: Microbatches of a batch; they are numbered through from the first batch of the row.
-        batches: Numbers of the batches that it forwards.
-        drains: All that are under way are taken back after them.
-        front: Runs before each batch.
+    Microbatches are numbered through from the first of the `batches` that it forwards. With `drains` all that are
+    under way are taken back after them; `front` runs before each batch.
     """
     (stage,) = placement.stages_of(rank)
     lag = warmup_forwards(placement, stage) * len(placement.stage_ranks[stage])
