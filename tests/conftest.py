@@ -115,7 +115,7 @@ def update_golden(request):
 
 @pytest.fixture(autouse=True)
 def _watchers_end_with_their_test():
-    """History: 60 threads of watchers that tests had made took the interpreter in turns; others got a tenth of it."""
+    """History: 60 threads of watchers took the interpreter in turns, and left a tenth of it to tests."""
     before = threading.enumerate()
     yield
     for thread in set(threading.enumerate()) - set(before):

@@ -231,6 +231,16 @@ def _in_some_mode(
         return work(replace(subject, mode=f"real ({reason})"))
 
 
+_READ_NO_VALUES = (
+    "Read no values in the step (.item(), .nonzero(), x[mask], `if tensor:`), and look numbers up by index "
+    "tensors, as in sigmas[indices]"
+)
+
+
+class _NoCopyError(Exception):
+    """A module holds what cannot be copied, a generator perhaps, so that it has no fake copy."""
+
+
 def _without_values(
     subject: StepProbe, work: Callable[[StepProbe], LayerGraph], allow_failure: bool
 ) -> LayerGraph | str:
@@ -244,14 +254,20 @@ def _without_values(
     except Exception as error:  # any code may fail on tensors without values, in any way
         if not allow_failure:
             raise
+        what, advice = "the step cannot be run on tensors without values", _READ_NO_VALUES
+        if isinstance(error, _NoCopyError):
+            what, advice = (
+                "the module cannot be copied",
+                "Keep what cannot be copied outside of the module",
+            )
+            error = error.__cause__ or error
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
         lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f", {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
         _log.warning(
-            "the step cannot be run on tensors without values (%s%s), so that it is probed by running the whole "
-            "model several times, with all activations and without checkpointing, on every rank: that takes large "
-            "models much time and memory. Read no values in the step (.item(), .nonzero(), x[mask], `if tensor:`), "
-            "and look numbers up by index tensors, as in sigmas[indices]", reason, where,
+            "%s (%s%s), so that it is probed by running the whole model several times, with all activations and "
+            "without checkpointing, on every rank: that takes large models much time and memory. %s",
+            what, reason, where, advice,
         )  # fmt: skip
         return reason
     finally:  # not earlier: the traceback of an error keeps everything alive
@@ -263,7 +279,11 @@ def _on_fakes(
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
     with fakes_failing_quietly(), untouched(subject.module, ()):  # the probe goes on with real ones
-        return work(subject.on_fakes(mode))
+        try:
+            fakes = subject.on_fakes(mode)
+        except (TypeError, RuntimeError) as error:
+            raise _NoCopyError from error
+        return work(fakes)
 
 
 def fold(

@@ -219,6 +219,16 @@ def test_a_step_that_refuses_its_batch_is_not_blamed_for_reading_values(caplog):
     assert not caplog.records
 
 
+def test_a_module_that_cannot_be_copied_is_not_blamed_for_reading_values(caplog):
+    root = Untrained()
+    root.stream = (number for number in range(3))
+    assert probe(root, step, rows()).mode.startswith("real (TypeError")
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "the module cannot be copied (TypeError: cannot pickle 'generator' object" in message
+    assert "Keep what cannot be copied outside of the module" in message
+
+
 def test_steps_that_need_values_are_probed_on_values(caplog):
     """With a word and the line: it once took hours and all memory of a host, and nothing said why."""
 
