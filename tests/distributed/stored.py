@@ -25,7 +25,8 @@ def store_in_8_bits(folder, says_so=True, layers="block"):
     for name, value in load_file(file).items():
         stored[name] = value
         if value.ndim == 2 and layers in name and "relative" not in name:
-            scale = value.float().abs().amax(1)
+            # A power of two, so that values are the same in all types.
+            scale = 127 * torch.exp2((value.float().abs().amax(1) / 127).log2().ceil())
             numbers = (value.float() / scale[:, None] * 127).round()
             stored[name] = numbers.to(torch.int8)
             stored[name.removesuffix("weight") + "SCB"] = scale
