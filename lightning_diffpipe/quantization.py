@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import quantize_when_placed
+from lightning_diffpipe.graph.placement import keep_notes, quantize_when_placed
 from lightning_diffpipe.graph.versions import plain_tensors
 
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one
@@ -99,7 +99,11 @@ class QuantizedWeight(Tensor):
         """
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
-            return cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
+            made = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
+            keep_notes(
+                weight, made
+            )  # `module.cpu()` makes another parameter of it, which is where it was
+            return made
         if func in (aten.clone.default, aten._to_copy.default):
             device, dtype = options.get("device"), options.get("dtype") or weight.dtype
             # A weight that is only to be dequantized to another type stays mapped from its file.
@@ -143,8 +147,7 @@ def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
     """Multiplies as a linear layer does, under autocast in its type."""
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    x = input.to(weight.settings.get("compute_dtype", input.dtype))
-    return _Linear.apply(x, weight, None if bias is None else bias.to(x.dtype)).to(input.dtype)
+    return _Linear.apply(input, weight, None if bias is None else bias.to(input.dtype))
 
 
 class _Linear(torch.autograd.Function):
@@ -189,12 +192,14 @@ class Weight4Bit(QuantizedWeight):
         from bitsandbytes.functional import QuantState
 
         return cls._of_state(
-            packed, QuantState.from_dict(dict(state), packed.device), compute_dtype=compute_dtype
+            packed, QuantState.from_dict(dict(state), packed.device), compute_dtype
         )
 
     @classmethod
-    def _of_state(cls, packed: Tensor, state: Any, **settings: Any) -> Weight4Bit:
-        known = state.as_dict() | settings
+    def _of_state(
+        cls, packed: Tensor, state: Any, compute_dtype: torch.dtype | None = None
+    ) -> Weight4Bit:
+        known = state.as_dict() | {"compute_dtype": compute_dtype}
         if state.nested:  # a number there, for which a device would be waited
             known["nested_offset"] = state.offset
         tensors = {name: each for name, each in known.items() if isinstance(each, Tensor)}
@@ -237,7 +242,10 @@ class Weight4Bit(QuantizedWeight):
 
         if x.dtype == torch.float64:  # for which there is no kernel
             return F.linear(x, self.dequantize().to(x.dtype), bias)
-        return matmul_4bit(x, self.packed.t(), bias=bias, quant_state=self._state)
+        dtype = self.settings["compute_dtype"] or x.dtype
+        bias = None if bias is None else bias.to(dtype)
+        product = matmul_4bit(x.to(dtype), self.packed.t(), bias=bias, quant_state=self._state)
+        return product.to(x.dtype)
 
 
 class Weight8Bit(QuantizedWeight):

@@ -237,7 +237,7 @@ def place_parameters(
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
             others[parameter] = placeholder_of(parameter, torch.device(device))
-            vars(others[parameter]).update(_notes(parameter))
+            keep_notes(parameter, others[parameter])
             parameter = others[parameter]
         _free(parameter, torch.device(device))
         if whereabouts is not None:
@@ -381,13 +381,14 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 def _with_notes(value: Tensor, parameter: Tensor) -> nn.Parameter:
     made = nn.Parameter(value, requires_grad=False)
-    vars(made).update(_notes(parameter))
+    keep_notes(parameter, made)
     return made
 
 
-def _notes(parameter: Tensor) -> dict[str, Any]:
+def keep_notes(parameter: Tensor, other: Tensor) -> None:
+    """Notes of another tensor how it is quantized and where it is stored, as of a parameter whose value it has."""
     noted = vars(parameter)
-    return {name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted}
+    vars(other).update({name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted})
 
 
 def keep_stored(root: nn.Module) -> None:

@@ -20,7 +20,12 @@ from lightning_diffpipe.graph.placement import (
     stored_value,
 )
 from lightning_diffpipe.modules import PipelineDiffusion
-from lightning_diffpipe.quantization import Quantization, QuantizedWeight, quantize_components
+from lightning_diffpipe.quantization import (
+    Quantization,
+    QuantizedWeight,
+    Weight8Bit,
+    quantize_components,
+)
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -49,13 +54,17 @@ class QuantizedWhenPlaced(Opened):
 
 
 class StoredQuantized(Opened):
-    """A pipeline as `from_pretrained` opens it, in double precision."""
-
-    double = L.LightningModule.double
+    """A pipeline as `from_pretrained` opens it."""
 
     def __init__(self, folder):
         super().__init__(folder, lora=True)
         self._note_base(folder, self.parts)
+
+
+class InDouble(StoredQuantized):
+    """In double precision."""
+
+    double = L.LightningModule.double
 
 
 class Look(L.Callback):
@@ -75,6 +84,7 @@ class Look(L.Callback):
             for p in weights
             if hasattr(p, "_diffpipe_quantized")
             or isinstance(stored_value(p), QuantizedWeight)
+            or type(p) is Weight8Bit
             or type(p) is Rounded
         ]
         here = [p for p in weights if not (is_placeholder(p) or is_quantized_later(p))]
@@ -237,9 +247,16 @@ def fit_over_stored(rank, settings, world_size, path):
     return outcome, look.counts
 
 
+@pytest.mark.parametrize(
+    ("module_class", "tolerance"),
+    [(StoredQuantized, 1e-3), pytest.param(InDouble, 1e-7, marks=pytest.mark.table)],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_ranks_train_over_what_is_stored_quantized(tmp_path):
-    """As plain weights of the same values train, in double precision; each rank holds its own layers."""
+def test_ranks_train_over_what_is_stored_quantized(module_class, tolerance, tmp_path):
+    """As plain weights of the same values train; each rank holds its own layers.
+
+    Gradients in double precision are equal to 1e-9, but losses are reported in single precision.
+    """
     folders = {name: tmp_path / name for name in ("flux", "flux_plain")}
     for folder in folders.values():
         tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
@@ -249,7 +266,7 @@ def test_ranks_train_over_what_is_stored_quantized(tmp_path):
         save_file(load_file(file) | values, file, {"format": "pt"})
     settings = Settings(
         module={"folder": str(folders["flux"])},
-        module_class=StoredQuantized,
+        module_class=module_class,
         data_class=Images,
         trainer={"max_steps": 3, "max_epochs": -1},
         strategy={"num_stages": 2, "num_microbatches": 2},
@@ -258,10 +275,13 @@ def test_ranks_train_over_what_is_stored_quantized(tmp_path):
     expected.weights = adapters_of(expected)
     path = tmp_path / "adapters.ckpt"
     outcomes, counts = zip(*run_ranks(fit_over_stored, 2, settings, 2, path), strict=True)
-    assert_equal_runs(outcomes, expected, 1e-7)  # losses are in float32
+    assert_equal_runs(outcomes, expected, tolerance)
     for total, here, mapped, *after in counts:
-        assert 0 < here < total == mapped
-        assert after == [total, total, total]
+        is_mapped = total * (module_class is StoredQuantized)
+        assert 0 < here <= (total if module_class is InDouble else total - 1)
+        assert mapped == is_mapped
+        assert after[1:] == [after[0], is_mapped]
+        assert after[0] >= total
     state = torch.load(path, weights_only=True)["state_dict"]
     assert all(".lora_" in name for name in state)
     again = PipelineDiffusion.from_checkpoint(path)
