@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.quantization import Quantization, QuantizedWeight
 from tests.distributed.stored import Rounded, store_in_8_bits
@@ -130,6 +131,24 @@ def test_ranks_read_what_is_stored_quantized(stored):
         is_divided = method == "pipefusion"
         assert (here < everything) == (quantized < all_quantized) == is_divided
     assert first["pipefusion"][2] + second["pipefusion"][2] == all_quantized
+
+
+def test_lora_files_are_added_to_the_values_of_what_is_stored_quantized(stored, tmp_path):
+    """As the adapters are merged where a pipeline is written plain."""
+    path, plain = stored
+    options = {"lora": Lora(rank=2), "call": {"max_sequence_length": 8}}
+    module = PipelineDiffusion.from_pretrained(path, **options)
+    for name, weight in module.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    module.save_lora(tmp_path / "lora")
+    module.save_pretrained(tmp_path / "merged")
+    images = [
+        draw_and_count(0, "flux", folder, "single", {"loras": loras}, None)[0]
+        for folder, loras in ((path, {tmp_path / "lora": 1.0}), (tmp_path / "merged", None))
+    ]
+    assert np.abs(np.asarray(images[0]) - images[1]).max() < 1e-4
+    assert np.abs(np.asarray(images[0]) - plain).max() > 1e-2
 
 
 @pytest.mark.parametrize(
