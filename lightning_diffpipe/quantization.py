@@ -12,6 +12,7 @@ Source:
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import quantize_when_placed
+from lightning_diffpipe.graph.placement import keep_notes, quantize_when_placed
 from lightning_diffpipe.graph.versions import plain_tensors
 
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one
@@ -98,12 +99,24 @@ class QuantizedWeight(Tensor):
         """
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
-            return cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
-        is_copied = func in (aten.clone.default, aten._to_copy.default)
-        if is_copied and options.get("dtype") in (None, weight.dtype):
-            device = options.get("device")
-            copies = {n: each.clone().to(device) for n, each in weight.tensors.items()}
-            return cls(copies, weight.settings, weight.shape, weight.dtype)
+            made = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
+            keep_notes(
+                weight, made
+            )  # `module.cpu()` makes another parameter of it, which is where it was
+            return made
+        if func in (aten.clone.default, aten._to_copy.default):
+            device, dtype = options.get("device"), options.get("dtype") or weight.dtype
+            # A weight that is only to be dequantized to another type stays mapped from its file.
+            is_same = func is aten._to_copy.default and dtype != weight.dtype
+            copies = {
+                n: (each if is_same else each.clone()).to(device)
+                for n, each in weight.tensors.items()
+            }
+            return cls(copies, weight.settings, weight.shape, dtype)
+        if func is aten.copy_.default and type(args[1]) is cls:
+            for name, each in weight.tensors.items():
+                each.copy_(args[1].tensors[name])
+            return weight
         raise NotImplementedError(
             f"{func} of a quantized weight, which only linear layers multiply by"
         )
@@ -163,12 +176,35 @@ class Weight4Bit(QuantizedWeight):
 
         options = {"quant_type": quant_type, "compress_statistics": compress_statistics}
         packed, state = quantize_4bit(weight.detach().contiguous(), blocksize=_BLOCK, **options)
-        known = state.as_dict()
+        return cls._of_state(packed, state)
+
+    @classmethod
+    def stored(
+        cls, packed: Tensor, state: Mapping[str, Tensor], compute_dtype: torch.dtype
+    ) -> Weight4Bit:
+        """Returns a weight that bitsandbytes has stored.
+
+        Args:
+            packed: The weight.
+            state: What is stored besides, by the ends of the names.
+            compute_dtype: In which layers multiply.
+        """
+        from bitsandbytes.functional import QuantState
+
+        return cls._of_state(
+            packed, QuantState.from_dict(dict(state), packed.device), compute_dtype
+        )
+
+    @classmethod
+    def _of_state(
+        cls, packed: Tensor, state: Any, compute_dtype: torch.dtype | None = None
+    ) -> Weight4Bit:
+        known = state.as_dict() | {"compute_dtype": compute_dtype}
         if state.nested:  # a number there, for which a device would be waited
             known["nested_offset"] = state.offset
         tensors = {name: each for name, each in known.items() if isinstance(each, Tensor)}
         settings = {name: each for name, each in known.items() if name not in tensors}
-        return cls({"packed": packed, **tensors}, settings, weight.shape, weight.dtype)
+        return cls({"packed": packed, **tensors}, settings, state.shape, state.dtype)
 
     @property
     def _state(self) -> Any:
@@ -189,7 +225,7 @@ class Weight4Bit(QuantizedWeight):
             code=self.quant_map,
             blocksize=self.settings["blocksize"],
             quant_type=self.settings["quant_type"],
-            dtype=self.dtype,
+            dtype=getattr(torch, self.settings["dtype"]),
             offset=self.tensors.get("nested_offset"),
             state2=nested,
         )
@@ -198,13 +234,34 @@ class Weight4Bit(QuantizedWeight):
         """Returns a plain weight."""
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(self.packed, self._state)
+        return dequantize_4bit(self.packed, self._state).to(self.dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns what a linear layer returns of `x`."""
         from bitsandbytes import matmul_4bit
 
-        return matmul_4bit(x, self.packed.t(), bias=bias, quant_state=self._state)
+        if x.dtype == torch.float64:  # for which there is no kernel
+            return F.linear(x, self.dequantize().to(x.dtype), bias)
+        dtype = self.settings["compute_dtype"] or x.dtype
+        bias = None if bias is None else bias.to(dtype)
+        product = matmul_4bit(x.to(dtype), self.packed.t(), bias=bias, quant_state=self._state)
+        return product.to(x.dtype)
+
+
+class Weight8Bit(QuantizedWeight):
+    """A weight in 8 bits, as bitsandbytes stores it: whole numbers, and the largest value of each row.
+
+    Its kernels also round inputs to 8 bits, but for columns with a large value, which they find among all inputs of
+    a call: so the parts of a batch would not have the numbers of the whole. Here inputs are not rounded.
+    """
+
+    def dequantize(self) -> Tensor:
+        """Returns a plain weight."""
+        return self.packed.to(self.dtype).mul_(self.scales.mul(1 / 127).unsqueeze(1))
+
+    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns what a linear layer returns of `x`."""
+        return F.linear(x, self.dequantize().to(x.dtype), bias)
 
 
 class TorchaoWeight(QuantizedWeight):
@@ -225,11 +282,44 @@ class TorchaoWeight(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         """Returns a plain weight."""
-        return self.quantized.dequantize()
+        return self.quantized.dequantize().to(self.dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns what a linear layer returns of `x`."""
         return F.linear(x, self.quantized, bias)
+
+
+def torchao_weight(name: str, tensors: Mapping[str, Tensor], header: str) -> TorchaoWeight:
+    """Returns a weight that torchao has stored.
+
+    Args:
+        name: Of the weight.
+        tensors: By their stored names.
+        header: What the file says of it.
+
+    Raises:
+        ValueError: torchao does not know such a weight.
+    """
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    known = {name: header, "tensor_names": json.dumps([name])}
+    weight = unflatten_tensor_state_dict(dict(tensors), known)[0][name]
+    return TorchaoWeight({"quantized": weight}, {}, weight.shape, weight.dtype)
+
+
+def has_quantized(part: Any) -> bool:
+    """Returns whether a component has quantized weights."""
+    return isinstance(part, nn.Module) and any(
+        isinstance(weight, QuantizedWeight) for weight in part.parameters()
+    )
+
+
+def dequantize(part: nn.Module) -> None:
+    """Makes the quantized weights of a component plain."""
+    for module in part.modules():
+        for key, weight in module._parameters.items():
+            if isinstance(weight, QuantizedWeight):
+                module._parameters[key] = nn.Parameter(weight.detach().dequantize(), False)
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:
@@ -364,7 +454,9 @@ def _linear_weights(part: nn.Module) -> list[nn.Parameter]:
     linear = [
         module
         for name, module in part.named_modules()
-        if type(module) is nn.Linear and not kept & set(name.split("."))
+        if type(module) is nn.Linear
+        and not kept & set(name.split("."))
+        and not isinstance(module.weight, QuantizedWeight)  # stored so
     ]
     readers = Counter(id(p) for module in part.modules() for p in module._parameters.values())
     read_here = Counter(id(module.weight) for module in linear)

@@ -225,7 +225,11 @@ def place_parameters(
         if name in resident:
             if is_quantized_later(parameter):
                 others[parameter] = _quantized(parameter, device)
-            elif parameter.device != torch.device(device):
+            elif parameter.device == torch.device(device):
+                pass
+            elif is_traceable_wrapper_subclass(parameter):  # whose `data` is not all of it
+                others[parameter] = _with_notes(parameter.detach().to(device), parameter)
+            else:
                 parameter.data = parameter.data.to(device)
             scales: Any = getattr(parameter, "quant_state", None)  # of bitsandbytes
             if scales is not None:
@@ -233,6 +237,7 @@ def place_parameters(
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
             others[parameter] = placeholder_of(parameter, torch.device(device))
+            keep_notes(parameter, others[parameter])
             parameter = others[parameter]
         _free(parameter, torch.device(device))
         if whereabouts is not None:
@@ -376,9 +381,14 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 def _with_notes(value: Tensor, parameter: Tensor) -> nn.Parameter:
     made = nn.Parameter(value, requires_grad=False)
-    noted = vars(parameter)
-    vars(made).update({name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted})
+    keep_notes(parameter, made)
     return made
+
+
+def keep_notes(parameter: Tensor, other: Tensor) -> None:
+    """Notes of another tensor how it is quantized and where it is stored, as of a parameter whose value it has."""
+    noted = vars(parameter)
+    vars(other).update({name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted})
 
 
 def keep_stored(root: nn.Module) -> None:
@@ -390,8 +400,9 @@ def keep_stored(root: nn.Module) -> None:
         zip(*sorted((int(a, 16), int(b, 16)) for a, b in ends), strict=True) if ends else ((), ())
     )
     for parameter in root.parameters():
-        at = bisect.bisect(starts, parameter.data_ptr()) - 1
-        if at >= 0 and parameter.data_ptr() < stops[at]:
+        address = plain_tensors(parameter.detach())[0].data_ptr()
+        at = bisect.bisect(starts, address) - 1
+        if at >= 0 and address < stops[at]:
             setattr(parameter, _STORED, (parameter.detach(), parameter._version))
 
 
@@ -437,7 +448,7 @@ def restore_parameter(
         )
     if is_traceable_wrapper_subclass(value):
         assert root is not None
-        replace_parameters(root, {parameter: nn.Parameter(value, requires_grad=False)})
+        replace_parameters(root, {parameter: _with_notes(value, parameter)})
         return
     _hold(parameter, _laid_out(parameter, value).detach())
 

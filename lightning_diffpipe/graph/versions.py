@@ -156,14 +156,15 @@ BLOCK_BYTES = 4096
 
 def digest_of_tensor(tensor: Tensor) -> str:
     """Returns the digest of a tensor in memory, mapped or not, from samples of its bytes (`SAMPLED_BLOCKS`)."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
-    blocks, rest = [flat], len(flat) - BLOCK_BYTES
-    if len(flat) > SAMPLED_BLOCKS * BLOCK_BYTES:
-        starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
-        blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
-    for block in blocks:
-        found.update(block.cpu().numpy().tobytes())
+    for plain in plain_tensors(tensor.detach()):
+        flat = plain.contiguous().reshape(-1).view(torch.uint8)
+        blocks, rest = [flat], len(flat) - BLOCK_BYTES
+        if len(flat) > SAMPLED_BLOCKS * BLOCK_BYTES:
+            starts = (rest * i // (SAMPLED_BLOCKS - 1) for i in range(SAMPLED_BLOCKS))
+            blocks = [flat[start : start + BLOCK_BYTES] for start in starts]
+        for block in blocks:
+            found.update(block.cpu().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.quantization import dequantize, has_quantized
 from lightning_diffpipe.sampling.loras import MERGE
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -337,10 +338,14 @@ def refuse_others(
 
 
 def merged(part: nn.Module) -> nn.Module:
-    """Copies a part, with its active adapters in the weights, under ordinary names; others as they are."""
-    if not getattr(part, "peft_config", None):
+    """Copies a part, with its active adapters in plain weights, under ordinary names; others as they are."""
+    has_adapters = bool(getattr(part, "peft_config", None))
+    if not has_adapters and not has_quantized(part):
         return part
     part = copy.deepcopy(part)
+    dequantize(part)
+    if not has_adapters:
+        return part
     if hasattr(part, "merge_and_unload"):  # wrapped by get_peft_model
         return part.merge_and_unload()
     # A layer under two names has to be replaced under both.

@@ -62,7 +62,11 @@ from lightning_diffpipe.modules.adapters import (
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
 from lightning_diffpipe.modules.optimization import Optimization
-from lightning_diffpipe.quantization import quantizations_of, quantize_components
+from lightning_diffpipe.quantization import (
+    has_quantized,
+    quantizations_of,
+    quantize_components,
+)
 from lightning_diffpipe.runtime.optimizer_sharding import switches_weights
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.loras import StoredLora, refuse_adapted
@@ -198,7 +202,8 @@ def _from_base(base: BaseModel, name: str, stored: Mapping[str, Any]) -> Any:
     """
     try:
         index = read_index(base.path)
-        part = load_part(folder_of_part(base.path, index, name), name, stored["class"])
+        path = fetched(base.path)
+        part = load_part(folder_of_part(path, index, name), name, stored["class"])
     except (OSError, ConfigurationError) as error:
         raise CheckpointError(
             f"the checkpoint has adapters only, and the {name} of the model below them cannot be read from "
@@ -297,10 +302,19 @@ class PartsModule(L.LightningModule):
         self.train()
 
     def train_in_float32(self) -> None:
-        """Gives trained weights the type in which an optimizer's small steps are not rounded away."""
+        """Gives trained weights the type in which an optimizer's small steps are not rounded away.
+
+        Raises:
+            ConfigurationError: Quantized weights would be among them.
+        """
         for part in self.parts.values():
             if isinstance(part, nn.Module) and any(p.requires_grad for p in part.parameters()):
                 has_adapters = bool(getattr(part, "peft_config", None))
+                if has_quantized(part) and not has_adapters:
+                    raise ConfigurationError(
+                        f"the {type(part).__name__} is stored quantized, and only adapters can be trained over it: "
+                        "set lora, or open a folder with its plain weights"
+                    )
                 in_float32(part, torch.float16, torch.bfloat16, only_trained=has_adapters)
 
     def add_lora(self, lora: Lora | None, train_text_encoder: bool, loader: type) -> None:
@@ -395,9 +409,14 @@ class PartsModule(L.LightningModule):
             self._base.refuse_folder(path)
 
     def _note_base(self, path: str | Path, names: Collection[str]) -> None:
-        """Notes from where parts of these names have been read, to which checkpoints of adapters leave them."""
-        if self._lora is not None and not self._lora.store_all:
-            self._base = BaseModel.of(path, {n: p for n, p in self.parts.items() if n in names})
+        """Notes from where parts of these names have been read, to which checkpoints of adapters leave them.
+
+        All checkpoints leave those there that are stored quantized.
+        """
+        stores_all = self._lora is None or self._lora.store_all
+        left = {n: p for n, p in self.parts.items() if not stores_all or has_quantized(p)}
+        if any(name in names for name in left):
+            self._base = BaseModel.of(path, {n: p for n, p in left.items() if n in names})
 
     def on_train_start(self) -> None:
         """Lets warnings of trial runs be said again."""
@@ -714,7 +733,8 @@ class PartsModule(L.LightningModule):
         kept = module._completed(kept, below)
         module.load_state_dict(kept, strict=not replaced)
         stores_all = module._lora is not None and module._lora.store_all
-        module._base = below if below.samples and not stores_all else None
+        left = {n: s for n, s in below.samples.items() if not stores_all or has_quantized(parts[n])}
+        module._base = BaseModel(below.path, left) if left else None
         return module
 
 

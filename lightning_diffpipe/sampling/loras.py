@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from diffusers.utils.state_dict_utils import StateDictType, convert_state_dict_to_peft
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.sampling.digests import digest_of_tensor
@@ -178,6 +179,8 @@ def _added(layers: Collection[Any], weight: Tensor) -> Tensor:
     """Returns a weight with the products of peft's layers, in float32 at least."""
     for layer in layers if weight.is_floating_point() else ():
         change = layer.get_delta_weight(_ADAPTER).detach()
+        if is_traceable_wrapper_subclass(weight):
+            weight = weight.dequantize()
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight = weight.to(wide) + change.to(weight.device, wide)
     return weight
@@ -253,8 +256,9 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> No
     """Adds to the weights of a part in memory; raises CheckpointError if a file is of another model."""
     for lora in loras:
         for key, layer in lora.layers(name, part).items():
-            weight = part.get_parameter(f"{key}.weight")
-            weight.data = _added([layer], weight.data).to(weight.dtype)
+            module = part.get_submodule(key)
+            weight = _added([layer], module.weight.detach()).to(module.weight.dtype)
+            module.weight = nn.Parameter(weight, module.weight.requires_grad)
 
 
 def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[StoredLora]) -> None:

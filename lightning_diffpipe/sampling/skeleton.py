@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.placement import (
@@ -38,6 +39,7 @@ from lightning_diffpipe.sampling.digests import digest_of_tensor, digests_of_saf
 
 _NAMES_SHOWN = 3
 _STEM = "diffusion_pytorch_model"
+_SCALES = re.compile(r"\.weight\.|\.SCB$|\._weight_")
 _FLOATS = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.bfloat16, "F8_E5M2": torch.bfloat16},
@@ -73,18 +75,19 @@ class SafetensorsFolder:
     Args:
         folder: Sub-folder of the part, such as `.../transformer`.
         variant: As in diffusers: `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+        stem: First part of the files' names.
 
     Raises:
         CheckpointError: There is no safetensors file, or one that the index names is missing.
     """
 
-    def __init__(self, folder: str | Path, variant: str | None = None) -> None:
+    def __init__(self, folder: str | Path, variant: str | None = None, stem: str = _STEM) -> None:
         self.origin, folder = str(folder), Path(folder)
         infix = f".{variant}" if variant else ""
-        paths = [folder / f"{_STEM}{infix}.safetensors"]
+        paths = [folder / f"{stem}{infix}.safetensors"]
         if not paths[0].exists():
             # The second is how older releases of diffusers named it.
-            names = [f"{_STEM}.safetensors{x}.json" for x in (f".index{infix}", f"{infix}.index")]
+            names = [f"{stem}.safetensors{x}.json" for x in (f".index{infix}", f"{infix}.index")]
             index = next((folder / n for n in names if (folder / n).exists()), None)
             if index is None:
                 raise CheckpointError(
@@ -121,6 +124,17 @@ class SafetensorsFolder:
         for path in sorted(set(self._file_of.values())):
             found |= digests_of_safetensors(path)
         return found
+
+    def header(self) -> dict[str, str]:
+        """Returns what the headers of the files say besides names, types and shapes."""
+        texts: dict[str, str] = {}
+        for path in sorted(set(self._file_of.values())):
+            with _opened(path) as file:
+                own = file.metadata() or {}
+            known = json.loads(texts.get("tensor_names", "[]"))  # of torchao
+            names = known + json.loads(own.get("tensor_names", "[]"))
+            texts |= own | {"tensor_names": json.dumps(names)}
+        return texts
 
     def files(self) -> dict[str, str]:
         """Returns the file of each tensor, after `origin`."""
@@ -162,17 +176,23 @@ def dtype_named(name: str, value: str | torch.dtype | None) -> torch.dtype | Non
 def stored_dtype(folder: Path, variant: str | None = None) -> torch.dtype | None:
     """Returns the floating type of most values in the safetensors files of a part; None where there is none.
 
-    That of float8, which layers cannot compute with, is bfloat16, which has all its values.
+    That of float8, which layers cannot compute with, is bfloat16, which has all its values. Scales of weights that
+    are stored quantized do not count.
 
     Raises:
         CheckpointError: A file cannot be read.
     """
     sizes: dict[str, int] = defaultdict(int)
     infix = re.escape(f".{variant}") if variant and any(folder.glob(f"*.{variant}*")) else ""
+    config = folder / "config.json"
+    is_quantized = config.is_file() and "quantization_config" in config.read_text()
     for path in folder.glob("*.safetensors"):
         if re.fullmatch(rf"({_STEM}|model){infix}(-\d+-of-\d+)?{infix}\.safetensors", path.name):
             with _opened(path) as file:
-                for tensor in map(file.get_slice, file.keys()):
+                for name in file.keys():  # noqa: SIM118
+                    if is_quantized and _SCALES.search(name):
+                        continue
+                    tensor = file.get_slice(name)
                     sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
     floats = {_FLOATS[name]: size for name, size in sizes.items() if name in _FLOATS}
     return max(floats, key=lambda dtype: floats[dtype], default=None)
@@ -259,19 +279,10 @@ def skeleton(
 
     Types are those of `cls.from_pretrained(folder, dtype=dtype)`: what is stored is cast, what the model makes for
     itself, such as a table of positions in float32, is left as it was made.
-
-    Raises:
-        ConfigurationError: Its weights are stored quantized.
     """
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "an unknown method")
-        raise ConfigurationError(
-            f"the {cls.__name__} is stored quantized ({method}, says quantization_config in its config.json), but "
-            "ranks read plain weights, each its own: open the folder with the plain weights that it was made from, "
-            "with quantization=nf4, int8 or float8; method=pipefusion divides them among the ranks"
-        )
+    settings = {name: value for name, value in config.items() if name != "quantization_config"}
     with _parameters_without_memory(), created_in(dtype):
-        model = cls.from_config(dict(config))
+        model = cls.from_config(settings)
     in_float32 = set(getattr(cls, "_keep_in_fp32_modules", None) or ())
 
     def wanted(name: str, tensor: Tensor) -> torch.dtype:
@@ -361,7 +372,9 @@ def load_weights(model: nn.Module, weights: Weights, names: Collection[str] | No
         if name in parameters:
             parameter = parameters[name]
             value = value.to(parameter.device, parameter.dtype)
-            if is_quantized_later(parameter):
+            if is_traceable_wrapper_subclass(value):  # stored so
+                quantized[parameter] = nn.Parameter(value, requires_grad=False)
+            elif is_quantized_later(parameter):
                 quantized[parameter] = quantized_of(parameter, value)
             else:
                 restore_parameter(name, parameter, value)

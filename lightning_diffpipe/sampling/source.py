@@ -50,11 +50,16 @@ from lightning_diffpipe.sampling.loras import (
     refuse_adapted,
     refuse_scales,
 )
+from lightning_diffpipe.sampling.quantized import (
+    load_transformer,
+    opened_weights,
+    quantization_config,
+)
 from lightning_diffpipe.sampling.record import Controlled
 from lightning_diffpipe.sampling.skeleton import (
-    SafetensorsFolder,
     Weights,
     check_weights,
+    load_weights,
     refuse_names,
     skeleton,
     stored_dtype,
@@ -214,7 +219,7 @@ class DiffusersFolder:
                 f"{diffusers.__version__}"
             )
         cls = getattr(diffusers, class_name)
-        weights: Weights = SafetensorsFolder(folder, variant)
+        weights = opened_weights(folder, variant)
         present = [name for name, entry in index.items() if is_component(entry)]
         pipeline_class = index["_class"]
         config = _config(cls, folder)
@@ -511,6 +516,14 @@ def load_part(
         return cls([load_part(path, each.name, of_one, dtype, variant) for each in folders])
     if dtype is None:
         dtype = stored_dtype(Path(path, name), variant) or torch.float32
+    if quantization_config(folder := Path(path, name)) is not None:
+        if entry[0] == "transformers":
+            part = load_transformer(cls, folder, dtype, variant)
+        else:
+            part = skeleton(cls, _config(cls, folder), torch.device("cpu"), dtype)
+            load_weights(part, opened_weights(folder, variant))
+        keep_stored(part)
+        return part
     options = {"dtype" if entry[0] == "transformers" else "torch_dtype": dtype}
     if variant is not None and any(Path(path, name).glob(f"*.{variant}*")):
         options["variant"] = variant

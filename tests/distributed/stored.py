@@ -1,15 +1,43 @@
 """Pipelines with frozen weights in stored types, and a quantization that needs no package."""
 
+import json
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from lightning_diffpipe.modules.parts import load_for_training, read_index
 from lightning_diffpipe.sampling.source import load_networks
+
+
+def store_in_8_bits(folder, says_so=True, layers="block"):
+    """Quantizes matrices of blocks in a component's folder as bitsandbytes stores them: with a scale for each row.
+
+    Returns:
+        The plain weights that they stand for, by name.
+    """
+    [file] = folder.glob("*.safetensors")
+    stored, plain = {}, {}
+    for name, value in load_file(file).items():
+        stored[name] = value
+        if value.ndim == 2 and layers in name and "relative" not in name:
+            # A power of two, so that values are the same in all types.
+            scale = 127 * torch.exp2((value.float().abs().amax(1) / 127).log2().ceil())
+            numbers = (value.float() / scale[:, None] * 127).round()
+            stored[name] = numbers.to(torch.int8)
+            stored[name.removesuffix("weight") + "SCB"] = scale
+            plain[name] = (numbers * (scale / 127)[:, None]).to(value.dtype)
+    save_file(stored, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if says_so:
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain
+
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="asks the system what is mapped")
 

@@ -4,20 +4,30 @@ Run by `make test-tables`, which installs both libraries in a folder of their ow
 """
 
 import copy
+import json
 import pickle
 from dataclasses import replace
 from importlib.util import find_spec
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import BitsAndBytesConfig, TorchAoConfig
+import transformers
+from diffusers import (
+    BitsAndBytesConfig,
+    DiffusionPipeline,
+    FluxTransformer2DModel,
+    TorchAoConfig,
+)
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
+from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.quantization import (
     Weight4Bit,
     _in_4_bits,
@@ -233,3 +243,83 @@ def test_compiled_layers_multiply_by_quantized_weights_in_one_graph(name):
     assert all(map(torch.allclose, compiled, plain))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def store(layer_class, options, folder):
+    """Stores matrices of a transformer's blocks as layers of bitsandbytes do, and returns it with these layers."""
+    model = FluxTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and "block" in name:
+            size = layer.in_features, layer.out_features
+            packed = layer_class(*size, bias=layer.bias is not None, **options)
+            packed.load_state_dict(layer.state_dict())
+            model.set_submodule(name, packed.to("cpu").requires_grad_(False))
+    [file] = folder.glob("*.safetensors")
+    save_file({n: x.contiguous() for n, x in model.state_dict().items()}, file, {"format": "pt"})
+    return model
+
+
+def drawn_with(pipeline):
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    return pipeline(tiny.prompts_of("flux"), generator=generator, **DRAWING).images
+
+
+def draw_stored(rank, folder, methods):
+    images = []
+    for method, options in methods:
+        with Predictor.from_pretrained(folder, method, **options) as predictor:
+            images.append(predictor(tiny.prompts_of("flux"), **DRAWING))
+    return images
+
+
+DRAWING = {
+    "num_inference_steps": 2,
+    "height": 32,
+    "width": 32,
+    "max_sequence_length": 8,
+    "output_type": "np",
+}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_draw_what_the_packages_that_stored_a_folder_draw(kind, tmp_path):
+    """nf4 of bitsandbytes, against its own layers; int8 of torchao, against diffusers."""
+    import bitsandbytes.nn
+
+    folder = tmp_path / "flux"
+    tiny.build("flux", tmp_path / "parts").to(torch.bfloat16).save_pretrained(folder)
+    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    if kind == "nf4":
+        options = {"quant_type": "nf4", "compute_dtype": torch.bfloat16}
+        pipeline.transformer = store(bitsandbytes.nn.Linear4bit, options, folder / "transformer")
+        config = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+        }
+        path = folder / "transformer" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    else:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how = Int8WeightOnlyConfig(version=2)
+        for name, cls, config in (
+            ("transformer", FluxTransformer2DModel, TorchAoConfig(how)),
+            ("text_encoder_2", transformers.T5EncoderModel, transformers.TorchAoConfig(how)),
+        ):
+            options = {"quantization_config": config, "torch_dtype": torch.bfloat16}
+            part = cls.from_pretrained(folder, subfolder=name, **options)
+            setattr(pipeline, name, part)
+            part.save_pretrained(folder / name)
+    expected = drawn_with(pipeline)
+    methods = [
+        ("single", {"guidance": 1}),
+        ("sequence", {}),
+        ("pipefusion", {"num_patches": 2, "warmup_steps": 9}),
+    ]
+    [[images]] = run_ranks(draw_stored, 1, folder, methods[:1])
+    assert np.abs(np.asarray(images) - expected).max() < 1e-6
+    for images in run_ranks(draw_stored, 2, folder, methods)[0]:
+        assert np.abs(np.asarray(images) - expected).max() < 2e-2, "in bfloat16"

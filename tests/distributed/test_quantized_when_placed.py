@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lightning_diffpipe.callbacks import EncodingCache, SampleImages
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import (
     is_placeholder,
     is_quantized_later,
     stored_value,
 )
-from lightning_diffpipe.quantization import Quantization, quantize_components
+from lightning_diffpipe.modules import PipelineDiffusion
+from lightning_diffpipe.quantization import (
+    Quantization,
+    QuantizedWeight,
+    Weight8Bit,
+    quantize_components,
+)
 from tests.distributed.scenarios import (
     Settings,
     assert_equal_runs,
@@ -28,7 +35,7 @@ from tests.distributed.scenarios import (
     quiet_trainer,
     reference,
 )
-from tests.distributed.stored import LINUX, Opened, Rounded
+from tests.distributed.stored import LINUX, Opened, Rounded, store_in_8_bits
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
@@ -46,6 +53,20 @@ class QuantizedWhenPlaced(Opened):
         self._note_base(folder, self.parts)
 
 
+class StoredQuantized(Opened):
+    """A pipeline as `from_pretrained` opens it."""
+
+    def __init__(self, folder):
+        super().__init__(folder, lora=True)
+        self._note_base(folder, self.parts)
+
+
+class InDouble(StoredQuantized):
+    """In double precision."""
+
+    double = L.LightningModule.double
+
+
 class Look(L.Callback):
     """Counts weights to quantize: all, those that are quantized, those that are mapped from their file."""
 
@@ -58,7 +79,14 @@ class Look(L.Callback):
 
     def count(self):
         weights = self.module.parameters()
-        weights = [p for p in weights if hasattr(p, "_diffpipe_quantized") or type(p) is Rounded]
+        weights = [
+            p
+            for p in weights
+            if hasattr(p, "_diffpipe_quantized")
+            or isinstance(stored_value(p), QuantizedWeight)
+            or type(p) is Weight8Bit
+            or type(p) is Rounded
+        ]
         here = [p for p in weights if not (is_placeholder(p) or is_quantized_later(p))]
         self.counts += [len(weights), len(here), sum(stored_value(p) is not None for p in weights)]
 
@@ -205,3 +233,62 @@ def test_after_training_adapters_are_merged_into_the_plain_base(world_size, sett
             value = value + (b @ a).to(value.dtype)
             assert not torch.equal(value, base[name])
         assert torch.allclose(merged[name].float(), value.float(), atol=1e-2), name
+
+
+def fit_over_stored(rank, settings, world_size, path):
+    """Trains and saves; returns what is left of it, and how many quantized weights were here, and are after it."""
+    settings.trainer["callbacks"] = [Saves(path), look := Look()]
+    outcome = fit(rank, settings, world_size)
+    outcome.weights = adapters_of(outcome)
+    look.count()
+    module = look.module
+    if rank == 0:
+        module.save_pretrained(path.with_name("merged"))
+    return outcome, look.counts
+
+
+@pytest.mark.parametrize(
+    ("module_class", "tolerance"),
+    [(StoredQuantized, 1e-3), pytest.param(InDouble, 1e-7, marks=pytest.mark.table)],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ranks_train_over_what_is_stored_quantized(module_class, tolerance, tmp_path):
+    """As plain weights of the same values train; each rank holds its own layers.
+
+    Gradients in double precision are equal to 1e-9, but losses are reported in single precision.
+    """
+    folders = {name: tmp_path / name for name in ("flux", "flux_plain")}
+    for folder in folders.values():
+        tiny.build("flux", tmp_path / "parts").save_pretrained(folder)
+    for name in ("transformer", "text_encoder_2"):
+        values = store_in_8_bits(folders["flux"] / name)
+        [file] = (folders["flux_plain"] / name).glob("*.safetensors")
+        save_file(load_file(file) | values, file, {"format": "pt"})
+    settings = Settings(
+        module={"folder": str(folders["flux"])},
+        module_class=module_class,
+        data_class=Images,
+        trainer={"max_steps": 3, "max_epochs": -1},
+        strategy={"num_stages": 2, "num_microbatches": 2},
+    )
+    expected = reference(replace(settings, module={"folder": str(folders["flux_plain"])}), 2)
+    expected.weights = adapters_of(expected)
+    path = tmp_path / "adapters.ckpt"
+    outcomes, counts = zip(*run_ranks(fit_over_stored, 2, settings, 2, path), strict=True)
+    assert_equal_runs(outcomes, expected, tolerance)
+    for total, here, mapped, *after in counts:
+        is_mapped = total * (module_class is StoredQuantized)
+        assert 0 < here <= (total if module_class is InDouble else total - 1)
+        assert mapped == is_mapped
+        assert after[1:] == [after[0], is_mapped]
+        assert after[0] >= total
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert all(".lora_" in name for name in state)
+    again = PipelineDiffusion.from_checkpoint(path)
+    assert isinstance(
+        again.transformer.single_transformer_blocks[0].proj_mlp.weight, QuantizedWeight
+    )
+    opened = PipelineDiffusion.from_pretrained(tmp_path / "merged")
+    assert not any(isinstance(p, QuantizedWeight) for p in opened.parameters())
+    with pytest.raises(ConfigurationError, match="only adapters can be trained over it: set lora"):
+        PipelineDiffusion.from_pretrained(folders["flux"])

@@ -22,6 +22,7 @@ from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.sampling.call import Call
 from lightning_diffpipe.sampling.skeleton import SafetensorsFolder, load_weights, skeleton
+from tests.distributed.stored import store_in_8_bits
 from tests.modules.tiny_parts import (
     perturbed_latent_diffusion,
     save_checkpoint,
@@ -577,34 +578,13 @@ class WithBuffers(diffusers.ModelMixin, diffusers.ConfigMixin):
         self.register_buffer("careful", torch.ones(2))
 
 
-@pytest.mark.parametrize("says_so", [True, False])
-def test_quantized_weights_are_refused(says_so, folder_of, tmp_path):
+def test_quantized_weights_whose_config_does_not_say_so_are_refused(folder_of, tmp_path):
     """History: integers of -127 to 127 were taken for weights, and noise was drawn without a word."""
     path = shutil.copytree(folder_of("pixart"), tmp_path / "quantized")
-    file = path / "transformer" / "diffusion_pytorch_model.safetensors"
-    save_file(in_eight_bits(load_file(file)), file)
-    expected = CheckpointError, r"attn1.to_k.SCB, .* or are its weights quantized \(SCB, absmax"
-    if says_so:
-        config = json.loads((path / "transformer" / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-        (path / "transformer" / "config.json").write_text(json.dumps(config))
-        expected = ConfigurationError, r"stored quantized \(bitsandbytes.*open the folder with the"
-    with pytest.raises(expected[0], match=expected[1]):
-        Predictor.from_pretrained(path, method="single")(
-            prompts_of("pixart"), **SETTINGS, **options_of("pixart")
-        )
-
-
-def in_eight_bits(values):
-    """As bitsandbytes stores the matrices of blocks: whole numbers and a scale for each row."""
-    stored = {}
-    for name, value in values.items():
-        stored[name] = value
-        if value.ndim == 2 and name.startswith("transformer_blocks") and name.endswith("weight"):
-            scale = value.abs().amax(1)
-            stored[name] = (value / scale[:, None] * 127).round().to(torch.int8)
-            stored[name.removesuffix("weight") + "SCB"] = scale
-    return stored
+    store_in_8_bits(path / "transformer", says_so=False)
+    says = r"attn1.to_k.SCB, .* or are its weights quantized \(SCB, absmax"
+    with pytest.raises(CheckpointError, match=says):
+        Predictor.from_pretrained(path, method="single")
 
 
 @pytest.mark.slow

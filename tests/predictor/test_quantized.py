@@ -1,5 +1,8 @@
 """Sampling with weights that each rank quantizes for itself: the images of one process with equal weights."""
 
+import json
+import shutil
+
 import diffusers
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
-from lightning_diffpipe.quantization import Quantization
-from tests.distributed.stored import Rounded
+from lightning_diffpipe.quantization import Quantization, QuantizedWeight
+from tests.distributed.stored import Rounded, store_in_8_bits
 from tests.predictor.tiny_pipelines import build, drawn_by, options_of, prompts_of
 from tests.ranks import run_ranks
 
@@ -41,13 +45,13 @@ def drawn(pipeline, name):
     return np.asarray(drawn_by(pipeline(prompts_of(name), generator=generator, **options)))
 
 
-def draw_and_count(rank, name, path, method, options):
+def draw_and_count(rank, name, path, method, options, quantization=ROUNDED):
     """Images, and how many weights of the denoiser are here, and how many of these quantized."""
-    with Predictor.from_pretrained(path, method, quantization=ROUNDED, **options) as predictor:
+    with Predictor.from_pretrained(path, method, quantization=quantization, **options) as predictor:
         settings = {**SETTINGS, **options_of(name)}
         images = predictor(prompts_of(name), **settings)
         weights = [p for p in predictor.source.denoiser.parameters() if not is_placeholder(p)]
-    return images, len(weights), sum(type(p.data) is Rounded for p in weights)
+    return images, len(weights), sum(isinstance(p, Rounded | QuantizedWeight) for p in weights)
 
 
 def test_one_process_draws_what_diffusers_draws(saved):
@@ -89,3 +93,80 @@ def test_a_component_that_is_given_stays_as_it_is(saved):
 def test_a_checkpoint_of_this_project_is_not_quantized(tmp_path):
     with pytest.raises(ConfigurationError, match=r"quantization=\.\.\. is of diffusers folders"):
         Predictor.from_pretrained("examples/glyphs", "single", quantization=ROUNDED)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder whose transformer and T5 are stored in 8 bits, and images with plain weights of their values."""
+    root = tmp_path_factory.mktemp("stored")
+    pipeline = build("flux", root / "parts")
+    pipeline.save_pretrained(root / "flux")
+    for name in ("transformer", "text_encoder_2"):
+        plain = store_in_8_bits(root / "flux" / name)
+        assert len(plain) > 5
+        getattr(pipeline, name).load_state_dict(plain, strict=False)
+    return root / "flux", drawn(pipeline, "flux")
+
+
+def draw_each_way(rank, path):
+    """Images, and numbers of weights here and of quantized ones, by method."""
+    ways = {
+        "single": {"guidance": 1},
+        "sequence": {},
+        "pipefusion": {"num_patches": 2, "warmup_steps": 9},
+    }
+    return {m: draw_and_count(rank, "flux", path, m, o, None) for m, o in ways.items()}
+
+
+@pytest.mark.distributed
+def test_ranks_read_what_is_stored_quantized(stored):
+    """To rounding the images of diffusers, and a rank of PipeFusion holds its own layers."""
+    path, expected = stored
+    (images, everything, all_quantized) = draw_and_count(0, "flux", path, "single", {}, None)
+    assert np.abs(np.asarray(images) - expected).max() < 1e-5
+    assert all_quantized > 20
+    first, second = run_ranks(draw_each_way, 2, path)
+    for method, (images, here, quantized) in first.items():
+        assert np.abs(np.asarray(images) - expected).max() < 1e-4, method
+        is_divided = method == "pipefusion"
+        assert (here < everything) == (quantized < all_quantized) == is_divided
+    assert first["pipefusion"][2] + second["pipefusion"][2] == all_quantized
+
+
+def test_lora_files_are_added_to_the_values_of_what_is_stored_quantized(stored, tmp_path):
+    """As the adapters are merged where a pipeline is written plain."""
+    path, plain = stored
+    options = {"lora": Lora(rank=2), "call": {"max_sequence_length": 8}}
+    module = PipelineDiffusion.from_pretrained(path, **options)
+    for name, weight in module.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    module.save_lora(tmp_path / "lora")
+    module.save_pretrained(tmp_path / "merged")
+    images = [
+        draw_and_count(0, "flux", folder, "single", {"loras": loras}, None)[0]
+        for folder, loras in ((path, {tmp_path / "lora": 1.0}), (tmp_path / "merged", None))
+    ]
+    assert np.abs(np.asarray(images[0]) - images[1]).max() < 1e-4
+    assert np.abs(np.asarray(images[0]) - plain).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("gguf", "stored quantized by gguf.* Open the folder"),
+        ("torchao", "the package torchao; run: pip"),
+    ],
+)
+def test_what_cannot_be_read_is_named_before_weights_are(
+    method, says, stored, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lightning_diffpipe.sampling.quantized.find_spec", lambda name: None)
+    path = shutil.copytree(stored[0], tmp_path / "flux")
+    config = json.loads((path / "transformer" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (path / "transformer" / "config.json").write_text(json.dumps(config))
+    for file in path.glob("*/*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigurationError, match=says):
+        Predictor.from_pretrained(path, "single")
