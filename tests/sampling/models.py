@@ -284,14 +284,19 @@ def build(name: str) -> Tiny:
 
 
 def request_for(
-    name: str, scheduler=None, num_steps: int = STEPS, tiny: Tiny | None = None, **step_kwargs
+    name: str,
+    scheduler=None,
+    num_steps: int = STEPS,
+    tiny: Tiny | None = None,
+    cache=None,
+    **step_kwargs,
 ) -> Request:
     """A fresh request; its model is the tiny one's itself."""
     tiny = tiny or build(name)
     scheduler = scheduler or scheduler_for(name, num_steps)
     return Request(
         tiny.model, tiny.denoise(tiny.model), scheduler, scheduler.timesteps, tiny.latents,
-        step_kwargs=step_kwargs, branches_in_batch=tiny.branches,
+        step_kwargs=step_kwargs, branches_in_batch=tiny.branches, cache=cache,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
+from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
 from lightning_diffpipe.sampling.tracing.compiled import compiled_modules
 from lightning_diffpipe.sampling.tracing.layout import (
@@ -39,6 +40,7 @@ from lightning_diffpipe.sampling.tracing.layout import (
     Block,
     Layout,
     Part,
+    Place,
     TokenAxis,
     shapes_of_call,
     without_memory,
@@ -62,6 +64,7 @@ class PartRunner:
         interception: Of the model's blocks, and of modules whose results are stored.
         attend: How tokens attend.
         fill: Value of everything that must not be read.
+        step_cache: Modules of its that are `hooked` may be skipped.
     """
 
     layout: Layout
@@ -70,6 +73,7 @@ class PartRunner:
     attend: PartAttention
     device: torch.device
     fill: float = 0.0
+    step_cache: StepCache | None = None
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -77,6 +81,8 @@ class PartRunner:
         # Results that are the same in all of a request, or of a step.
         self.of_request: dict[Any, Any] = {}
         self.of_step: dict[Any, Any] = {}
+        # How often a module that may be skipped calls attention.
+        self.attended: dict[Place, int] = {}
         places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
         compiled = compiled_modules(self.interception.root)
@@ -149,6 +155,7 @@ class PartRun(Run):
         self.slices: dict[int, Slices] = {}
         self._received: set[int] = set()
         self._inside: int | None = None
+        self._num_attended = 0  # calls of attention in this block so far
         self._turns: Counter[tuple[int, str]] = Counter()
         self._storing = False
         # Objects that stand for tokens of this part, by identity.
@@ -252,13 +259,14 @@ class PartRun(Run):
         return known.slices if known.is_read_once else known.slices.clone()
 
     def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
-        numbers = iter(range(len(block.attention)))
+        self._num_attended = 0
 
         def handler(
             attend: Attend, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any
         ) -> Tensor:
-            number = next(numbers, None)
-            if number is None:
+            number = self._num_attended
+            self._num_attended += 1
+            if number >= len(block.attention):
                 raise LayoutError(
                     f"{block.name} calls attention more often than the {len(block.attention)} times that a probe "
                     "has found, as with attention processors that a pipeline sets in its call; sample it with "
@@ -351,6 +359,13 @@ class PartRun(Run):
                     self._storing = False
             return results[key]
         call = layout.glue.local.get(place)
+        if where != BETWEEN and runner.step_cache and site.name in runner.step_cache.hooked:
+            before = self._num_attended
+            out = site.diffpipe_original(*args, **kwargs)
+            # One that is skipped leaves the numbers of calls after it as they are.
+            attended = runner.attended.setdefault(place, self._num_attended - before)
+            self._num_attended = before + attended
+            return out
         if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
