@@ -7,7 +7,7 @@ Idea: hooks stay those of diffusers, their state is exchanged. Before each call 
 state of this call of a step, and of this patch. Ranks skip alike, as they decide by what all of them have:
 
     by the step                 pyramid attention broadcast, TaylorSeer, FasterCache, MagCache
-    by a change of tokens       first block cache; sums over the ranks that have some of the tokens, two numbers a step
+    by a change of tokens       first block cache; sums over ranks that have some of the tokens, two numbers a step
     in stages of PipeFusion     the first rank decides, and a byte at the end of its message tells others; what the
                                 last block returned comes back with the latents, as the first rank adds it
 
