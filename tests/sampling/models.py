@@ -129,11 +129,11 @@ def sd3(dual=()):
     return Tiny(model, denoise, normal(B, 4, 32, 12), branches=2)
 
 
-def flux():
+def flux(**options):
     model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=2, num_single_layers=3, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=10,
-        axes_dims_rope=(4, 4, 8),
+        **{"num_layers": 2, "num_single_layers": 3} | options,
+        patch_size=1, in_channels=4, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     text, pooled = normal(B, 7, 12, seed=2), normal(B, 10, seed=3)
     ids = torch.stack([torch.zeros(96), torch.arange(96) // 6, torch.arange(96) % 6], 1)
