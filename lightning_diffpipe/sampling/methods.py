@@ -428,6 +428,11 @@ class Worker:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
+        if self.options.method != "single" and getattr(self._model, "is_cache_enabled", False):
+            raise ConfigurationError(
+                f"the denoiser has a step cache, which ranks cannot share with method={self.options.method}; "
+                "give cache= to the Predictor instead of enable_cache"
+            )
         mine = self._share(call)
         if not len(mine.latents):
             return {}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
 from tests.predictor.tiny_pipelines import options_of, prompts_of
 from tests.ranks import run_ranks
@@ -54,3 +55,11 @@ def test_ranks_draw_what_one_rank_draws_with_the_same_cache(folder_of):
         for found in ranks:
             for latents in found[job]:
                 torch.testing.assert_close(latents, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_cache_that_only_the_model_knows_is_refused(folder_of):
+    """History: a probe took what hooks had stored for what blocks compute."""
+    with Predictor.from_pretrained(folder_of("flux"), method="pipefusion") as predictor:
+        predictor.source.denoiser.enable_cache(FIRST_BLOCK)
+        with pytest.raises(ConfigurationError, match="give cache= to the Predictor"):
+            predictor(prompts_of("flux")[:1], num_inference_steps=2, **options_of("flux"))
