@@ -1,14 +1,4 @@
-"""The methods by name, and one rank's part in the chosen one.
-
-| method | what the ranks share | exact |
-|---|---|---|
-| `pipefusion` | layers, through which patches of the latent flow; tokens inside a stage | M = 1 or W >= steps |
-| `distrifusion` | bands of rows; neighbours' activations are one step old | W >= steps |
-| `sequence` | tokens inside attention | yes |
-| `single` | prompts only | yes |
-| `naive` | bands of rows that know nothing of each other | no |
-| `synchronous` | bands of rows; neighbours' activations are waited for | yes |
-"""
+"""The methods by name, which docs/sampling.md lists, and one rank's part in the chosen one."""
 
 import difflib
 import functools

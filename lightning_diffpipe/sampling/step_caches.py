@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from diffusers import hooks
 from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
-from diffusers.hooks.hooks import CacheContext, HookRegistry, StateManager
+from diffusers.hooks.hooks import CacheContext, StateManager
 from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook
 from torch import Tensor, nn
 
@@ -142,9 +142,8 @@ class StepCache:
         if self.config is None:
             yield self
             return
-        registries = {m: vars(m).get("_diffusers_hook") for m in self._model.modules()}
-        before = {m: list(r.hooks) for m, r in registries.items() if r is not None}
-        forwards = {m: vars(m).get("forward") for m in registries}
+        before = {m: [*_hooks_of(m)] for m in self._model.modules()}
+        plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
         watch = self._model.register_forward_pre_hook(lambda *_: self._call_begins())
         try:
             try:
@@ -155,42 +154,33 @@ class StepCache:
             yield self
         finally:
             watch.remove()
-            for module, registry in registries.items():
-                for name in [*getattr(vars(module).get("_diffusers_hook"), "hooks", ())]:
-                    if name not in before.get(module, ()):
-                        module._diffusers_hook.remove_hook(name, recurse=False)
-                if registry is None:
-                    vars(module).pop("_diffusers_hook", None)
-                    if forwards[module] is None:
-                        vars(module).pop("forward", None)
+            for module, names in before.items():
+                for name in [n for n in _hooks_of(module) if n not in names]:
+                    module._diffusers_hook.remove_hook(name, recurse=False)
+            for module in plain:
+                vars(module).pop("_diffusers_hook", None)
+                vars(module).pop("forward", None)
             self._hooks.clear()
             self._states.clear()
 
-    def _unknown(self, error: Exception | str) -> ConfigurationError:
+    def _unknown(self, reason: object) -> ConfigurationError:
+        kind, model = type(self.config).__name__, type(self._model).__name__
         return ConfigurationError(
-            f"cache={type(self.config).__name__}: diffusers cannot skip anything in a "
-            f"{type(self._model).__name__} ({error}); leave it out"
+            f"cache={kind}: diffusers cannot skip anything in a {model} ({reason}); leave it out"
         )
 
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
         names = {id(module): name for name, module in self._root.named_modules()}
         hooked = set()
         for module in self._model.modules():
-            registry: HookRegistry | None = vars(module).get("_diffusers_hook")
-            added = (
-                []
-                if registry is None
-                else [n for n in registry.hooks if n not in before.get(module, ())]
-            )
-            for hook in (registry.hooks[name] for name in added):
+            for hook in (x for n, x in _hooks_of(module).items() if n not in before[module]):
                 self._hooks.append(hook)
                 if isinstance(hook, _HEADS):
                     self._head = hook, module
                 elif isinstance(hook, _TAILS) and hook.is_tail:
                     self._tail = hook, module
-                    if isinstance(hook, FBCBlockHook) and getattr(
-                        module, "context_pre_only", False
-                    ):
+                    text_ends = getattr(module, "context_pre_only", False)
+                    if isinstance(hook, FBCBlockHook) and text_ends:
                         raise self._unknown("its last block returns no text to be stored")
                 managers = [x for x in vars(hook).values() if isinstance(x, StateManager)]
                 places = [(x, "_state_cache") for x in managers] or [(hook, "state")]
@@ -302,6 +292,10 @@ class StepCache:
 
 DECISION = TensorShape((1,), torch.uint8)
 """Shape of `StepCache.decision`."""
+
+
+def _hooks_of(module: nn.Module) -> dict[str, Any]:
+    return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
 
 
 def _continued(owner: Any, state: Any) -> Any:
