@@ -14,7 +14,7 @@ weights and functional calls need no names. A call hands in its own fresh data a
 In displaced steps a message carries a *range*: consecutive calls of one kind, as many as `calls_per_message`.
 The first pass through the model yields all calls and their shapes; offsets into messages follow from them.
 A displaced step that no displaced step follows sends nothing, and a synchronous one keeps nothing. Data carry the
-step they were made in, and reading any but the step before raises.
+step they were made in, and reading any but the step before raises, unless a step cache may skip steps.
 
 Modules that are given texts only have the same input in all steps, so they run once (`Constants`).
 """
