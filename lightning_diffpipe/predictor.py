@@ -59,6 +59,7 @@ from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memo
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
+from lightning_diffpipe.sampling.step_caches import described
 from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
@@ -160,8 +161,9 @@ class Predictor:
             quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
                 `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
                 `{"transformer": "nf4"}`. See `quantization_named`.
-            further: The mesh, `compile`, `decoding` and options of the method, see `MethodOptions`; or a part of a
-                pipeline, alike on all ranks, such as `scheduler=`, or None to leave one out: `text_encoder_3=None`.
+            further: The mesh, `compile`, `cache`, `decoding` and options of the method, see `MethodOptions`; or a
+                part of a pipeline, alike on all ranks, such as `scheduler=`, or None to leave one out:
+                `text_encoder_3=None`.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
@@ -536,6 +538,7 @@ def _opened(
         arguments = {f.name: getattr(options, f.name) for f in fields(options)} | dict(loading)
         arguments["parts"] = list(loading["parts"])
         # Files may lie elsewhere on each host; what is in them is among the weights.
+        arguments["cache"] = described(options.cache)
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
         # Objects have addresses in their names.

@@ -75,6 +75,7 @@ def kept(path: Path, model: nn.Module, make: Callable[[nn.Module], nn.Module]) -
     return model.eval().requires_grad_(False)
 
 
+@torch.inference_mode(False)  # weights as they are stored have versions
 def built_in_model(name: str) -> LatentDiffusion:
     """A model that comes with the package."""
     return LatentDiffusion.from_pretrained(built_in(name)).eval().requires_grad_(False)

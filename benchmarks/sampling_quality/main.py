@@ -1,6 +1,6 @@
 """How far from one process do PipeFusion, DistriFusion and naive patches end up? PSNR of their images.
 
-    python benchmarks/sampling_quality/main.py [--part transformer|unet|norms] [--json FILE] [--images FOLDER]
+    python benchmarks/sampling_quality/main.py [--part transformer|unet|norms|caches] [--json FILE] [--images DIR]
 
 All ranks are emulated in this process, which gives the very images that as many ranks give. Weights that do
 not come with the package are trained first (some minutes) and kept in `outputs/sampling_quality`.
@@ -14,11 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, hooks
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,10 +33,12 @@ from benchmarks.sampling_quality.denoisers import (  # noqa: E402
 from lightning_diffpipe import LatentDiffusion  # noqa: E402
 from lightning_diffpipe.callbacks.sample_images import image_grid  # noqa: E402
 from lightning_diffpipe.data.glyphs import GlyphDataset  # noqa: E402
+from lightning_diffpipe.errors import ConfigurationError  # noqa: E402
 from lightning_diffpipe.modules.encoders import tokenize  # noqa: E402
 from lightning_diffpipe.sampling.distrifusion import emulate  # noqa: E402
 from lightning_diffpipe.sampling.pipefusion import PipeFusion  # noqa: E402
 from lightning_diffpipe.sampling.request import OneProcess, Request  # noqa: E402
+from tests.sampling.models import request_for  # noqa: E402
 
 PARTS = (2, 4, 8)
 WARMUPS = (0, 1, 2, 4)
@@ -166,6 +169,69 @@ def compare_norms(folder: Path, settings: list[tuple[int, ...]]) -> Rows:
     return rows
 
 
+def compare_caches(num_steps: int) -> Rows:
+    """Step caches of diffusers: runs of blocks and of attention, and the distance of latents from no cache."""
+    always = (-1, 1001)  # timesteps
+    caches = {
+        "none": None,
+        "first_block, 0.1": hooks.FirstBlockCacheConfig(threshold=0.1),
+        "first_block, 0.2": hooks.FirstBlockCacheConfig(threshold=0.2),
+        "first_block, 0.5": hooks.FirstBlockCacheConfig(threshold=0.5),
+        "pyramid_attention, 2": hooks.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=always
+        ),
+        "taylor_seer, 3": hooks.TaylorSeerCacheConfig(
+            cache_interval=3, taylor_factors_dtype=torch.float32
+        ),
+    }
+    rows: Rows = []
+    built_in = glyph_request(built_in_model("glyphs_transformer"), num_steps)
+    for model, request in {
+        "glyphs": built_in, "tiny Flux": request_for("flux", num_steps=num_steps)
+    }.items():  # fmt: skip
+        runs = _runs_of(request.model)
+        exact = OneProcess().sample(request)
+        patches = PipeFusion(request.model, num_patches=4, verify=False)
+        patches.prepare(request)  # so that its runs are not counted
+        for method, sampler in {"one process": OneProcess(), "4 patches": patches}.items():
+            plain: Tensor | None = None
+            for name, cache in caches.items():
+                runs.update(blocks=0, attention=0)
+                try:
+                    latents = sampler.sample(replace(request, cache=cache))
+                except ConfigurationError:  # the cache does not know the model
+                    continue
+                plain = latents if plain is None else plain
+                rows.append(
+                    {
+                        "model": model, "method": method, "cache": name, **runs,
+                        "from no cache": f"{float((latents - plain).norm() / plain.norm()):.1e}",
+                        "from one process": f"{float((latents - exact).norm() / exact.norm()):.1e}",
+                    }
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+    return rows
+
+
+def _runs_of(model: Any) -> dict[str, int]:
+    """Returns numbers that count runs of blocks and of their attention to images, by layers in each."""
+    runs = {"blocks": 0, "attention": 0}
+    ends = {
+        "ff.net.0.proj": "blocks",
+        "proj_mlp": "blocks",
+        "attn.to_q": "attention",
+        "attn1.to_q": "attention",
+    }
+    for name, module in model.named_modules():
+        for kind in (kind for end, kind in ends.items() if name.endswith(end)):
+
+            def count(*_: Any, kind: str = kind) -> None:
+                runs[kind] += 1
+
+            module.register_forward_hook(count)
+    return runs
+
+
 def _standard_error(values: list[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5
 
@@ -173,7 +239,7 @@ def _standard_error(values: list[float]) -> float:
 def main() -> None:
     """Runs the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("transformer", "unet", "norms"))
+    parser.add_argument("--part", choices=("transformer", "unet", "norms", "caches"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--images", type=Path, default=Path(__file__).parent)
     parser.add_argument("--weights", type=Path, default=ROOT / "outputs" / "sampling_quality")
@@ -203,6 +269,8 @@ def main() -> None:
     if arguments.part in (None, "norms"):
         settings = [tuple(map(int, setting.split(":"))) for setting in arguments.norms]
         results["norms"] = compare_norms(arguments.weights, settings)
+    if arguments.part in (None, "caches"):
+        results["caches"] = compare_caches(arguments.steps)
     for name, rows in results.items():
         print(f"\n{name}\n{table(rows)}")
     if arguments.json:

@@ -30,6 +30,7 @@ _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|repo
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
 _SWITCHES = {"ema", "verify", "hide_unseen"}
+_COMMON = ("compile", "decoding", "cache")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
@@ -40,6 +41,9 @@ def sample(config: DictConfig) -> Any:
     num_ranks = num_ranks_of(values)
     _refuse_values(values)
     prepare(config)  # before anything is imported that may look for a network
+    if isinstance(values["cache"], dict):
+        with raised_by_all():
+            values["cache"] = _cache(values["cache"])
     _refuse_request(values, num_ranks)
     values["options"] = _options(values)
     if "://" in values["path"]:
@@ -92,6 +96,17 @@ def _refuse_values(values: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"report=true compares images, and output_type={values['output_type']} has none; leave one out"
         )
+
+
+def _cache(given: dict[str, Any]) -> Any:
+    """Returns a configuration of diffusers by its `_target_`."""
+    import hydra
+    from hydra.errors import InstantiationException
+
+    try:
+        return hydra.utils.instantiate(given)
+    except InstantiationException as error:
+        raise ConfigurationError(f"cache: {error}") from error
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +197,7 @@ def _refuse_request(values: dict[str, Any], num_ranks: int) -> None:
         if not isinstance(value := values["sampler"][name], bool | None):
             raise ConfigurationError(f"sampler.{name} must be true or false; got {value!r}")
     own = {field.name for field in fields(MethodOptions)} - {"further", "mesh", "reason"}
-    common = {name: values[name] for name in ("compile", "decoding")}
+    common = {name: values[name] for name in _COMMON}
     sampler = {name: value for name, value in values["sampler"].items() if name in own}
     # None leaves out a part of the model; ema chooses weights.
     rest = {k: v for k, v in values["sampler"].items() if k not in {*own, "ema"} and v is not None}
@@ -242,7 +257,7 @@ def _draw(values: dict[str, Any], rank: int) -> tuple[list[Any] | None, Any]:
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
-    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", "decoding", "compile")}
+    vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", *_COMMON)}
     device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
     return _opening(values) | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
 

@@ -158,6 +158,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def as_received(x: Tensor) -> Tensor:
     """Lays a tensor out as if it had come in a message, since strides and alignment decide about last bits."""
     stride = 1
+    if not x.numel():  # such as the text of a patch without
+        return x
     for size, own in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if own != stride:
             return x.clone(memory_format=torch.contiguous_format)

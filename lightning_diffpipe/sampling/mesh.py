@@ -5,13 +5,6 @@
     parallel  stages of a pipeline (PipeFusion), or bands of rows (DistriFusion)
     sequence  tokens divided inside every attention call; with stages, among the ranks of one stage
 
-    8 ranks as data=2 x guidance=2 x parallel=2:
-
-        rank       0  1   2  3   4  5   6  7
-        data       0  0   0  0   1  1   1  1      prompts 0, 1 | prompts 2, 3
-        guidance   0  0   1  1   0  0   1  1      without | with prompt
-        parallel   0  1   0  1   0  1   0  1      stages or bands
-
 Neighbours along an inner axis are near each other, since inner axes send more.
 """
 

@@ -1,14 +1,4 @@
-"""The methods by name, and one rank's part in the chosen one.
-
-| method | what the ranks share | exact |
-|---|---|---|
-| `pipefusion` | layers, through which patches of the latent flow; tokens inside a stage | M = 1 or W >= steps |
-| `distrifusion` | bands of rows; neighbours' activations are one step old | W >= steps |
-| `sequence` | tokens inside attention | yes |
-| `single` | prompts only | yes |
-| `naive` | bands of rows that know nothing of each other | no |
-| `synchronous` | bands of rows; neighbours' activations are waited for | yes |
-"""
+"""The methods by name, which docs/sampling.md lists, and one rank's part in the chosen one."""
 
 import difflib
 import functools
@@ -43,6 +33,7 @@ from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
+from lightning_diffpipe.sampling.step_caches import refuse_cache, step_cache_named
 from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World
 
@@ -78,6 +69,8 @@ class MethodOptions:
         data: Size of the data axis of the mesh, if wished; so are the next three.
         compile: `"blocks"` compiles the blocks that the denoiser repeats, when they are called for the first time.
         compile_backend: Of `torch.compile`.
+        cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
+            such as `FirstBlockCacheConfig(threshold=0.1)`; see docs/sampling.md.
         decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
             each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
         further: Options of the method's own.
@@ -94,12 +87,14 @@ class MethodOptions:
     sequence: int | None = None
     compile: Literal["blocks"] | None = None
     compile_backend: str = "inductor"
+    cache: Any = None
     decoding: Literal["auto", "rank_0"] = "auto"
     further: Mapping[str, Any] = field(default_factory=dict)
     mesh: SamplingMesh | None = None
     reason: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cache", step_cache_named(self.cache))
         if isinstance(self.warmup_steps, str) and self.warmup_steps != "auto":
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps!r}; choose a number, 0 or more, or 'auto'"
@@ -181,6 +176,7 @@ def fitted(options: MethodOptions, num_ranks: int) -> MethodOptions:
     mesh = fit_mesh(num_ranks, method, **wish)
     chosen = replace(options, mesh=mesh, warmup_steps=options.synchronous_steps)
     _refuse_compiled(chosen)
+    refuse_cache(chosen.cache, method, num_ranks, bool(chosen.compile))
     make_sampler(nn.Identity(), Alone(), Alone(), chosen)  # checks their values
     return chosen
 
@@ -369,6 +365,7 @@ def refuse_request(call: Call, options: MethodOptions) -> None:
     """Raises ConfigurationError if ranks cannot share such a request by a method, whatever its denoiser is."""
     mesh, patches = options.mesh, 1
     _refuse_compiled(options)
+    refuse_cache(options.cache, options.method, mesh.num_ranks, bool(options.compile))
     if options.method == "pipefusion":
         patches = options.num_patches or mesh.parallel
     # Ranks, or patches, share calls of the denoiser.
@@ -421,6 +418,11 @@ class Worker:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
+        if self.options.method != "single" and getattr(self._model, "is_cache_enabled", False):
+            raise ConfigurationError(
+                f"the denoiser has a step cache, which ranks cannot share with method={self.options.method}; "
+                "give cache= to the Predictor instead of enable_cache"
+            )
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -488,7 +490,8 @@ class Worker:
                 links = self.place.links, self.place.sequence_links
                 self._later[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._later[call.denoiser]
-        request = call.request(model, exchange)
+        halves = (self.place.branches,) if call.divided == "batch" else ()
+        request = replace(call.request(model, exchange), cache=self.options.cache, halves=halves)
         sampler.model = request.model  # with the ControlNets of this request
         return sampler, request
 

@@ -138,6 +138,7 @@ def _showing(request: Request, num_steps: int) -> Request:
         step_kwargs={},
         begin=None,
         stepped=None,
+        cache=None,
     )
 
 

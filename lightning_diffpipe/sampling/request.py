@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import ConfigurationError, SamplingError, require_number
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
+from lightning_diffpipe.sampling.step_caches import StepCache
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Rows = Callable[[Tensor], Tensor]
@@ -59,6 +61,8 @@ class Request:
             none before or after it.
         begin: Begins a loop of another kind, such as a pipeline's own. Then `denoise` need only call the model as
             that does, for looking at it.
+        cache: Configuration of a step cache of diffusers, see `step_caches.py`; None computes every step.
+        halves: Links to the rank that computes the other half of the samples, if branches are divided so.
         infers: Run in inference mode. Not where the model is being trained: a table that it computes once could not
             be saved for a backward.
     """
@@ -73,6 +77,8 @@ class Request:
     branches_in_batch: int = 1
     begin: Callable[[], Loop] | None = None
     stepped: list[PatchSchedulers] | None = None
+    cache: Any = None
+    halves: Sequence[Links] = ()
     infers: bool = True
 
     def loop(self) -> Loop:
@@ -238,9 +244,11 @@ class OneProcess:
 
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`."""
-        with request.inferring(), measured(self, request) as watch:
+        cache = StepCache(request)
+        with request.inferring(), measured(self, request) as watch, cache.installed():
             loop, latents = request.loop(), request.latents
             for index in range(request.num_steps):
+                cache.begin(index)
                 try:
                     latents = loop.step(loop.guided(loop.predict()))
                 except LoopInterruptedError:

@@ -50,6 +50,8 @@ from tests.rows import row
         (["num_threads=100000"], "num_threads must be a whole number >= 1 and <= 1024; got 100000"),
         (["+sampler.ema=maybe"], "sampler.ema must be true or false; got 'maybe'"),
         (["sampler=pipefusion", "+sampler.verify=7"], "sampler.verify must be true or false; got 7"),
+        (["cache=fast"], "cache='fast'; choose first_block"),
+        (["cache={_target_: diffusers.FirstBlockCacheConfig, treshold: 1}"], "cache: Error in call to target"),
         (["output=null"], "output=null names no folder; leave it out for a new one"),
         (["options={prompts: [b]}"], "options.prompts is a setting of its own; write prompts="),
         (["options={self: 3}"], "options.self=3 is no argument of a pipeline"),

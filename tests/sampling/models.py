@@ -129,11 +129,11 @@ def sd3(dual=()):
     return Tiny(model, denoise, normal(B, 4, 32, 12), branches=2)
 
 
-def flux():
+def flux(**options):
     model = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=2, num_single_layers=3, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=10,
-        axes_dims_rope=(4, 4, 8),
+        **{"num_layers": 2, "num_single_layers": 3} | options,
+        patch_size=1, in_channels=4, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=12, pooled_projection_dim=10, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     text, pooled = normal(B, 7, 12, seed=2), normal(B, 10, seed=3)
     ids = torch.stack([torch.zeros(96), torch.arange(96) // 6, torch.arange(96) % 6], 1)
@@ -284,14 +284,19 @@ def build(name: str) -> Tiny:
 
 
 def request_for(
-    name: str, scheduler=None, num_steps: int = STEPS, tiny: Tiny | None = None, **step_kwargs
+    name: str,
+    scheduler=None,
+    num_steps: int = STEPS,
+    tiny: Tiny | None = None,
+    cache=None,
+    **step_kwargs,
 ) -> Request:
     """A fresh request; its model is the tiny one's itself."""
     tiny = tiny or build(name)
     scheduler = scheduler or scheduler_for(name, num_steps)
     return Request(
         tiny.model, tiny.denoise(tiny.model), scheduler, scheduler.timesteps, tiny.latents,
-        step_kwargs=step_kwargs, branches_in_batch=tiny.branches,
+        step_kwargs=step_kwargs, branches_in_batch=tiny.branches, cache=cache,
     )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ def sample_together(
     network = LoopbackNetwork(num_ranks, timeout_s=20)
     models = [copy.deepcopy(tiny.model) for _ in range(num_ranks)]
     samplers = [make(model, links) for model, links in zip(models, network.links, strict=True)]
-    knowing(samplers[0], name, tiny)
+    if hasattr(samplers[0], "layouts"):
+        knowing(samplers[0], name, tiny)
 
     def rank(links):
         model, sampler = models[links.rank], samplers[links.rank]

@@ -17,6 +17,7 @@ Everything else acts on rows or tokens one by one, which `analysis.py` has seen.
 such as those that make keys and values of them, run once, for as long as their input stays the same.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,13 +77,19 @@ class BandCall(Run, TorchFunctionMode):
 
     Args:
         group_norm: Rule in displaced steps.
+        skipped: Modules of the model that a step cache may skip.
 
     Attributes:
         fallbacks: Negative variances of the corrected rule, counted where they are.
     """
 
     def __init__(
-        self, analysis: CallAnalysis, bands: Bands, exchange: Exchange, group_norm: GroupNormRule
+        self,
+        analysis: CallAnalysis,
+        bands: Bands,
+        exchange: Exchange,
+        group_norm: GroupNormRule,
+        skipped: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self._analysis, self._bands, self._exchange = analysis, bands, exchange
@@ -93,6 +100,13 @@ class BandCall(Run, TorchFunctionMode):
         self._own_moments: dict[int, Moments] = {}
         self.fallbacks: Tensor | int = 0
         self._suspended = False
+        self._skipped = {f"{MODEL}.{name}" for name in skipped}
+        # How many exchanges and calls of attention there are in each of these, by the number of its call.
+        self._counted: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def forget(self) -> None:
+        """Takes what was sent to this band and not read."""
+        self._exchange.drain()
 
     def run(self, call: ModelCall, step: StepKind) -> Any:
         """Runs the forward on the band; returns its results, with those of all bands put together."""
@@ -108,7 +122,8 @@ class BandCall(Run, TorchFunctionMode):
         for leaf, axis in analysis.sliced.items():
             leaves[leaf] = self._cut(leaves[leaf], axis)
         band_args, band_kwargs = pytree.tree_unflatten(leaves, tree)
-        watched = analysis.embedders.keys() | analysis.constant
+        self._turns: Counter[str] = Counter()
+        watched = analysis.embedders.keys() | analysis.constant | self._skipped
         exchange.start_step(step.index, step.synchronous, step.keep)
         with call.interception.also_watching(watched), call.interception.running(self), self:
             out = call.forward(*band_args, **band_kwargs)
@@ -144,6 +159,15 @@ class BandCall(Run, TorchFunctionMode):
             run = partial(site.diffpipe_original, *args, **kwargs)
             return self._constants.get(site.name, given[0], run)
         axes = self._analysis.embedders.get(site.name)
+        if site.name in self._skipped and not self._suspended:
+            self._turns[site.name] += 1
+            calls, attentions = self._num_calls, self._num_attentions
+            out = site.diffpipe_original(*args, **kwargs)
+            now = self._num_calls - calls, self._num_attentions - attentions
+            # One that is skipped leaves the numbers of calls after it as they are.
+            counted = self._counted.setdefault((site.name, self._turns[site.name]), now)
+            self._num_calls, self._num_attentions = calls + counted[0], attentions + counted[1]
+            return out
         if self._suspended or axes is None or not any(x is self._band for x in given):
             return site.diffpipe_original(*args, **kwargs)
         whole = {id(self._band): self._whole}

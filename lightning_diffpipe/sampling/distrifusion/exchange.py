@@ -14,7 +14,7 @@ weights and functional calls need no names. A call hands in its own fresh data a
 In displaced steps a message carries a *range*: consecutive calls of one kind, as many as `calls_per_message`.
 The first pass through the model yields all calls and their shapes; offsets into messages follow from them.
 A displaced step that no displaced step follows sends nothing, and a synchronous one keeps nothing. Data carry the
-step they were made in, and reading any but the step before raises.
+step they were made in, and reading any but the step before raises, unless a step cache may skip steps.
 
 Modules that are given texts only have the same input in all steps, so they run once (`Constants`).
 """
@@ -75,10 +75,15 @@ class _Range:
 
 
 class Exchange:
-    """All exchanges of one call of the model in a denoising step, over the steps of one request."""
+    """All exchanges of one call of the model in a denoising step, over the steps of one request.
 
-    def __init__(self, links: Links, calls_per_message: int) -> None:
-        self._links, self._calls_per_message = links, calls_per_message
+    Args:
+        calls_per_message: Of one kind, in displaced steps.
+        skips: Whether all ranks may skip a call in some steps; then the data of its last step is read.
+    """
+
+    def __init__(self, links: Links, calls_per_message: int, skips: bool = False) -> None:
+        self._links, self._calls_per_message, self._skips = links, calls_per_message, skips
         self._stale: dict[int, tuple[int, Read]] = {}  # by call: of which step
         self._signatures: dict[int, tuple[MessageKind, TensorShape]] = {}
         self._ranges: dict[tuple[MessageKind, torch.dtype], _Range] = {}
@@ -93,7 +98,7 @@ class Exchange:
             keep: Whether what bands send each other in this step may be read by the step after it.
         """
         self._step, self._synchronous, self._keep = step, synchronous, keep
-        if synchronous:
+        if synchronous and not self._skips:
             self._stale.clear()
 
     def swap(
@@ -136,13 +141,18 @@ class Exchange:
                     f"call {call} ({kind}) of step {self._step} has no data of the step before"
                 )
             return None
-        if made != self._step - 1:
+        if made != self._step - 1 and not self._skips:
             raise GraphError(f"call {call} ({kind}) of step {self._step} would read step {made}")
         return read()
 
     def gather(self, mine: Tensor, shapes: Sequence[TensorShape]) -> list[Tensor]:
         """Gathers the predictions of all bands, in order, now."""
         return start_all_gather(self._links, mine, shapes, "prediction")()
+
+    def drain(self) -> None:
+        """Waits for what others sent for a step that was skipped."""
+        while self._stale:
+            self._stale.popitem()[1][1]()
 
     def stop_step(self) -> None:
         """Sends what has not filled a message."""

@@ -62,6 +62,7 @@ from lightning_diffpipe.sampling.rehearsal import (
 from lightning_diffpipe.sampling.request import InputScaler, Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
+from lightning_diffpipe.sampling.step_caches import StepCache
 
 Profile = tuple[str, list[Tensor]]
 """The name of a function, and the mean magnitudes of its result along each axis."""
@@ -128,17 +129,21 @@ class DistriFusion:
             PipelineTimeoutError: A rank stopped, or did not answer in time.
         """
         settings = self.links.broadcast_object(lambda: settings_digest(self.model))
+        cache = StepCache(request, [self.links])
         with (
             measured(self, request, self.links) as stopwatch,
             drawing_alike(self.links, request.latents.device),
+            cache.installed(),
             intercepted(self.model) as interception,
         ):
-            run = DistriFusionRun(self, request, interception, stopwatch, settings)
+            run = DistriFusionRun(self, request, interception, stopwatch, settings, cache)
             try:
                 latents = run.run(on_step)
                 self.links.finish()
             finally:
                 self.num_fallbacks = sum(int(call.fallbacks) for _, call in run.calls)
+                for _, call in run.calls:
+                    call.forget()
                 run.calls.clear()
         self.statistics.num_synchronous = self.num_synchronous
         return latents
@@ -157,6 +162,7 @@ class DistriFusionRun(Run):
     interception: Interception
     stopwatch: Stopwatch
     settings: str
+    cache: StepCache
 
     def __post_init__(self) -> None:
         self._links = self.sampler.links
@@ -181,7 +187,9 @@ class DistriFusionRun(Run):
                     settled = change < sampler.settled
                 before = now
             warm = not settled if by_itself else index < warmup_steps
-            next_may_be_displaced = mode == "displaced" and (by_itself or index + 1 >= warmup_steps)
+            # A step that a step cache skips leaves nothing to be read.
+            any_time = by_itself or request.cache is not None
+            next_may_be_displaced = mode == "displaced" and (any_time or index + 1 >= warmup_steps)
             self._step = StepKind(
                 index,
                 synchronous=warm or mode == "synchronous",
@@ -190,6 +198,7 @@ class DistriFusionRun(Run):
             )
             sampler.num_synchronous += self._step.synchronous
             self._num_calls = 0
+            self.cache.begin(index)
             with self.interception.running(self):
                 prediction = loop.predict()
             self._check_number_of_calls(self._num_calls)
@@ -231,7 +240,7 @@ class DistriFusionRun(Run):
                 Bands.split(call.latents.shape[-2], self._links.num_ranks, analysis.unit, 0)
                 return analysis
 
-            with self.stopwatch.learning():
+            with self.stopwatch.learning(), self.cache.off():
                 found: CallAnalysis = self._links.broadcast_object(look)
                 if self.sampler.verify:
                     traffic = self._links.traffic.copy()
@@ -295,9 +304,10 @@ class DistriFusionRun(Run):
         return Bands.split(num_rows, self._links.num_ranks, analysis.unit, self._links.rank)
 
     def _new_call(self, analysis: CallAnalysis) -> BandCall:
-        exchange = Exchange(self._links, self.sampler.calls_per_message)
+        skips = self.request.cache is not None
+        exchange = Exchange(self._links, self.sampler.calls_per_message, skips)
         bands, group_norm = self._bands(analysis), self.sampler.group_norm
-        return BandCall(analysis, bands, exchange, group_norm)
+        return BandCall(analysis, bands, exchange, group_norm, self.cache.hooked)
 
 
 def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:

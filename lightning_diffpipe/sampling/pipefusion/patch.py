@@ -31,6 +31,7 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
+from lightning_diffpipe.sampling.step_caches import StepCache
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
 from lightning_diffpipe.sampling.tracing.compiled import compiled_modules
 from lightning_diffpipe.sampling.tracing.layout import (
@@ -39,6 +40,7 @@ from lightning_diffpipe.sampling.tracing.layout import (
     Block,
     Layout,
     Part,
+    Place,
     TokenAxis,
     shapes_of_call,
     without_memory,
@@ -62,6 +64,7 @@ class PartRunner:
         interception: Of the model's blocks, and of modules whose results are stored.
         attend: How tokens attend.
         fill: Value of everything that must not be read.
+        step_cache: Modules of its that are `hooked` may be skipped.
     """
 
     layout: Layout
@@ -70,6 +73,7 @@ class PartRunner:
     attend: PartAttention
     device: torch.device
     fill: float = 0.0
+    step_cache: StepCache | None = None
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -77,6 +81,14 @@ class PartRunner:
         # Results that are the same in all of a request, or of a step.
         self.of_request: dict[Any, Any] = {}
         self.of_step: dict[Any, Any] = {}
+        # How often a module that may be skipped calls attention.
+        self.attended: dict[Place, int] = {}
+        # Results of each call without memory; nothing can be written into them, so that all runs share them.
+        self.dummies = [block.dummy(self.fill, self.device) for block in layout.blocks]
+        self.local_dummies = {
+            place: without_memory(call.shape, self.fill, self.device)
+            for place, call in layout.glue.local.items()
+        }
         places = layout.constants.keys() | layout.step_constants.keys() | layout.glue.local.keys()
         self.interception.watch(self.block_names | {name for _, name, _ in places})
         compiled = compiled_modules(self.interception.root)
@@ -149,6 +161,7 @@ class PartRun(Run):
         self.slices: dict[int, Slices] = {}
         self._received: set[int] = set()
         self._inside: int | None = None
+        self._num_attended = 0  # calls of attention in this block so far
         self._turns: Counter[tuple[int, str]] = Counter()
         self._storing = False
         # Objects that stand for tokens of this part, by identity.
@@ -180,7 +193,7 @@ class PartRun(Run):
         block = layout.blocks[here]
         if here not in stage.own:
             wanted = here in stage.incoming[stage.visit_of[here]]
-            return self._whole(here) if wanted else block.nested(self._dummy(block))
+            return self._whole(here) if wanted else block.nested(self.runner.dummies[here])
         self.slices[here] = self._execute(here, site, args, kwargs)
         visit = stage.visit_of[here]
         if here == stage.ends[visit]:
@@ -234,31 +247,33 @@ class PartRun(Run):
             if known is not None:
                 flat[leaf] = known
                 continue
-            # Tables of rope are the same object for many blocks.
+            # Tables of rope are the same object for many blocks, and often for all steps.
             selection = tokens.owned(self.part)
             key = (id(x), tokens.axis, id(selection))
-            if key not in self._cut:
-                self._cut[key] = selection.take(x, tokens.axis)
+            pieces = self.runner.of_request if id(x) in self.runner.of_request else self._cut
+            if key not in pieces:
+                pieces[key] = selection.take(x, tokens.axis)
                 self._held.append(x)
-            flat[leaf] = self._cut[key]
+            flat[leaf] = pieces[key]
         return flat
 
     def _known_slices(self, x: Any, tokens: TokenAxis) -> Tensor | None:
         """Returns the tokens of this part that an object of full size stands for."""
         known = self._tokens_of.get(id(x))
-        if known is None or known.tokens != tokens:
+        if known is None or known.tokens is not tokens:
             return None
         # Who is given them may change them; nobody else must see that.
         return known.slices if known.is_read_once else known.slices.clone()
 
     def _attention(self, here: int, block: Block) -> Callable[..., Tensor]:
-        numbers = iter(range(len(block.attention)))
+        self._num_attended = 0
 
         def handler(
             attend: Attend, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any
         ) -> Tensor:
-            number = next(numbers, None)
-            if number is None:
+            number = self._num_attended
+            self._num_attended += 1
+            if number >= len(block.attention):
                 raise LayoutError(
                     f"{block.name} calls attention more often than the {len(block.attention)} times that a probe "
                     "has found, as with attention processors that a pipeline sets in its call; sample it with "
@@ -293,7 +308,7 @@ class PartRun(Run):
         block, glue = self.runner.layout.blocks[call], self.runner.layout.glue
         pieces = [(run.part, run.slices[call]) for run in self.earlier]
         pieces.append((self.part, self._slices(call)))
-        leaves = self._dummy(block)
+        leaves = [*self.runner.dummies[call]]
         for i, (leaf, tokens) in enumerate(sorted(block.outputs.items())):
             if len(pieces) == 1 and self.part == WHOLE:
                 leaves[leaf] = pieces[0][1][i]
@@ -326,9 +341,6 @@ class PartRun(Run):
             tokens.owned(part).put(view, tokens.axis, values)
         return full
 
-    def _dummy(self, block: Block) -> list[Any]:
-        return block.dummy(self.runner.fill, self.runner.device)
-
     # --- modules whose result is stored, or that are local ---------------------------------------------
 
     def _module(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -349,8 +361,18 @@ class PartRun(Run):
                     results[key] = site.diffpipe_original(*args, **kwargs)
                 finally:
                     self._storing = False
+                if results is runner.of_request:  # held, so that identities stay what they are
+                    leaves = pytree.tree_leaves(results[key])
+                    results.update({id(x): x for x in leaves if isinstance(x, Tensor)})
             return results[key]
         call = layout.glue.local.get(place)
+        if where != BETWEEN and runner.step_cache and site.name in runner.step_cache.hooked:
+            before = self._num_attended
+            out = site.diffpipe_original(*args, **kwargs)
+            # One that is skipped leaves the numbers of calls after it as they are.
+            attended = runner.attended.setdefault(place, self._num_attended - before)
+            self._num_attended = before + attended
+            return out
         if call is None or not self._hands_on:
             return site.diffpipe_original(*args, **kwargs)
         flat, spec = pytree.tree_flatten((args, kwargs))
@@ -361,7 +383,7 @@ class PartRun(Run):
         args, kwargs = pytree.tree_unflatten(flat, spec)
         made = site.diffpipe_original(*args, **kwargs)
         if call.passed:
-            full = without_memory(call.shape, runner.fill, runner.device)
+            full = runner.local_dummies[place]
         else:
             full = self._full(call.shape, call.made, [(self.part, made)])
         self._tokens_of[id(full)] = _FullSize(full, made, call.made, False)

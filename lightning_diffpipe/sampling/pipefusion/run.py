@@ -27,6 +27,7 @@ from lightning_diffpipe.sampling.pipefusion.stages import Stages
 from lightning_diffpipe.sampling.request import Complete, InputScaler, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
 from lightning_diffpipe.sampling.statistics import Stopwatch
+from lightning_diffpipe.sampling.step_caches import DECISION, StepCache
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Units
 
 _NAN = float("nan")
@@ -76,7 +77,12 @@ class PipeFusionRun:
             mode = SEQUENCE_MODES[sampler.sequence_mode]
             attend = mode(self._sequence, self._shared.__getitem__, self._cache).attend
         stage, device = setting.stages.stages[links.rank], request.latents.device
-        self._runner = PartRunner(layout, stage, self._interception, attend, device, self._fill)
+        self._step_cache = StepCache(request, [self._sequence])
+        # Calls of the last block in a step, whose results the first rank stores.
+        self._stored_calls: list[int] = []
+        self._runner = PartRunner(
+            layout, stage, self._interception, attend, device, self._fill, self._step_cache
+        )
         self._loops = [request.loop() for _ in setting.patches]
         for loop in self._loops:
             loop.is_stepped_elsewhere, loop.is_shared = not self._is_last, True
@@ -96,8 +102,15 @@ class PipeFusionRun:
 
     def run(self, on_step: Callable[[int], None] | None) -> Tensor:
         """Runs all turns; returns the final latents."""
-        with self._interception.installed():
-            latents = self._run_turns(on_step)
+        cache, layout = self._step_cache, self._setting.layout
+        with cache.installed():
+            self._interception.watch(cache.hooked)
+            if self._links.num_ranks > 1:
+                last_block = cache.divide(layout.block_names, self._is_last)
+                named = [c for c, block in enumerate(layout.blocks) if block.name == last_block]
+                self._stored_calls = named
+            with self._interception.installed():
+                latents = self._run_turns(on_step)
         links, sequence = self._links, self._sequence
         last = links.num_ranks - 1
         if not self._is_last:
@@ -122,7 +135,9 @@ class PipeFusionRun:
             if not self._is_first:
                 self._hidden.expect(
                     _Announced(
-                        turn.index, [s for c in calls for s in layout.blocks[c].shapes(part)]
+                        turn.index,
+                        [s for c in calls for s in layout.blocks[c].shapes(part)]
+                        + [DECISION] * bool(self._stored_calls),
                     )
                     for turn in turns[start:stop]
                     for part in [self._part(turn)]
@@ -130,10 +145,14 @@ class PipeFusionRun:
                 )
             elif not self._is_last:
                 self._returned.expect(
-                    _Announced(turn.index, [TensorShape.of(layout.take_rows(latents, units))])
+                    _Announced(
+                        turn.index,
+                        [TensorShape.of(layout.take_rows(latents, part.units))]
+                        + [s for c in self._stored_calls for s in layout.blocks[c].shapes(part)],
+                    )
                     for turn in turns[start:stop]
                     if turn.step < last_step and (turn.patch is not None or turn.is_last)
-                    for units in [self._part(turn).units]
+                    for part in [self._part(turn)]
                 )
             yield from turns[start:stop]
             turns, start = self.plan.turns, stop  # the plan may be another by now
@@ -146,9 +165,13 @@ class PipeFusionRun:
         for turn in self._turns():
             if turn.is_first:
                 keep = self.plan.may_be_last_synchronous(turn.step)
-                self._cache.keeps = keep
+                # A step that a step cache skips leaves no keys.
+                self._cache.keeps = keep or bool(
+                    request.cache and self.plan.num_synchronous < self.plan.num_steps
+                )
                 self._runner.start_step()
             self._take_back(turn, latents)
+            self._step_cache.begin(turn.step, turn.patch)
             part = self._part(turn)
             loop, predict = self._loop_at(turn, latents)
             run = self._runner.run(
@@ -177,7 +200,9 @@ class PipeFusionRun:
                     t, given = loop.given
                     self._schedulers.step(latents, prediction, t, turn.patch, given)
                 if not self._is_first and turn.step < self.plan.num_steps - 1:
-                    self._links.send(layout.take_rows(latents, part.units), 0, "latents")
+                    stored = [x for c in self._stored_calls for x in run.slices[c]]
+                    rows = layout.take_rows(latents, part.units)
+                    self._links.send(pack([rows, *stored]), 0, "latents")
             if turn.is_last:
                 if self.plan.decides_after(turn):
                     self._end_warmup_if_settled(turn, before, latents)
@@ -297,9 +322,14 @@ class PipeFusionRun:
 
     def _receive(self) -> Slices:
         shapes, message = self._hidden.take()
-        return unpack(message, shapes)
+        slices = unpack(message, shapes)
+        if self._stored_calls:
+            self._step_cache.decide(slices.pop())
+        return slices
 
     def _send(self, slices: Slices) -> None:
+        if self._stored_calls:
+            slices = [*slices, self._step_cache.decision(self._links.device)]
         self._links.send(pack(slices), self._links.rank + 1, "hidden")
 
     # --- latents, from the last rank back to the first --------------------------------------------------
@@ -317,10 +347,19 @@ class PipeFusionRun:
         after_synchronous = turn.step <= self.plan.num_synchronous
         if after_synchronous and not turn.is_first:
             return
-        _, message = self._returned.take()
+        shapes, message = self._returned.take()
+        rows, *stored = unpack(message, shapes)
+        layout = self._setting.layout
         # After a synchronous step all rows come at once, on the first turn of the next.
         units = self._own_units if after_synchronous else self._part(turn).units
-        self._setting.layout.put_rows(latents, units, message)
+        layout.put_rows(latents, units, rows)
+        for number, call in enumerate(self._stored_calls):
+            block = layout.blocks[call]
+            leaves = block.dummy(self._fill, rows.device)
+            for leaf in sorted(block.outputs):
+                leaves[leaf] = stored.pop(0)
+            patch = None if after_synchronous else turn.patch
+            self._step_cache.store(number, patch, block.nested(leaves))
 
 
 class _Announced(NamedTuple):

@@ -157,10 +157,17 @@ class PipeFusion:
         patches_flow = self.num_patches > 1 and (automatic or self.warmup_steps < request.num_steps)
         # Shares of a synchronous step; the same for any number of ranks, since they decide about last bits.
         microbatches = request.branches_in_batch if patches_flow else 1
+        if request.cache is not None:  # what is stored is of all samples
+            microbatches = 1
         several_calls = len(layout.blocks) > len(layout.block_names)
         if not layout.cuts_samples or (several_calls and request.begin is not None):
             microbatches = 1
         elif self.warmup_microbatches is not None:
+            if request.cache is not None and self.warmup_microbatches > 1:
+                raise ConfigurationError(
+                    f"warmup_microbatches={self.warmup_microbatches}: a step cache stores what it is given of all "
+                    "samples; leave it out, or cache="
+                )
             microbatches = self.warmup_microbatches
             layout.refuse_sample_shares(microbatches, "warmup_microbatches")
         plan = PipeFusionPlan(

@@ -357,6 +357,24 @@ class Layout:
     attention_by_name: bool = False
     glue_parameters: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        """Makes equal axes one object, so that nobody has to compare them again."""
+        known: dict[Any, TokenAxis] = {}
+
+        def one(tokens: TokenAxis) -> TokenAxis:
+            key = tokens.axis, tokens.num_text, tokens.ghost, tuple(tokens.owner.tolist())
+            return known.setdefault(key, tokens)
+
+        for block in self.blocks:
+            block.inputs = {leaf: one(tokens) for leaf, tokens in block.inputs.items()}
+            block.outputs = {leaf: one(tokens) for leaf, tokens in block.outputs.items()}
+            block.attention = [tokens and one(tokens) for tokens in block.attention]
+        local = {
+            place: call._replace(given=one(call.given), made=one(call.made))
+            for place, call in self.glue.local.items()
+        }
+        self.glue = Glue(self.glue.passed, local)
+
     @property
     def ghost(self) -> bool:
         """Some block cannot run without text tokens, so that parts without are fed one, whose result is dropped."""

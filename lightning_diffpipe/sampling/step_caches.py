@@ -1,0 +1,312 @@
+"""Step caches of diffusers, where ranks share blocks, tokens, patches or bands.
+
+Problem: hooks of diffusers skip blocks or attention in steps that differ little from the step before. They are made
+for one process, which computes all tokens of a step at once and sees the first block as well as the last one.
+
+Idea: hooks stay those of diffusers, their state is exchanged. Before each call of the denoiser, every hook gets the
+state of this call of a step, and of this patch. Ranks skip alike, as they decide by what all of them have:
+
+    by the step                 pyramid attention broadcast, TaylorSeer, FasterCache, MagCache
+    by a change of tokens       first block cache; sums over ranks that have some of the tokens, two numbers a step
+    in stages of PipeFusion     the first rank decides, and a byte at the end of its message tells others; what the
+                                last block returned comes back with the latents, as the first rank adds it
+
+What is stored of all tokens is not that of a patch: numbers of steps go on, tensors do not. So the first step in
+patches computes everything.
+
+Source: hooks and configurations in `diffusers.hooks`, which name the papers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import hooks
+from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
+from diffusers.hooks.hooks import CacheContext, StateManager
+from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook
+from torch import Tensor, nn
+
+from lightning_diffpipe.comm.links import Links, start_all_gather
+from lightning_diffpipe.comm.packing import TensorShape
+from lightning_diffpipe.errors import ConfigurationError, LayoutError
+
+_APPLIED_BY: dict[type, Callable[[nn.Module, Any], None]] = {
+    hooks.FirstBlockCacheConfig: hooks.apply_first_block_cache,
+    hooks.MagCacheConfig: hooks.apply_mag_cache,
+    hooks.PyramidAttentionBroadcastConfig: hooks.apply_pyramid_attention_broadcast,
+    hooks.TaylorSeerCacheConfig: hooks.apply_taylorseer_cache,
+    hooks.FasterCacheConfig: hooks.apply_faster_cache,
+}
+_NAMES = {
+    "first_block": hooks.FirstBlockCacheConfig,
+    "pyramid_attention": hooks.PyramidAttentionBroadcastConfig,
+    "taylor_seer": hooks.TaylorSeerCacheConfig,
+    "faster": hooks.FasterCacheConfig,
+}
+_HEADS, _TAILS = (FBCHeadBlockHook, MagCacheHeadHook), (FBCBlockHook, MagCacheBlockHook)
+_TIMESTEP = "current_timestep_callback"
+
+
+def step_cache_named(cache: Any) -> Any:
+    """Returns the configuration of a cache, from its name or from one; its timestep is put in while sampling.
+
+    Raises:
+        ConfigurationError: There is no such cache, or it has functions, which do not travel to other ranks.
+    """
+    if cache is None or (isinstance(cache, str) and cache in _NAMES):
+        return cache and _NAMES[cache]()
+    if type(cache) not in _APPLIED_BY:
+        kinds = ", ".join(kind.__name__ for kind in _APPLIED_BY)
+        raise ConfigurationError(
+            f"cache={cache!r}; choose {', '.join(_NAMES)}, or a configuration of diffusers: {kinds}"
+        )
+    cache = copy.copy(cache)
+    if hasattr(cache, _TIMESTEP):
+        setattr(cache, _TIMESTEP, None)
+    named = next((f.name for f in fields(cache) if callable(getattr(cache, f.name))), None)
+    if named:
+        raise ConfigurationError(
+            f"cache={type(cache).__name__} has a function as {named}, which does not travel to other ranks; leave "
+            "it out, or draw with method=single and enable_cache of the denoiser"
+        )
+    return cache
+
+
+def described(cache: Any) -> dict[str, str]:
+    """Returns what must be the same on all ranks."""
+    if cache is None:
+        return {}
+    given = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
+    return given | {"kind": type(cache).__name__}
+
+
+def refuse_cache(cache: Any, method: str, num_ranks: int, compiled: bool) -> None:
+    """Raises ConfigurationError for a cache that cannot work with a method, whatever the model is."""
+    kind, reason = type(cache).__name__, ""
+    if cache is None:
+        return
+    if compiled:
+        reason = "graphs of compile=blocks have no place for what hooks decide in each step"
+    elif method != "single" and isinstance(cache, hooks.FasterCacheConfig):
+        if method == "pipefusion":
+            reason = "it extrapolates from the two steps before, of which a patch has none at first"
+        elif not cache.is_guidance_distilled:
+            reason = "it halves the samples in some steps; set is_guidance_distilled=True if there is one branch"
+    elif num_ranks > 1 and getattr(cache, "calibrate", False):
+        reason = "ranks have a part of the tokens that it measures; calibrate on one rank"
+    if reason:
+        raise ConfigurationError(f"cache={kind} with method={method}: {reason}")
+
+
+class StepCache:
+    """The hooks of one request on one rank.
+
+    Args:
+        request: Its `cache` is the configuration; None has no hooks, and everything here does nothing.
+        sharing: Links between ranks that compute the first block for some of the tokens or samples each.
+
+    Attributes:
+        hooked: Modules with hooks, by their names in the request's model, but for those that are blocks as a whole.
+    """
+
+    def __init__(self, request: Any, sharing: Sequence[Links] = ()) -> None:
+        self.config, self.hooked = copy.copy(request.cache), frozenset[str]()
+        self._root = request.model
+        self._model = getattr(request.model, "denoiser", request.model)
+        self._sharing = [links for links in (*sharing, *request.halves) if links.num_ranks > 1]
+        # On the host, so that no step waits for them.
+        self._timesteps = [] if self.config is None else request.timesteps.tolist()
+        self._step, self._patch, self._number = 0, None, -1
+        self._hooks: list[Any] = []
+        self._places: list[tuple[Any, str]] = []  # where hooks keep their state
+        self._states: dict[Any, list[Any]] = {}
+        self._current: Any = None
+        self._head = self._tail = None
+        if hasattr(self.config, _TIMESTEP):
+            setattr(self.config, _TIMESTEP, lambda: self._timesteps[self._step])
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StepCache]:
+        """Puts all hooks in place inside.
+
+        Raises:
+            ConfigurationError: diffusers finds nothing in this model that could be skipped.
+        """
+        if self.config is None:
+            yield self
+            return
+        before = {m: [*_hooks_of(m)] for m in self._model.modules()}
+        plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
+        watch = self._model.register_forward_pre_hook(lambda *_: self._call_begins())
+        try:
+            try:
+                _APPLIED_BY[type(self.config)](self._model, self.config)
+            except (ValueError, IndexError) as error:
+                raise self._unknown(error) from error
+            self._find(before)
+            yield self
+        finally:
+            watch.remove()
+            for module, names in before.items():
+                for name in [n for n in _hooks_of(module) if n not in names]:
+                    module._diffusers_hook.remove_hook(name, recurse=False)
+            for module in plain:
+                vars(module).pop("_diffusers_hook", None)
+                vars(module).pop("forward", None)
+            self._hooks.clear()
+            self._states.clear()
+
+    def _unknown(self, reason: object) -> ConfigurationError:
+        kind, model = type(self.config).__name__, type(self._model).__name__
+        return ConfigurationError(
+            f"cache={kind}: diffusers cannot skip anything in a {model} ({reason}); leave it out"
+        )
+
+    def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
+        names = {id(module): name for name, module in self._root.named_modules()}
+        hooked = set()
+        for module in self._model.modules():
+            for hook in (x for n, x in _hooks_of(module).items() if n not in before[module]):
+                self._hooks.append(hook)
+                if isinstance(hook, _HEADS):
+                    self._head = hook, module
+                elif isinstance(hook, _TAILS) and hook.is_tail:
+                    self._tail = hook, module
+                    text_ends = getattr(module, "context_pre_only", False)
+                    if isinstance(hook, FBCBlockHook) and text_ends:
+                        raise self._unknown("its last block returns no text to be stored")
+                managers = [x for x in vars(hook).values() if isinstance(x, StateManager)]
+                places = [(x, "_state_cache") for x in managers] or [(hook, "state")]
+                self._places += [p for p in places if p not in self._places]
+                if not isinstance(hook, _HEADS + _TAILS):
+                    hooked.add(names[id(module)])
+        self.hooked = frozenset(hooked)
+        if not self._hooks:
+            raise self._unknown("none of its modules has a name that is looked for")
+        if self._sharing and isinstance(self.config, hooks.FirstBlockCacheConfig):
+            hook = self._head[0]
+            hook._should_compute_remaining_blocks = partial(self._has_changed, hook)
+
+    def begin(self, step: int, patch: int | None = None) -> None:
+        """Begins a step, of all tokens or of a patch; calls of the denoiser follow."""
+        self._step, self._patch, self._number = step, patch, -1
+
+    def _call_begins(self) -> None:
+        self._number += 1
+        self._select(self._number, self._patch)
+
+    def _select(self, number: int, patch: int | None) -> None:
+        """Gives every hook the state of a call of the denoiser in a step, and of a patch."""
+        if self._current is not None:
+            self._states[self._current] = [getattr(*place) for place in self._places]
+        self._current = number, patch
+        known, whole = self._states.get(self._current), self._states.get((number, None))
+        if known is None:
+            states = whole or [None] * len(self._places)
+            owners = [owner for owner, _ in self._places]
+            known = [_continued(*pair) for pair in zip(owners, states, strict=True)]
+            for hook in self._hooks if whole else ():
+                # A series needs terms of its own before it predicts anything.
+                if hasattr(hook, "disable_cache_before_step"):
+                    earliest = max(hook.disable_cache_before_step, self._step + 1)
+                    hook.disable_cache_before_step = earliest
+        for (owner, name), state in zip(self._places, known, strict=True):
+            setattr(owner, name, state)
+            if isinstance(owner, StateManager):
+                owner.set_context(CacheContext("step"))
+
+    def _has_changed(self, hook: Any, residual: Tensor) -> bool:
+        """Does what the hook does, over the tokens of all ranks."""
+        before = hook.state_manager.get_state().head_block_residual
+        if before is None:
+            return True
+        with torch._C.DisableTorchFunction():
+            sums = torch.stack([x.abs().double().sum() for x in (residual - before, before)])
+            for links in self._sharing:
+                shapes = [TensorShape.of(sums)] * links.num_ranks
+                sums = torch.stack(start_all_gather(links, sums, shapes, "statistics")()).sum(0)
+            changed, size = sums.tolist()
+        return changed > hook.threshold * size
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Lets modules run inside as if they had no hooks, as where a model is looked at."""
+        active = [(hook.fn_ref, hook.fn_ref.forward) for hook in self._hooks]
+        for reference, _ in active:
+            reference.forward = reference.original_forward
+        try:
+            yield
+        finally:
+            for reference, forward in active:
+                reference.forward = forward
+
+    # --- stages -----------------------------------------------------------------------------------------
+
+    def divide(self, block_names: Sequence[str], is_last: bool) -> str | None:
+        """Lets the first stage store what the last one makes; returns the block whose results it needs, if any.
+
+        Raises:
+            LayoutError: Blocks are called before the first that may be skipped, or after the last.
+        """
+        if self._head is None or self._tail is None:
+            return None
+        ends = [self._root.get_submodule(block_names[i]) for i in (0, -1)]
+        if ends != [self._head[1], self._tail[1]]:
+            raise LayoutError(
+                f"cache={type(self.config).__name__} skips some of the model's {len(block_names)} blocks only, and "
+                "not the first or the last; stages need to know: take method=sequence or single"
+            )
+        if is_last:
+            self._tail[0].is_tail = False
+        return block_names[-1]
+
+    def decision(self, device: torch.device) -> Tensor:
+        """Returns whether the blocks after the first are computed in this call, as it travels."""
+        computes = self._head[0].state_manager.get_state().should_compute
+        return torch.full((1,), computes, dtype=torch.uint8, device=device)
+
+    def decide(self, decision: Tensor) -> None:
+        """Follows the first rank."""
+        self._head[0].state_manager.get_state().should_compute = bool(decision.item())
+
+    def store(self, number: int, patch: int | None, results: Any) -> None:
+        """Stores what the last block has returned on another rank, as its hook does it there on one rank."""
+        hook, module = self._tail
+        self._select(number, patch)
+        reference = hook.fn_ref
+        before, reference.original_forward = reference.original_forward, lambda *_, **__: results
+        tokens = next(x for x in (results if isinstance(results, tuple) else (results,)))
+        names = "hidden_states", "encoder_hidden_states", hook._metadata.hidden_states_argument_name
+        try:
+            hook.new_forward(module, **dict.fromkeys(names, tokens))
+        finally:
+            reference.original_forward = before
+
+
+DECISION = TensorShape((1,), torch.uint8)
+"""Shape of `StepCache.decision`."""
+
+
+def _hooks_of(module: nn.Module) -> dict[str, Any]:
+    return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
+
+
+def _continued(owner: Any, state: Any) -> Any:
+    """Returns a state of a hook without tensors, whose numbers go on; of a manager those of all its contexts."""
+    if isinstance(owner, StateManager):
+        make = partial(owner._state_cls, *owner._init_args, **owner._init_kwargs)
+        return {name: _with_numbers(make(), known) for name, known in (state or {}).items()}
+    return _with_numbers(type(owner.state)(), state)
+
+
+def _with_numbers(new: Any, known: Any) -> Any:
+    if known is not None:
+        vars(new).update({n: x for n, x in vars(known).items() if isinstance(x, int | float)})
+    return new

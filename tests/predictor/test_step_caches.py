@@ -1,0 +1,65 @@
+"""Step caches with the Predictor: several ranks draw what one draws with the same cache."""
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.predictor import Predictor
+from tests.predictor.tiny_pipelines import options_of, prompts_of
+from tests.ranks import run_ranks
+
+STEPS = 8
+FIRST_BLOCK = FirstBlockCacheConfig(threshold=0.4)
+ATTENTION = PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2)
+
+
+def latents_of(path, name, **options):
+    """Final latents of two equal requests."""
+    found = []
+    with Predictor.from_pretrained(path, dtype=torch.float64, **options) as predictor:
+        sample = predictor._sample
+        predictor._sample = lambda *call: found.append(sample(*call)) or found[-1]
+        for _ in range(2):
+            predictor(
+                prompts_of(name),
+                num_inference_steps=STEPS,
+                guidance_scale=3.0,
+                **options_of(name),
+            )
+    return found
+
+
+def draw_each(rank, path, name, several):
+    return [latents_of(path, name, **options) for options in several]
+
+
+@pytest.mark.distributed
+def test_ranks_draw_what_one_rank_draws_with_the_same_cache(folder_of):
+    """Halves of guidance in the batch decide by both branches; a second request begins anew."""
+    path, halves = folder_of("pixart"), {"method": "single", "guidance": 2}
+    patches = {"method": "pipefusion", "num_patches": 2}
+    jobs = [
+        halves | {"cache": FIRST_BLOCK},
+        patches | {"cache": FIRST_BLOCK},
+        patches | {"cache": ATTENTION},
+    ]
+    ranks = run_ranks(draw_each, 2, path, "pixart", jobs)
+    for job, options in enumerate(jobs):
+        alone = {name: value for name, value in options.items() if name != "guidance"}
+        expected, again = latents_of(path, "pixart", **alone)
+        plain, _ = latents_of(path, "pixart", **alone | {"cache": None})
+        assert torch.equal(expected, again)
+        assert 1e-6 < (expected - plain).norm() / plain.norm() < 0.2
+        tolerance = 1e-10 if "guidance" in options else 0.0
+        for found in ranks:
+            for latents in found[job]:
+                torch.testing.assert_close(latents, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_cache_that_only_the_model_knows_is_refused(folder_of):
+    """History: a probe took what hooks had stored for what blocks compute."""
+    with Predictor.from_pretrained(folder_of("flux"), method="pipefusion") as predictor:
+        predictor.source.denoiser.enable_cache(FIRST_BLOCK)
+        with pytest.raises(ConfigurationError, match="give cache= to the Predictor"):
+            predictor(prompts_of("flux")[:1], num_inference_steps=2, **options_of("flux"))
