@@ -24,10 +24,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import multiprocessing
-import os
-import select
-import threading
 import time
 import warnings
 from collections import deque
@@ -90,7 +86,6 @@ class PipelineLoader:
         self._pipeline = pipeline
         self._place = place
         self._ended = 0, 0
-        end_workers_with_rank(loader)
         self._numbered, self._source = None, loader
         if seed is None or not is_read:
             return
@@ -688,36 +683,3 @@ def telling_place(trainer: Any, epoch: int) -> Iterator[None]:
 
 def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def end_workers_with_rank(loader: Any) -> None:
-    """Lets workers of a fork server, of which torch takes the server for the parent, end with the rank."""
-    if not isinstance(loader, DataLoader) or not loader.num_workers:
-        return
-    context: Any = loader.multiprocessing_context or multiprocessing
-    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    outlives = method == "forkserver" and not isinstance(loader.worker_init_fn, _EndsWithRank)
-    if outlives and hasattr(os, "pidfd_open"):
-        loader.worker_init_fn = _EndsWithRank(loader.worker_init_fn)
-
-
-class _EndsWithRank:
-    """A `worker_init_fn` after which a worker of a fork server ends when the process that reads from it does.
-
-    torch looks at the parent, which is the server, and that lives for as long as any of its children.
-    """
-
-    def __init__(self, initialize: Callable[[int], None] | None) -> None:
-        self._initialize, self._reader = initialize, os.getpid()
-
-    def __call__(self, worker: int) -> None:
-        threading.Thread(target=self._watch, daemon=True).start()
-        if self._initialize is not None:
-            self._initialize(worker)
-
-    def _watch(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            end = select.poll()
-            end.register(os.pidfd_open(self._reader))
-            end.poll()
-        os._exit(1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -113,24 +113,13 @@ class PipelineOptions:
         Raises:
             ConfigurationError: A value that cannot be.
         """
-        factor = self.optimizer_bytes_factor
-        return PlanOptions(
-            global_batch_size=global_batch_size,
-            data_parallel=data_parallel,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            num_replicas=_as_tuple(self.num_replicas),
-            schedule=self.schedule,
-            filling=self.filling,
-            frozen_group_size=self.frozen_group_size,
-            encoding_ranks=self.encoding_ranks,
-            checkpointing=self.checkpointing,
-            streaming=self.streaming,
-            encode_first=self.encode_first,
-            optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
-            averages_bytes_factor=self.averages_bytes_factor,
-            shard_optimizer=self.shard_optimizer,
-        )
+        planned = vars(self).keys() & {field.name for field in fields(PlanOptions)}
+        wishes = {name: getattr(self, name) for name in planned}
+        wishes |= {"global_batch_size": global_batch_size, "data_parallel": data_parallel}
+        wishes["num_replicas"] = _as_tuple(self.num_replicas)
+        if self.optimizer_bytes_factor == "auto":
+            wishes["optimizer_bytes_factor"] = _ADAM_BYTES_FACTOR
+        return PlanOptions(**wishes)
 
     def refuse_more_stages_than(self, num_ranks: int) -> None:
         """Refuses more stages than ranks before any process starts, where each needs ranks of its own.
@@ -239,17 +228,6 @@ def _make_plan(
     """Reads the plan that was given, or searches one."""
     batch_size = num_samples(subject.batch, subject.graph.form)
     if options.plan is not None:
-        unset = {
-            "profile": ("measure", None),
-            "cluster": ("measure",),
-            "optimizer_bytes_factor": ("auto",),
-        }
-        unused = [name for name, values in unset.items() if getattr(options, name) not in values]
-        if unused:
-            _log.warning(
-                "the plan is followed as it is, so that %s beside it changes nothing: leave it out, or plan anew "
-                "with it, without plan", " and ".join(unused),
-            )  # fmt: skip
         plan = _given_plan(options.plan, process.world_size, batch_size)
         if plan.options.encode_first and not options.encode_first:
             raise PlanError(

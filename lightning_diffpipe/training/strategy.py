@@ -119,8 +119,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             `"auto"`: where the plan would not fit otherwise, of ready-made modules (`Optimization`); optimizers of
             others are made when the plan is there.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
-            what the plan has is refused; of what is only planned with (`profile`, `cluster`,
-            `optimizer_bytes_factor`) a warning says that it changes nothing.
+            what the plan has is refused; what is only planned with (`profile`, `cluster`,
+            `optimizer_bytes_factor`) changes nothing.
         profile: `"measure"`, or `None`, times the layers of the model on this machine; `"flops"` derives
             times from operation counts; or a profile, or the path of one.
         cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its
