@@ -300,7 +300,9 @@ class Feed(CombinedLoader):
             self._resume()
         self._is_started = True
         super().__iter__()
-        lengths = self.strategy.mesh.handed_on([sized_len(each._loader) for each in self.flattened])
+        lengths = self.strategy.mesh.from_first(
+            [sized_len(each._loader) for each in self.flattened]
+        )
         for loader, length in zip(self.flattened, lengths, strict=True):
             loader.length = length
         return self
@@ -330,7 +332,7 @@ class Feed(CombinedLoader):
                 indices = _indices_of(self.flattened, *place)
         if not self._is_over:
             asked_s = time.perf_counter()
-            place, indices = self.strategy.mesh.handed_on((place, indices))
+            place, indices = self.strategy.mesh.from_first((place, indices))
             if not self._is_read:
                 self.flattened[0].loading_s += time.perf_counter() - asked_s
         if place is None:
@@ -354,8 +356,8 @@ class Feed(CombinedLoader):
             self._trainer.should_stop = True
             rank_zero_warn(
                 f"training stops in epoch {self._trainer.current_epoch}, for which its loader gave no batch. An "
-                "iterator, such as a generator, can be gone through once; give what begins anew each time: a list, "
-                "a DataLoader, or a class with __iter__"
+                "iterator, such as a generator, can be gone through once; give what begins again each time: a "
+                "list, a DataLoader, or a class with __iter__"
             )
 
     def give(self, fetched: Fetched, device: torch.device) -> Any:
@@ -370,7 +372,7 @@ class Feed(CombinedLoader):
         """Returns, for all ranks of the pipeline, `PipelineLoader.batches_of_all`; a collective call."""
         is_alone = len(self.flattened) == 1 and self.iterables is self.flattened[0]
         batches = self.flattened[0].batches_of_all() if is_alone and self._is_read else None
-        return self.strategy.mesh.handed_on(batches)
+        return self.strategy.mesh.from_first(batches)
 
     def read(self, batches: Sequence[Any], name: str, device: torch.device) -> Iterator[Any]:
         """Reads batches (`PipelineLoader.read`) for this rank only, through the hooks of transfer."""
@@ -400,7 +402,7 @@ class Feed(CombinedLoader):
             with drawing, patched(self.strategy, transfers=True):
                 fetched.batch = self._moved(fetched, device)
             state = rng.capture(host=True) if seed is None and not alone else None
-        fetched.batch, state = mesh.handed_on((fetched.batch, state))
+        fetched.batch, state = mesh.from_first((fetched.batch, state))
         if state is not None:  # what the first rank has drawn so far, as one process would
             rng.restore(state)
         fetched.device = device

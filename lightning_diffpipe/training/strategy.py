@@ -439,7 +439,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Lets one rank read a pipeline's batches as one process would; raises ConfigurationError without any."""
         dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
-        length = mesh.handed_on(sized_len(dataloader))
+        length = mesh.from_first(sized_len(dataloader))
         training = trainer.state.stage == RunningStage.TRAINING
         if training and length == 0:  # Lightning would end the run without an error
             with raised_by_all():
@@ -610,7 +610,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Puts the gradients of the schedule back; nothing is left to compute."""
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        if not self._running.plan.runs_free:  # else it has stepped already
+        if not self._running.plan.runs_free:  # else weights were updated already
             self._restore_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)

@@ -245,7 +245,7 @@ def _tries(
     count, stages = plan.num_microbatches, plan.num_stages
     for n in filter(None, (2 * count, count // 2)):
         yield _Try(count_of(n, "microbatch", "es"), {**same, "num_microbatches": n}, profile)
-    yield _Try("cutting the layers anew", free, profile)
+    yield _Try("cutting the layers again", free, profile)
     for n in filter(None, (stages - 1, stages + 1)):
         yield _Try(count_of(n, "stage"), {**free, "num_stages": n}, profile)
     alone = {"num_stages": 1, "num_replicas": 1, "data_parallel": cluster.num_ranks}

@@ -336,7 +336,7 @@ class Hands:
         self.local_rank, self.pipeline, self._box = local_rank, 0, box
         self.layout = SimpleNamespace(ranks_per_pipeline=2)
 
-    def handed_on(self, value=None):
+    def from_first(self, value=None):
         if self.local_rank == 0:
             self._box.put(pickled_value(value, CPU))
             return value

@@ -293,9 +293,9 @@ def test_steps_that_change_weights_are_refused(mode, update):
 
 def test_averages_of_the_weights_and_the_optimizer_count_as_memory():
     """History: an EMA, and any optimizer other than Adam, were unknown to plans in training."""
-    wishes = PipelineOptions(optimizer_bytes_factor=0, averages_bytes_factor=1.0).wishes(8, 1)
+    wishes = PipelineOptions(optimizer_bytes_factor=0, averages_bytes_factor=1.0).plan_options(8, 1)
     assert (wishes.optimizer_bytes_factor, wishes.averages_bytes_factor) == (0, 1.0)
-    assert PipelineOptions().wishes(8, 1).optimizer_bytes_factor == 2.0
+    assert PipelineOptions().plan_options(8, 1).optimizer_bytes_factor == 2.0
     with pytest.raises(ConfigurationError, match="such as 2 for Adam; got 'adam'"):
         PipelineOptions(optimizer_bytes_factor="adam")
 
