@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ _VALUED = (  # flags of Hydra that take a value
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
     *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
 )
-# Flags that print something, and run nothing.
+_FLAGS = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"), *_VALUED)
+# Of those the ones that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff", "data")
@@ -71,6 +73,21 @@ def _named(name: str, arguments: Sequence[str]) -> list[str]:
     return [*settings, *flags]
 
 
+@raised_by_all()
+def _refuse_flags(arguments: Sequence[str]) -> None:
+    """Raises ConfigurationError for a flag that Hydra lacks, or has only for commands without verbs."""
+    for before, argument in pairwise(["", *arguments]):
+        flag, equals, _ = argument.partition("=")
+        is_value = before in _VALUED and not equals
+        if flag in ("-m", "--multirun"):
+            raise ConfigurationError(
+                f"{flag} begins a sweep in this one process; write a loop of the shell, for example: "
+                f"for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
+            )
+        if argument.startswith("-") and flag not in _FLAGS and not is_value:
+            raise ConfigurationError(f"there is no flag {flag}; known: {', '.join(_FLAGS)}")
+
+
 def _run(name: str, arguments: Sequence[str]) -> None:
     """Lets Hydra compose the config of one verb from its arguments, and runs the verb."""
     _, function = VERBS[name]
@@ -87,6 +104,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         try:
             if "trainer" in config:
                 announce_loading()
+            _refuse_deleted(config, arguments)
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
@@ -97,12 +115,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
     quiet = ["hydra.output_subdir=null"] if own_rank() else []
     sys.argv = [whole[0], *quiet, *_named(name, arguments)]
-    if {"-m", "--multirun"} & {*sys.argv}:
-        with raised_by_all():
-            raise ConfigurationError(
-                "--multirun begins a sweep in this one process; write a loop of the shell, for example: "
-                "for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
-            )
+    _refuse_flags(sys.argv[1:])
     try:
         _call(name, task)
     except OSError as error:
@@ -125,6 +138,15 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.argv = whole
     if failure is not None:
         raise failure
+
+
+def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
+    """Raises ConfigurationError for `~setting` where something needs the setting."""
+    for argument in arguments:
+        name = argument.removeprefix("~").partition("=")[0]
+        is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
+        if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger", "optimizer"):
+            raise ConfigurationError(f"{argument} deletes what this needs; leave it out")
 
 
 def _call(name: str, task: Callable[[DictConfig], Any]) -> None:

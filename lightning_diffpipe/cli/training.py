@@ -1,6 +1,7 @@
 """`diffpipe train`, and `diffpipe bench`, which measures some steps of a training."""
 
 import importlib.util
+import inspect
 import signal
 import textwrap
 import uuid
@@ -35,6 +36,8 @@ _SAVE_DTYPES = ("float16", "bfloat16", "float32")
 
 def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
     """Yields the `_target_` nodes of a group such as `callbacks`; raises ConfigurationError for other entries."""
+    if config.get(group) is None:
+        raise ConfigurationError(f"there is no {group}; take {group}=none for an empty one")
     for name, node in config[group].items():
         if node is None:
             continue
@@ -48,12 +51,42 @@ def _nodes(config: DictConfig, group: str) -> Iterator[DictConfig]:
 
 @raised_by_all()
 def _refuse_trainer_values(config: DictConfig) -> None:
-    """Refuses numbers that Lightning takes, and divides by or takes no notice of."""
+    """Refuses numbers that Lightning takes, and divides by or takes no notice of; and GPUs where there are none."""
+    import torch
+
     least = {"accumulate_grad_batches": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
     least |= {"max_epochs": -1, "num_sanity_val_steps": -1, "check_val_every_n_epoch": 1}
     for name, bound in {**least, "max_steps": -1, "limit_val_batches": 0}.items():
         if config.trainer.get(name) is not None or name == "max_steps":
             require_number(f"trainer.{name}", config.trainer[name], bound)
+    for name in ("enable_checkpointing", "enable_model_summary", "enable_progress_bar"):
+        if not isinstance(config.trainer[name], bool):
+            raise ConfigurationError(
+                f"trainer.{name} must be true or false; got {config.trainer[name]}"
+            )
+    if (interval := config.trainer.get("val_check_interval")) is not None and interval == 0:
+        raise ConfigurationError(
+            "trainer.val_check_interval=0 validates after every 0 batches; take more, or "
+            "trainer.limit_val_batches=0 for none"
+        )
+    for name in ("callbacks", "logger"):
+        if name in config.trainer:
+            raise ConfigurationError(
+                f"trainer.{name}={config.trainer[name]}: there is a group {name} for them; take {name}=none for "
+                f"none, or add one with +{name}.mine._target_=CLASS"
+            )
+    for name, node in (config.get("callbacks") or {}).items():
+        if OmegaConf.is_dict(node) and isinstance(rate := node.get("refresh_rate"), int):
+            require_number(f"callbacks.{name}.refresh_rate", rate, 0, whole=True)
+        prompts = node.get("prompts") if OmegaConf.is_dict(node) else None
+        if prompts is not None and not all(isinstance(each, str) for each in prompts):
+            raise ConfigurationError(f"callbacks.{name}.prompts must be texts; got {prompts}")
+    accelerator, is_there = config.trainer.accelerator, torch.cuda.is_available
+    if accelerator in ("gpu", "cuda") and not (is_there() or torch.backends.mps.is_available()):
+        raise ConfigurationError(
+            f"trainer.accelerator={accelerator!r}: torch {torch.__version__} sees no GPU here; install torch for "
+            "this machine's CUDA, or take trainer=cpu"
+        )
 
 
 def _fit(config: DictConfig, trainer: Any, module: Any, data: Any, path: str | None = None) -> None:
@@ -139,6 +172,15 @@ def _require_checkpoint(config: DictConfig) -> None:
     from lightning_diffpipe.checkpoint_files import look_at, newest
 
     path = config.ckpt_path
+    if path == "":
+        raise ConfigurationError(
+            "ckpt_path is empty; name a file, or last, or leave it out (null) to begin anew"
+        )
+    if path == "best":
+        raise ConfigurationError(
+            "ckpt_path=best is of a run that goes on in one process, and this one begins; name the file, or "
+            "take last"
+        )
     if path == "last":
         _require_last_checkpoints(config)
     elif path is None:
@@ -229,10 +271,19 @@ def _callbacks_that_save(config: DictConfig) -> list[Any]:
 
 
 def _require_lora(config: DictConfig) -> None:
-    """Refuses a file of adapters where none are trained."""
+    """Refuses adapters that the module does not take, and a file of them that nothing is trained for."""
     from lightning_diffpipe.modules.adapters import renamed
 
-    if config.model.get("lora") is None or "_target_" not in config.model:
+    if config.model.get("lora") is not None and "_target_" in config.model:
+        target = hydra.utils.get_object(config.model._target_)
+        # Of a class method such as from_pretrained.
+        module_class = getattr(target, "__self__", target)
+        known = inspect.signature(module_class).parameters.values()
+        if not any(p.name == "lora" or p.kind is p.VAR_KEYWORD for p in known):
+            raise ConfigurationError(
+                f"{module_class.__name__} trains no adapters; leave out adapter=lora, or take another model"
+            )
+    else:
         for name, use in (("save_lora", "writes"), ("lora_from", "goes on from")):
             if config[name] is not None:
                 raise ConfigurationError(
@@ -311,6 +362,11 @@ def run_training(config: DictConfig) -> Any:
 
     for name in ("save_to", "save_lora"):
         require_writable_folder(name, config[name])
+        if config[name] is not None and config.trainer.get("fast_dev_run"):
+            raise ConfigurationError(
+                f"{name} is written from the final checkpoint, and trainer.fast_dev_run="
+                f"{config.trainer.fast_dev_run} writes none; leave fast_dev_run out"
+            )
     _require_lora(config)
     _require_optimizer(config)
     if config.save_to is not None and config.save_dtype not in _SAVE_DTYPES:
