@@ -8,9 +8,11 @@ a plan was made for another module.
 """
 
 import contextlib
+import difflib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,14 +27,20 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grads
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from lightning_diffpipe.comm.mesh import Mesh, gathered_objects
 from lightning_diffpipe.errors import ConfigurationError, PlanError
-from lightning_diffpipe.graph.calltree import has_backward_hooks, is_compiled
+from lightning_diffpipe.graph.calltree import (
+    has_backward_hooks,
+    has_global_backward_hooks,
+    is_compiled,
+)
 from lightning_diffpipe.graph.chains import Chains
 from lightning_diffpipe.graph.cut import Cut
 from lightning_diffpipe.graph.layer import LayerGraph
@@ -46,6 +54,8 @@ from lightning_diffpipe.runtime.optimizer_sharding import (
     with_wrapped,
 )
 from lightning_diffpipe.training.patching import patched
+
+_log = logging.getLogger(__name__)
 
 
 def refuse_unsupported(trainer: Any, strategy: Any) -> None:
@@ -62,6 +72,13 @@ def refuse_unsupported(trainer: Any, strategy: Any) -> None:
             f"{type(module).__name__}.backward is overridden, but the schedule has run every backward "
             "before Lightning would call it. Scale the loss in training_step instead"
         )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        step = getattr(module, name)  # None in place of one is none for Lightning
+        if step and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{type(module).__name__}.{name} takes dataloader_iter and fetches batches itself, but one rank "
+                "of a pipeline loads for all, and a batch is cut before the step is run. Take (batch, batch_idx)"
+            )
     several = not (strategy.world_size == 1 or strategy.is_one_stage)
     for callback in trainer.callbacks:
         if isinstance(callback, ModelPruning) and several:
@@ -284,6 +301,20 @@ def refusing_norms_of_a_stage(trained: Iterable[nn.Parameter]) -> Iterator[None]
         yield
 
 
+def refuse_arguments(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses arguments the strategy does not have."""
+    if "start_method" in arguments:
+        raise ConfigurationError(
+            f"start_method={arguments['start_method']!r} is not supported: spawned and forked processes "
+            "return one stage only to the main process. Leave it out; processes are started by "
+            "re-running your script, or by torchrun"
+        )
+    wrong, known = next(iter(arguments)), sorted(known)
+    near = difflib.get_close_matches(wrong, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+    raise ConfigurationError(f"DiffPipeStrategy has no argument {wrong!r}; {hint}")
+
+
 def refuse_own_generators(graph: LayerGraph) -> None:
     """Refuses a step that was probed to draw random numbers that no seed of a microbatch governs."""
     raise ConfigurationError(
@@ -306,6 +337,19 @@ def warn_of_whole_compiled(module: nn.Module, graph: LayerGraph) -> None:
                 "no pipeline can be cut from it. Compile its blocks instead: "
                 f"`for block in {layer.name.removesuffix('._orig_mod')}.<blocks>: block.compile()`"
             )
+
+
+def warn_of_outputs(out: Any) -> bool:
+    """Warns if a step returns more than its loss, which callbacks may wait for; returns whether it did."""
+    names = out if isinstance(out, Mapping) else ()
+    further = [str(name) for name in names if name not in ("loss", "weight")]
+    if further:
+        rank_zero_warn(
+            f"training_step returns {', '.join(map(repr, further))} beside the loss, but only the loss leaves a "
+            "step: the rest is of a microbatch, and on one stage. Callbacks get {'loss': ...} as outputs; log what "
+            "they need"
+        )
+    return bool(further)
 
 
 def refuse_joined_chains(plan: PipelinePlan, chains: Chains | None) -> None:
@@ -347,8 +391,15 @@ def refuse_backward_hooks(module: nn.Module, graph: LayerGraph, plan: PipelinePl
     """Refuses hooks that torch calls where gradients of a module's outputs and inputs meet, on no one stage.
 
     Raises:
-        ConfigurationError: A layer, or a module around layers, has one, and there are several stages.
+        ConfigurationError: A layer, or a module around layers, has one, or all modules have, and there are several
+            stages.
     """
+    if len(plan.stages) > 1 and has_global_backward_hooks():
+        raise ConfigurationError(
+            "all modules have a backward hook (register_module_full_backward_hook), but gradients of what layers "
+            "take and give may come from other stages, where it would not be called, or be given None. Remove it "
+            "before training, put hooks on tensors in forward (h.register_hook), or train with num_stages=1"
+        )
     for name, part in module.named_modules() if len(plan.stages) > 1 else ():
         around = any(f"{layer}.".startswith(f"{name}.") for layer in graph.path_names)
         if name and around and has_backward_hooks(part):
@@ -422,7 +473,13 @@ def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) ->
 
 
 def refuse_untrainable(module: nn.Module) -> None:
-    """Refuses a module of which nothing is trained, or whose layers are scripts."""
+    """Refuses a module of which nothing is trained, or whose layers do not know their sizes, or are scripts."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"{name} has no shape yet, as its layer is a lazy one (nn.LazyLinear and the like): run that once "
+                "before trainer.fit, or give its sizes"
+            )
     for name, part in module.named_modules():
         trained = any(parameter.requires_grad for parameter in part.parameters())
         if isinstance(part, torch.jit.ScriptModule) and trained:

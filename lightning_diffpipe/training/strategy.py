@@ -20,6 +20,7 @@ Loops, callbacks, loggers, optimizers and learning-rate schedulers are Lightning
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -75,6 +76,7 @@ from lightning_diffpipe.training.preparation import prepare
 from lightning_diffpipe.training.processes import ProcessHooks
 from lightning_diffpipe.training.refusals import (
     hooks_come_later,
+    refuse_arguments,
     refuse_on_several_ranks,
     refuse_optimizers,
     refuse_steps_apart,
@@ -82,6 +84,7 @@ from lightning_diffpipe.training.refusals import (
     refuse_unsupported,
     refuse_without_flush,
     refusing_norms_of_a_stage,
+    warn_of_outputs,
 )
 from lightning_diffpipe.training.signals import LockStep
 from lightning_diffpipe.viewing.report import report
@@ -176,7 +179,11 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         max_diverged_steps: int | None = 10,
         busy_timeout_s: float = 1800.0,
         state_dict_type: str = "auto",
+        **unsupported: Any,
     ) -> None:
+        if unsupported:
+            parameters = inspect.signature(DiffPipeStrategy).parameters
+            refuse_arguments(unsupported, parameters.keys() - {"unsupported"})
         if max_diverged_steps is not None and (
             not isinstance(max_diverged_steps, int) or max_diverged_steps < 1
         ):
@@ -213,7 +220,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         self._metric_sync: MetricSync | None = None
         self._gradients: tuple[Tensor | None, ...] | None = None  # before the optimizer reads them
         self._accumulating = False
-        self._failed = False
+        self._failed = self._warned_of_outputs = False
         self._until_teardown = contextlib.ExitStack()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiffPipeStrategy:
@@ -303,7 +310,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
                 refuse_without_flush(trainer, spec.name)
         self._watch_data(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._failed = False
+        self._failed = self._warned_of_outputs = False
         if fitting and 0 not in (
             trainer.limit_train_batches,
             trainer.max_epochs,
@@ -422,7 +429,10 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Runs the user's step as a function of module and batch; also on a copy when it is probed."""
         quiet = without_loggers(self._trainer) if in_trial.get() else contextlib.nullcontext()
         with quiet, self._metric_sync.inside_step(), self.precision_plugin.train_step_context():
-            return module.training_step(batch, *(arguments or self._arguments))
+            out = module.training_step(batch, *(arguments or self._arguments))
+        if self.pipeline is None and not self._warned_of_outputs:  # it is being probed
+            self._warned_of_outputs = warn_of_outputs(out)
+        return out
 
     def model_to_device(self) -> None:
         """Moves a module that is not cut; a pipeline has placed its own part already."""

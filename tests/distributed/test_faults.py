@@ -545,6 +545,17 @@ def test_a_compiled_module_is_refused():
         run_ranks(fit_compiled, 1)
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_spawn_and_fork_are_refused(method):
+    with pytest.raises(ConfigurationError, match=f"start_method='{method}' is not supported"):
+        DiffPipeStrategy(start_method=method)
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(ConfigurationError, match="no argument 'num_stage'"):
+        DiffPipeStrategy(num_stage=2)
+
+
 # ---------------------------------------------------------------------------------- broken peers
 
 

@@ -391,6 +391,11 @@ class WholeInTransfer(Counts):
             return batch
 
 
+class Fetching(Counts):
+    def training_step(self, dataloader_iter):
+        """Never run."""
+
+
 def refuse(rank, module_class):
     strategy = quick_strategy(num_stages=2, num_microbatches=2, timeout_s=10)
     module = build(Settings(module_class=module_class, module={"kind": "in order"}))
@@ -405,6 +410,7 @@ def refuse(rank, module_class):
     [
         (Unsendable, "a batch cannot be sent to the other ranks of the pipeline"),
         (WholeInTransfer, "use the whole model in the step"),
+        (Fetching, "Take (batch, batch_idx)"),
     ],
 )
 def test_what_cannot_be_where_one_rank_loads_is_refused_with_a_cure(module_class, message):

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from torch.nn.modules.module import register_module_full_backward_hook
 
 from tests.distributed.scenarios import (
     Settings,
@@ -52,6 +53,22 @@ def test_backward_hooks_on_layers_are_refused():
     with pytest.raises(
         RankError, match=r"blocks.0 has a backward hook .* Put a hook on a tensor in"
     ):
+        run_ranks(fit, 2, settings, 2)
+
+
+class HookOnAll(TinyDiffusion):
+    """Puts a hook on all modules that there are, as tools that watch gradients do."""
+
+    def setup(self, stage):
+        self.handle = register_module_full_backward_hook(lambda *_: None)
+
+    def teardown(self, stage):
+        self.handle.remove()
+
+
+def test_a_backward_hook_of_all_modules_is_refused():
+    settings = Settings(module_class=HookOnAll, strategy={"num_stages": 2})
+    with pytest.raises(RankError, match=r"all modules have a backward hook .* Remove it before"):
         run_ranks(fit, 2, settings, 2)
 
 

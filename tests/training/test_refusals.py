@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.versions import Versions
 from lightning_diffpipe.runtime.optimizer_sharding import steps_apart
@@ -18,6 +19,16 @@ from lightning_diffpipe.training.refusals import (
     refuse_untrainable,
     refusing_norms_of_a_stage,
 )
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [("num_stage", "did you mean 'num_stages'\\?"), ("zero", "it has busy_timeout_s, .*, verify$")],
+)
+def test_arguments_that_the_strategy_lacks_are_answered_with_those_it_has(argument, hint):
+    """History: it sent to its docstring."""
+    with pytest.raises(ConfigurationError, match=f"no argument '{argument}'; {hint}"):
+        DiffPipeStrategy(**{argument: 2})
 
 
 def members(optimizer):
@@ -147,6 +158,13 @@ def test_norms_over_the_gradients_of_a_stage_are_refused_however_they_were_impor
     assert clip_grad_norm_(ours, 1.0) == nn.utils.get_total_norm([torch.full((5,), 0.5)])
 
 
+def test_layers_without_sizes_are_named():
+    """History: "Can't access the shape of an uninitialized parameter or buffer", while weights were compared."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(ConfigurationError, match=r"1\.weight has no shape yet.*run that once"):
+        refuse_untrainable(module)
+
+
 def test_scripted_modules_can_be_looked_into():
     """History: dictionaries of their own, which `|` does not join and `*` does not list, ended the run."""
     module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
@@ -163,6 +181,8 @@ def test_scripted_modules_can_be_looked_into():
     ("options", "refused"),
     [
         ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
         ({"mode": "max-autotune-no-cudagraphs"}, False),
         ({"backend": "eager"}, False),
         ({}, False),

@@ -69,6 +69,25 @@ def test_a_module_knows_that_it_is_still_on_the_host(options, monkeypatch):
     assert all(places == {HOST} for places in MakesTensors.seen)
 
 
+class ReturnsMore(TinyDiffusion):
+    """Gives callbacks more than the loss, as Lightning allows."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return {"loss": loss, "half": loss / 2, "pred": batch["image"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module_class", [ReturnsMore, TinyDiffusion])
+def test_what_a_step_returns_beside_the_loss_is_named_once(module_class, recwarn):
+    """History: it was dropped without a word, and a callback got a KeyError after the first step."""
+    trainer = quiet_trainer(devices=1, strategy=quick_strategy(), max_steps=2)
+    trainer.fit(build(Settings(module_class=module_class)), datamodule=Data())
+    said = [str(w.message) for w in recwarn if "only the loss leaves" in str(w.message)]
+    assert len(said) == (module_class is ReturnsMore)
+    assert all("training_step returns 'half', 'pred' beside the loss" in text for text in said)
+
+
 def few(size):
     return DataLoader(Samples(size), 8, drop_last=True)
 
