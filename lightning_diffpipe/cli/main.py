@@ -234,7 +234,7 @@ def _explain(error: Exception) -> str:
     said = f"{said} ({key[1]})" if key and key[1] not in said else said
     if isinstance(error, MissingMandatoryValue) and "data.folder" in said:
         said += (
-            "; it holds images or videos with captions: cat.txt beside cat.png, or metadata.jsonl with a line for "
+            "; it holds images or videos with captions: cat.txt next to cat.png, or metadata.jsonl with a line for "
             'each, such as {"file_name": "cat.png", "text": "a cat"}'
         )
     return said

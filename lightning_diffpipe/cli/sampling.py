@@ -221,7 +221,7 @@ def _sample(values: dict[str, Any]) -> Any:
         text = json.dumps(found, indent=2, default=str, allow_nan=False)
         write_atomically(folder / _REPORT, text + "\n")
 
-    files = [_REPORT, *_write_drawn(images, values, folder)]
+    files = [_REPORT, *_write_sampled(images, values, folder)]
     if values["output_type"] == "pil":
         files.append(_GRID)
         images = _as_images(images)
@@ -274,14 +274,14 @@ def _request(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in _ASKED} | values["options"]
 
 
-def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
+def _write_sampled(sampled: Any, values: dict[str, Any], folder: Path) -> list[str]:
     """Writes a file for each image, video or array; returns their names."""
     prompts, ending = values["prompts"], _OUTPUT_TYPES[values["output_type"]]
-    if isinstance(drawn[0], list):
+    if isinstance(sampled[0], list):
         ending = f".{values['video_format']}"
-    per_prompt = max(1, len(drawn) // len(prompts))  # several with num_images_per_prompt
-    names = [f"{number:03d}{ending}" for number in range(len(drawn))]
-    for number, (name, each) in enumerate(zip(names, drawn, strict=True)):
+    per_prompt = max(1, len(sampled) // len(prompts))  # several with num_images_per_prompt
+    names = [f"{number:03d}{ending}" for number in range(len(sampled))]
+    for number, (name, each) in enumerate(zip(names, sampled, strict=True)):
         try:
             _write(each, folder / name, values["fps"])
         except Exception as error:  # of the encoder, the disk, or a size that no format takes
@@ -298,42 +298,42 @@ def _write_drawn(drawn: Any, values: dict[str, Any], folder: Path) -> list[str]:
     return names
 
 
-def _write(drawn: Any, path: Path, fps: int) -> None:
+def _write(sampled: Any, path: Path, fps: int) -> None:
     """Writes an image, the frames of a video, an array or a tensor, as the ending of the file says."""
     if path.suffix == ".npy":
         import numpy as np
 
-        np.save(path, drawn)
+        np.save(path, sampled)
     elif path.suffix == ".pt":
         import torch
 
-        torch.save(drawn.cpu().clone(), path)  # of a row of a batch, without the others
+        torch.save(sampled.cpu().clone(), path)  # of a row of a batch, without the others
     elif path.suffix == ".gif":
         # Times are whole hundredths of a second.
-        drawn[0].save(
-            path, save_all=True, append_images=drawn[1:], duration=round(1000 / fps), loop=0
+        sampled[0].save(
+            path, save_all=True, append_images=sampled[1:], duration=round(1000 / fps), loop=0
         )
     elif path.suffix == ".mp4":
         import numpy as np
 
         av = _require_encoder()
-        width, height = drawn[0].size
+        width, height = sampled[0].size
         missing = (0, height % 2), (0, width % 2), (0, 0)
         with av.open(str(path), "w") as file:
             stream = file.add_stream("libx264", rate=fps, options={"crf": "18"})
             stream.width, stream.height = width + width % 2, height + height % 2
             stream.pix_fmt = "yuv420p"  # which every player shows; a color is of two by two pixels
-            for frame in drawn:
+            for frame in sampled:
                 pixels = np.pad(np.asarray(frame.convert("RGB")), missing, mode="edge")
                 file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
             file.mux(stream.encode())
     else:
-        _as_images([drawn])[0].save(path)
+        _as_images([sampled])[0].save(path)
 
 
-def _as_images(drawn: list[Any]) -> list[Any]:
+def _as_images(sampled: list[Any]) -> list[Any]:
     """Returns images as they are; a video as its frames, side by side."""
-    return [_rows([each], len(each)) if isinstance(each, list) else each for each in drawn]
+    return [_rows([each], len(each)) if isinstance(each, list) else each for each in sampled]
 
 
 def _rows(rows: list[list[Any]], columns: int) -> Any:

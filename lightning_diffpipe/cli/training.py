@@ -191,7 +191,7 @@ def _require_checkpoint(config: DictConfig) -> None:
         if found is not None and not config.trainer.get("fast_dev_run"):
             raise CheckpointError(
                 f"{found[0]}, of step {found[1]}, is there from an earlier run, and this one would begin at "
-                "step 0 beside it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
+                "step 0 next to it: take ckpt_path=last to go on, or another hydra.run.dir, or remove its folder"
             )
     elif path != "hpc" and not str(path).startswith("registry"):
         look_at(path)
@@ -446,7 +446,7 @@ def _export(config: DictConfig, module_class: type, checkpoint: Path) -> None:
         print(f"wrote the adapters to {config.save_lora}")
 
 
-@verb("measure some steps of a training beside their plan: diffpipe bench experiment=glyphs")
+@verb("measure some steps of a training next to their plan: diffpipe bench experiment=glyphs")
 def bench(config: DictConfig) -> Any:
     """Trains as `train` would, but saves and logs nothing, and prints measured numbers next to planned ones."""
     from lightning_diffpipe.callbacks import PipelineMonitor

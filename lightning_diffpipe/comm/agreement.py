@@ -7,7 +7,7 @@ The answer travels along a tree, on the host, and comes from rank 0:
             └─ 4 ─┬─ 5
                   └─ 6
 
-Every rank waits for the answer from above, and none for wishes from below: they are read in the next round, when
+Every rank waits for the answer from above, and none for requests from below: they are read in the next round, when
 they have long arrived. So a rank that is still busy with the step before delays none that has work to do.
 
 Between steps ranks may be busy for long, saving or drawing. Rank 0, which does most of that, is waited for here, as
@@ -57,24 +57,24 @@ class Agreement:
                 self._below = [(first, mesh.data_parallel) for first in firsts[1:]]
             self._below += [(rank, mesh.transfers) for rank in mesh.pipeline_ranks[1:]]
         self._asked = False
-        self._wishes: list[_Vote] = []  # of the latest round, from below
+        self._requests: list[_Vote] = []  # of the latest round, from below
         self._sent: list[_Vote] = []  # until sent, as gloo sends when the other end receives
 
-    def of_any(self, wish: bool, last: bool = False) -> bool:
-        """Returns whether any rank has wished for it; a wish takes a round for each step up the tree.
+    def of_any(self, request: bool, last: bool = False) -> bool:
+        """Returns whether any rank asks for it; a request takes a round for each step up the tree.
 
         Args:
-            wish: This rank's.
-            last: Wait for the wishes of this round, too, and leave nothing under way.
+            request: This rank's.
+            last: Wait for the requests of this round, too, and leave nothing under way.
 
         Raises:
             PipelineTimeoutError: A neighbour in the tree is gone, or silent for too long.
         """
         self._await_all(self._sent)
-        self._read(wish)
-        self._wishes = [self._start(dist.irecv, neighbour) for neighbour in self._below]
+        self._read(request)
+        self._requests = [self._start(dist.irecv, neighbour) for neighbour in self._below]
         if last:
-            self._read(wish)
+            self._read(request)
         if self._above is not None:
             self._sent.append(self._start(dist.isend, self._above, self._asked))
         decision = self._pass_down(self._asked)
@@ -95,10 +95,10 @@ class Agreement:
         self._sent += [self._start(dist.isend, neighbour, decision) for neighbour in self._below]
         return decision
 
-    def _read(self, wish: bool) -> None:
-        values = [message.value for message in self._wishes]
-        self._await_all(self._wishes)
-        self._asked = self._asked or wish or any(map(bool, values))
+    def _read(self, request: bool) -> None:
+        values = [message.value for message in self._requests]
+        self._await_all(self._requests)
+        self._asked = self._asked or request or any(map(bool, values))
 
     def _start(
         self, operation: Callable[..., Any], neighbour: _Neighbour, value: bool = False

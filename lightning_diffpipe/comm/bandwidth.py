@@ -10,7 +10,6 @@ get rank 0's answer, so that they plan the same.
 
 import contextlib
 import itertools
-import logging
 import socket
 import statistics
 import time
@@ -31,7 +30,6 @@ from lightning_diffpipe.planning.cluster import Cluster, Link
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of the messages that are timed."""
 
-_log = logging.getLogger(__name__)
 _TAG = 3_777_777
 _EQUAL_MEMORY = 1.05  # cards of one kind differ by some megabytes
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
@@ -75,8 +73,6 @@ def measure_cluster(
     if several:
         between = bench.point_to_point(first_elsewhere, each_s)
         reduce_between, all_reduce = all_reduce, bench.all_reduce(per_host, each_s)
-    elif per_host is None and len({*hosts}) > 1:
-        bench.warn_of_irregular(hosts)
     cluster = Cluster(
         num_ranks,
         ranks_per_host=per_host,
@@ -216,16 +212,6 @@ class _LinkBench:
             yield group
         finally:
             dist.destroy_process_group(group)
-
-    def warn_of_irregular(self, hosts: Sequence[str]) -> None:
-        """Says that links inside hosts are not known apart."""
-        if self._rank == 0:
-            counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
-            _log.warning(
-                "hosts have %s ranks, or ranks that do not follow each other: all links are planned like "
-                "the slower ones between hosts. With equally many consecutive ranks on every host, or "
-                "figures of your own (strategy.cluster), links inside a host would count as such", counts,
-            )  # fmt: skip
 
     def _times(
         self, run: Callable[[_Load], None], make: Callable[[int], _Load], budget_s: float

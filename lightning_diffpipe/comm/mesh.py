@@ -229,7 +229,7 @@ class Mesh:
         with self.naming(range(self.layout.world_size)):
             return broadcast_object(value, source, self.world)
 
-    def handed_on(self, value: Any = None) -> Any:
+    def from_first(self, value: Any = None) -> Any:
         """Returns a value of the pipeline's first rank, a batch perhaps, on all of its ranks.
 
         What is on the device of the first rank comes to those of the others, and lies there as it does here.

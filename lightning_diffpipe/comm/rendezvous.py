@@ -166,7 +166,7 @@ def gloo_of_all_hosts() -> Iterator[None]:
         except OSError:
             address = "no address"
         raise ConfigurationError(
-            f"processes cannot reach each other over gloo, which carries losses and errors beside NCCL: this host "
+            f"processes cannot reach each other over gloo, which carries losses and errors next to NCCL: this host "
             f"({host}) gives its address as {address}. Set GLOO_SOCKET_IFNAME on every host to the network "
             f"interface between them (`ip -br addr` lists them), as NCCL_SOCKET_IFNAME does for NCCL. "
             f"torch said: {error}"

@@ -65,11 +65,11 @@ def in_thread(function: Callable[[], _Result], name: str) -> Future[_Result]:
     It is left alone where nobody waits for it any more; Python ends without it.
     """
     future: Future[_Result] = Future()
-    threading.Thread(target=_settle, args=(future, [function]), name=name, daemon=True).start()
+    threading.Thread(target=_complete, args=(future, [function]), name=name, daemon=True).start()
     return future
 
 
-def _settle(future: Future[Any], functions: list[Callable[[], Any]]) -> None:
+def _complete(future: Future[Any], functions: list[Callable[[], Any]]) -> None:
     """Calls the only function of a list, to which nothing refers once it has returned: it may hold buffers."""
     try:
         result = functions.pop()()

@@ -213,7 +213,7 @@ class FillingTimes:
         """Notes a layer between two stamps; or those where a wait began, was filled until, and ended."""
         self._unread.append((what, stamps))
 
-    def settle(self) -> None:
+    def read(self) -> None:
         """Reads the measurements that the device has finished."""
         while self._unread and self.clock.is_past(self._unread[0][1][-1]):
             what, stamps = self._unread.popleft()
@@ -286,7 +286,7 @@ class Filler:
         for wait, start, filled in self._waits:
             self._times.note(wait, start, filled, recording.end_of(wait))
         self._waits.clear()
-        self._times.settle()
+        self._times.read()
 
     def drop_first(self) -> None:
         """Gives up the frozen work of the batch that comes first."""

@@ -83,7 +83,7 @@ class Engine:
         # Walking through a large module takes milliseconds.
         self._parameters = tuple(layout.root.parameters())
         self._reduces, self._alarm = True, False
-        self._window_is_apart: bool | None = None  # of the accumulation window that has started
+        self._window_is_separate: bool | None = None  # of the accumulation window that has started
         self._image = image
         self._clock = clock_for(layout.mesh.device)
         self._prepared: PreparedBatches | None = None
@@ -171,9 +171,11 @@ class Engine:
         rank, filler = self.layout.mesh.local_rank, prepared.filler if prepared else None
         image = self._image and partial(self._image, step.schedule, rank=rank)
         with hooks_off(self._parameters) as hooks:
-            is_apart = self._sums_apart(weighted or bool(hooks), accumulate, reduce_gradients)
-            earlier = self.reducer.take() if is_apart else ()
-            self._reduces, self._alarm = reduce_gradients or is_apart, alarm
+            is_separate = self._sums_separately(
+                weighted or bool(hooks), accumulate, reduce_gradients
+            )
+            earlier = self.reducer.take() if is_separate else ()
+            self._reduces, self._alarm = reduce_gradients or is_separate, alarm
             try:
                 run_alone(self.executor, step.program, step.works, step.frozen, filler, image)
             except BaseException:
@@ -181,26 +183,26 @@ class Engine:
                 raise
         self.layout.steps.count()
         loss, weight, logged = self._results.finish()
-        if is_apart:  # a weight is a sum known only now
+        if is_separate:  # a weight is a sum known only now
             self.reducer.add(earlier, hooks, weight if weighted else None)
         num_samples, recording = sum(w.num_samples for w in step.works), self.executor.recording
         if prepared:
             prepared.observe(step, recording)
         return StepResult(loss, logged, num_samples, recording, self._results.alarm)
 
-    def _sums_apart(self, wish: bool, accumulate: int, ends_window: bool) -> bool:
-        """Returns whether a batch's gradients are summed apart from those before it in its accumulation window.
+    def _sums_separately(self, asks: bool, accumulate: int, ends_window: bool) -> bool:
+        """Returns whether gradients of a batch are summed separately from those before it in its window.
 
         All ranks do it for all batches of a window, or sum after the last one.
         """
         if accumulate == 1:
-            return wish
-        if self._window_is_apart is None:
-            self._window_is_apart = self.reducer.agreed(wish)
-        is_apart = self._window_is_apart
+            return asks
+        if self._window_is_separate is None:
+            self._window_is_separate = self.reducer.agreed(asks)
+        is_separate = self._window_is_separate
         if ends_window:
-            self._window_is_apart = None
-        return is_apart
+            self._window_is_separate = None
+        return is_separate
 
     def close(self) -> None:
         """Frees tensors that outlive a step."""

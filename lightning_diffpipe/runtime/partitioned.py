@@ -328,22 +328,22 @@ class PlacedCalls:
         held, stages = defaultdict[str, set[tuple[int, ...]]](set), list[int]()
         for name, stage in zip(self.names, self.stage_of, strict=True):
             held[name].add(self.placement.stage_ranks[stage])
-        homes = [*reversed(self.placement.stage_ranks)]  # counted from the end
+        stage_ranks = [*reversed(self.placement.stage_ranks)]  # counted from the end
         at, now, last = len(self.names) - 1, 0, self.placement.num_stages - 1
         for name in reversed(names):
             if name not in held:
                 return None
             if at >= 0 and self.names[at] == name:
                 now, at = last - self.stage_of[at], at - 1
-            elif homes[now] not in held[name]:
+            elif stage_ranks[now] not in held[name]:
                 at = -1  # from here on before all that was planned
-                now = len(homes)
-                homes.append(min(held[name]))
+                now = len(stage_ranks)
+                stage_ranks.append(min(held[name]))
             stages.append(now)
-        last = len(homes) - 1
+        last = len(stage_ranks) - 1
         if len(set(stages)) <= last:
             return None
-        placement = replace(self.placement, stage_ranks=tuple(reversed(homes)))
+        placement = replace(self.placement, stage_ranks=tuple(reversed(stage_ranks)))
         return PlacedCalls(tuple(names), tuple(last - s for s in reversed(stages)), placement)
 
 

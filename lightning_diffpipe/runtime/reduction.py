@@ -89,16 +89,16 @@ class GradientReducer:
         """
         return Reduction(self._mesh, self._buckets, awaited) if self._buckets else None
 
-    def agreed(self, wish: bool) -> bool:
-        """Returns whether any rank of the world wishes, where some of them sum gradients; collective there.
+    def agreed(self, asks: bool) -> bool:
+        """Returns whether any rank of the world asks for it, where some of them sum gradients; collective there.
 
         Hooks on weights may be on one rank only: W&B watches gradients on rank 0.
         """
         if not self._sums_anywhere:
-            return wish
-        wishes = torch.tensor(float(wish), device=self._mesh.device)
-        self._mesh.reduce(wishes)
-        return self._mesh.summed_over_pipelines(float(wishes)) > 0
+            return asks
+        count = torch.tensor(float(asks), device=self._mesh.device)
+        self._mesh.reduce(count)
+        return self._mesh.summed_over_pipelines(float(count)) > 0
 
     def take(self) -> tuple[Tensor | None, ...]:
         """Takes away the gradients that are there, without a copy; a step adds to none."""

@@ -91,7 +91,7 @@ class RelayView:
         with (
             self._interception.also_watching(self._names | self.offloaded),
             self._interception.running(run),
-            _LentParameters(run),
+            _FetchesParameters(run),
         ):
             yield
 
@@ -114,7 +114,7 @@ class RelayRun(Run):
     inside: bool = False
     offloads: bool = False
     _decisions: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
-    _lent: dict[int, Tensor] = field(default_factory=dict)
+    _fetched: dict[int, Tensor] = field(default_factory=dict)
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a module, receives its output, or enters it."""
@@ -150,18 +150,18 @@ class RelayRun(Run):
             out, f"{site.name}, which position {owner} of the pipeline ran", given
         )
 
-    def lend(self, parameter: Tensor) -> Tensor | None:
+    def fetched(self, parameter: Tensor) -> Tensor | None:
         """Returns the value of a parameter that not all ranks hold, or that is offloaded; None if it is here."""
         entry = self.owners.get(id(parameter))
         if entry is None or self.inside:
             return self._held(parameter) if is_offloaded(parameter) else None
         owner, name = entry
-        if id(parameter) not in self._lent:
+        if id(parameter) not in self._fetched:
             value = self.share(owner, self._held(parameter))
             if not isinstance(value, Tensor):
                 raise ForeignLayerError(f"{name} is read here, but no rank holds it")
-            self._lent[id(parameter)] = value
-        return self._lent[id(parameter)]
+            self._fetched[id(parameter)] = value
+        return self._fetched[id(parameter)]
 
     @staticmethod
     def _held(parameter: nn.Parameter) -> Tensor | None:
@@ -207,7 +207,7 @@ def _without_graph(out: Any, where: str, given: Sequence[Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, refusing, out)
 
 
-class _LentParameters(TorchFunctionMode):
+class _FetchesParameters(TorchFunctionMode):
     """Replaces parameters that code between modules reads by their owner's values."""
 
     def __init__(self, run: RelayRun) -> None:
@@ -218,17 +218,17 @@ class _LentParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         run = self._run
         if (run.offloads or not run.inside) and reads_values(func, args, kwargs):
-            args = tuple(map(self._lent, args))
-            kwargs = {key: self._lent(value) for key, value in kwargs.items()}
+            args = tuple(map(self._fetched, args))
+            kwargs = {key: self._fetched(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _lent(self, value: Any) -> Any:
+    def _fetched(self, value: Any) -> Any:
         if isinstance(value, nn.Parameter):
             with torch._C.DisableTorchFunction():
-                lent = self._run.lend(value)
-            return value if lent is None else lent
+                fetched = self._run.fetched(value)
+            return value if fetched is None else fetched
         if type(value) in (list, tuple):
-            return type(value)(map(self._lent, value))
+            return type(value)(map(self._fetched, value))
         return value
 
 

@@ -113,15 +113,15 @@ def assemble(
             batch, count = tree_to(probed.batch, mesh.device), plan.num_microbatches
             with placed(module, mesh.device):
                 whole = run_whole(probed, interception, batch, count, seed, mesh.pipeline)
-        homes = whereabouts(pieces, placement)
+        places = whereabouts(pieces, placement)
         waits = plan.options.encode_first and not (plan.runs_free or options.verify)
         later = kept_for_later(module, graph) & resident if waits else frozenset[str]()
         streams, weights = _streamed(module, unfolded, plan, mesh.local_rank)
         from_host = {name: p for each in weights.values() for name, p in each.items()}
         later -= from_host.keys()
-        place_parameters(module, resident, process.device, homes, later | from_host.keys())
+        place_parameters(module, resident, process.device, places, later | from_host.keys())
         stream = WeightStream(weights, streams, process.device) if weights else None
-        interception.refuse(homes)
+        interception.refuse(places)
         steps = PartitionedStepCache(
             module, probed.step, graph, positions, placement, mesh.local_rank, interception,
             process.device, known, probed.forms, step_forms, recomputed, stream,

@@ -24,10 +24,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import multiprocessing
-import os
-import select
-import threading
 import time
 import warnings
 from collections import deque
@@ -90,7 +86,6 @@ class PipelineLoader:
         self._pipeline = pipeline
         self._place = place
         self._ended = 0, 0
-        end_workers_with_rank(loader)
         self._numbered, self._source = None, loader
         if seed is None or not is_read:
             return
@@ -305,7 +300,9 @@ class Feed(CombinedLoader):
             self._resume()
         self._is_started = True
         super().__iter__()
-        lengths = self.strategy.mesh.handed_on([sized_len(each._loader) for each in self.flattened])
+        lengths = self.strategy.mesh.from_first(
+            [sized_len(each._loader) for each in self.flattened]
+        )
         for loader, length in zip(self.flattened, lengths, strict=True):
             loader.length = length
         return self
@@ -335,7 +332,7 @@ class Feed(CombinedLoader):
                 indices = _indices_of(self.flattened, *place)
         if not self._is_over:
             asked_s = time.perf_counter()
-            place, indices = self.strategy.mesh.handed_on((place, indices))
+            place, indices = self.strategy.mesh.from_first((place, indices))
             if not self._is_read:
                 self.flattened[0].loading_s += time.perf_counter() - asked_s
         if place is None:
@@ -359,8 +356,8 @@ class Feed(CombinedLoader):
             self._trainer.should_stop = True
             rank_zero_warn(
                 f"training stops in epoch {self._trainer.current_epoch}, for which its loader gave no batch. An "
-                "iterator, such as a generator, can be gone through once; give what begins anew each time: a list, "
-                "a DataLoader, or a class with __iter__"
+                "iterator, such as a generator, can be gone through once; give what begins again each time: a "
+                "list, a DataLoader, or a class with __iter__"
             )
 
     def give(self, fetched: Fetched, device: torch.device) -> Any:
@@ -375,7 +372,7 @@ class Feed(CombinedLoader):
         """Returns, for all ranks of the pipeline, `PipelineLoader.batches_of_all`; a collective call."""
         is_alone = len(self.flattened) == 1 and self.iterables is self.flattened[0]
         batches = self.flattened[0].batches_of_all() if is_alone and self._is_read else None
-        return self.strategy.mesh.handed_on(batches)
+        return self.strategy.mesh.from_first(batches)
 
     def read(self, batches: Sequence[Any], name: str, device: torch.device) -> Iterator[Any]:
         """Reads batches (`PipelineLoader.read`) for this rank only, through the hooks of transfer."""
@@ -405,7 +402,7 @@ class Feed(CombinedLoader):
             with drawing, patched(self.strategy, transfers=True):
                 fetched.batch = self._moved(fetched, device)
             state = rng.capture(host=True) if seed is None and not alone else None
-        fetched.batch, state = mesh.handed_on((fetched.batch, state))
+        fetched.batch, state = mesh.from_first((fetched.batch, state))
         if state is not None:  # what the first rank has drawn so far, as one process would
             rng.restore(state)
         fetched.device = device
@@ -688,36 +685,3 @@ def telling_place(trainer: Any, epoch: int) -> Iterator[None]:
 
 def _is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def end_workers_with_rank(loader: Any) -> None:
-    """Lets workers of a fork server, of which torch takes the server for the parent, end with the rank."""
-    if not isinstance(loader, DataLoader) or not loader.num_workers:
-        return
-    context: Any = loader.multiprocessing_context or multiprocessing
-    method = context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    outlives = method == "forkserver" and not isinstance(loader.worker_init_fn, _EndsWithRank)
-    if outlives and hasattr(os, "pidfd_open"):
-        loader.worker_init_fn = _EndsWithRank(loader.worker_init_fn)
-
-
-class _EndsWithRank:
-    """A `worker_init_fn` after which a worker of a fork server ends when the process that reads from it does.
-
-    torch looks at the parent, which is the server, and that lives for as long as any of its children.
-    """
-
-    def __init__(self, initialize: Callable[[int], None] | None) -> None:
-        self._initialize, self._reader = initialize, os.getpid()
-
-    def __call__(self, worker: int) -> None:
-        threading.Thread(target=self._watch, daemon=True).start()
-        if self._initialize is not None:
-            self._initialize(worker)
-
-    def _watch(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            end = select.poll()
-            end.register(os.pidfd_open(self._reader))
-            end.poll()
-        os._exit(1)

@@ -85,9 +85,9 @@ class MetricSync:
     def whole(self) -> Iterator[None]:
         """Gives metrics that steps of training log the state they would have in one process; collective."""
         mesh = self._mesh()
-        apart = mesh is not None and mesh.layout.world_size > 1
+        several = mesh is not None and mesh.layout.world_size > 1
         with contextlib.ExitStack() as stack:
-            for _, metric in sorted(self.trained.items()) if apart else ():
+            for _, metric in sorted(self.trained.items()) if several else ():
                 if any(metric._persistent.values()):
                     cache = metric._copy_state_dict()
                     _merge(metric, mesh)

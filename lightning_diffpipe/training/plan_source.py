@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -97,7 +97,7 @@ class PipelineOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigurationError(f"{name} must be True or False; got {value!r}")
         # What cannot be is refused before anything is done.
-        self.wishes(1, self.data_parallel)
+        self.plan_options(1, self.data_parallel)
         if isinstance(self.cluster, Mapping):
             lists = (self.cluster.get(name) for name in ("rank_memory_bytes", "rank_speeds"))
             num_ranks = next((len(each) for each in lists if each), _SOME_RANKS)
@@ -107,30 +107,19 @@ class PipelineOptions:
                 f"cluster must be 'measure', a Cluster or a mapping; got {self.cluster!r}"
             )
 
-    def wishes(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
+    def plan_options(self, global_batch_size: int, data_parallel: int | Auto) -> PlanOptions:
         """Returns what the planner is asked for.
 
         Raises:
             ConfigurationError: A value that cannot be.
         """
-        factor = self.optimizer_bytes_factor
-        return PlanOptions(
-            global_batch_size=global_batch_size,
-            data_parallel=data_parallel,
-            num_stages=self.num_stages,
-            num_microbatches=self.num_microbatches,
-            num_replicas=_as_tuple(self.num_replicas),
-            schedule=self.schedule,
-            filling=self.filling,
-            frozen_group_size=self.frozen_group_size,
-            encoding_ranks=self.encoding_ranks,
-            checkpointing=self.checkpointing,
-            streaming=self.streaming,
-            encode_first=self.encode_first,
-            optimizer_bytes_factor=_ADAM_BYTES_FACTOR if factor == "auto" else factor,
-            averages_bytes_factor=self.averages_bytes_factor,
-            shard_optimizer=self.shard_optimizer,
-        )
+        planned = vars(self).keys() & {field.name for field in fields(PlanOptions)}
+        asked = {name: getattr(self, name) for name in planned}
+        asked |= {"global_batch_size": global_batch_size, "data_parallel": data_parallel}
+        asked["num_replicas"] = _as_tuple(self.num_replicas)
+        if self.optimizer_bytes_factor == "auto":
+            asked["optimizer_bytes_factor"] = _ADAM_BYTES_FACTOR
+        return PlanOptions(**asked)
 
     def refuse_more_stages_than(self, num_ranks: int) -> None:
         """Refuses more stages than ranks before any process starts, where each needs ranks of its own.
@@ -239,17 +228,6 @@ def _make_plan(
     """Reads the plan that was given, or searches one."""
     batch_size = num_samples(subject.batch, subject.graph.form)
     if options.plan is not None:
-        unset = {
-            "profile": ("measure", None),
-            "cluster": ("measure",),
-            "optimizer_bytes_factor": ("auto",),
-        }
-        unused = [name for name, values in unset.items() if getattr(options, name) not in values]
-        if unused:
-            _log.warning(
-                "the plan is followed as it is, so that %s beside it changes nothing: leave it out, or plan anew "
-                "with it, without plan", " and ".join(unused),
-            )  # fmt: skip
         plan = _given_plan(options.plan, process.world_size, batch_size)
         if plan.options.encode_first and not options.encode_first:
             raise PlanError(
@@ -257,23 +235,23 @@ def _make_plan(
                 "callbacks=cached callbacks.encoding_cache.encode_first=true, or plan again without it"
             )
         num_pipelines = process.world_size // plan.ranks_per_pipeline
-        check_wishes(plan, options.wishes(1, options.data_parallel), num_pipelines)
+        check_wishes(plan, options.plan_options(1, options.data_parallel), num_pipelines)
         return plan
     assert profile is not None
     if process.device.type == "cuda" and cluster.host_memory_bytes is None:  # else nothing moves
         free = int(min(available_bytes(), LARGEST))
         cluster = replace(cluster, host_memory_bytes=free)
     data_parallel = options.pipelines_beside(process.world_size)
-    wishes = options.wishes(batch_size * data_parallel, data_parallel)
-    plan, most = find_plan(profile, cluster, wishes), batch_size // subject.least_samples
+    asked = options.plan_options(batch_size * data_parallel, data_parallel)
+    plan, most = find_plan(profile, cluster, asked), batch_size // subject.least_samples
     if plan.num_microbatches <= most:
         return plan
-    if wishes.num_microbatches != "auto":
+    if asked.num_microbatches != "auto":
         raise ConfigurationError(
-            f"num_microbatches={wishes.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
+            f"num_microbatches={asked.num_microbatches} leaves microbatches with one of the {batch_size} samples, "
             f"but batch norms in training mode need two. Use at most {most}, larger batches, or nn.GroupNorm"
         )
-    return find_plan(profile, cluster, replace(wishes, num_microbatches=most))
+    return find_plan(profile, cluster, replace(asked, num_microbatches=most))
 
 
 def planned_pipelines(options: PipelineOptions, world_size: int) -> int:

@@ -456,7 +456,7 @@ def refuse_shared_weights(plan: PipelinePlan, graph: LayerGraph, pieces: Cut) ->
     name, remedy = plan.options.schedule, "choose a schedule that flushes, such as 1f1b"
     if graph.weighted:
         raise ConfigurationError(
-            f'training_step returns a "weight" beside its loss, by which gradients are divided later, but with '
+            f'training_step returns a "weight" next to its loss, by which gradients are divided later, but with '
             f"schedule={name} stages step at different times; return a mean, or {remedy}"
         )
     holders: dict[str, int] = {}

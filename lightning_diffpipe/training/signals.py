@@ -138,9 +138,9 @@ class LockStep:
         by_time = getattr(trainer, "_val_check_time_interval", None) is not None
 
         def agree_to_stop() -> None:
-            wish = trainer.should_stop
-            trainer.should_stop = of_first(wish)
-            if wish and not trainer.should_stop:
+            own_decision = trainer.should_stop
+            trainer.should_stop = of_first(own_decision)
+            if own_decision and not trainer.should_stop:
                 _log.warning(
                     "rank %d goes on though its trainer.should_stop was set: ranks stop together, when "
                     "rank 0 does; set it on rank 0, or on all ranks",

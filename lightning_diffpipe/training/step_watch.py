@@ -9,7 +9,7 @@ a call of `.train()`, may change later what the step reads. Three things show it
 
 With other modes the step is traced again, and if it has changed the run ends and says what was changed. A step that
 needs values runs for this on what a rank holds, with NaN for the rest; if that fails, a warning says what may be
-wrong. A loss or gradients that are not finite are borne for some steps: training may diverge, too.
+wrong. A loss or gradients that are not finite are allowed for some steps: training may diverge, too.
 """
 
 import contextlib
@@ -162,7 +162,7 @@ class StepWatch:
                 "checkpoint (ckpt_path='last') with a lower learning rate, gradient_clip_val, or more bits "
                 "(bf16-mixed, 32-true); strategy.check_finite=True names the layer that is the first. Or the "
                 f"step has changed since it was probed. {_REMEDY}. strategy.max_diverged_steps says how many steps "
-                "are borne"
+                "are allowed"
             )
 
     def finish(self) -> None:

@@ -122,8 +122,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             `"auto"`: where the plan would not fit otherwise, of ready-made modules (`Optimization`); optimizers of
             others are made when the plan is there.
         plan: A plan, or the path of one, to follow instead of searching. What is set above and is not
-            what the plan has is refused; of what is only planned with (`profile`, `cluster`,
-            `optimizer_bytes_factor`) a warning says that it changes nothing.
+            what the plan has is refused; what is only planned with (`profile`, `cluster`,
+            `optimizer_bytes_factor`) changes nothing.
         profile: `"measure"`, or `None`, times the layers of the model on this machine; `"flops"` derives
             times from operation counts; or a profile, or the path of one.
         cluster: `"measure"` times the links between the ranks while planning; or a `Cluster`, or its
@@ -449,7 +449,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Lets one rank read a pipeline's batches as one process would; raises ConfigurationError without any."""
         dataloader, mesh, trainer = unaligned(dataloader), self.mesh, self._trainer
         dataloader = shared_out(dataloader, trainer, **self.distributed_sampler_kwargs)
-        length = mesh.handed_on(sized_len(dataloader))
+        length = mesh.from_first(sized_len(dataloader))
         training = trainer.state.stage == RunningStage.TRAINING
         if training and length == 0:  # Lightning would end the run without an error
             with raised_by_all():
@@ -620,7 +620,7 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         """Puts the gradients of the schedule back; nothing is left to compute."""
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        if not self._running.plan.runs_free:  # else it has stepped already
+        if not self._running.plan.runs_free:  # else weights were updated already
             self._restore_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)

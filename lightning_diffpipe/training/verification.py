@@ -219,16 +219,16 @@ class MeanCheck:
     def _compared(self, total: int, first: int, seed: int, repeated: bool) -> dict[str, _Losses]:
         """Returns the loss and what is logged as a mean, by name, of the batch and of its two parts."""
         values = _StandIns(self.probed.graph, total, seed, repeated)
-        drawn = _RowsOfDraws(total, repeated)
+        sampled = _RowsOfDraws(total, repeated)
         everything, rows = slice(0, total), (slice(0, first), slice(first, total))
-        whole, _ = self._run(self.probed.batch, everything, values, drawn, seed)
+        whole, _ = self._run(self.probed.batch, everything, values, sampled, seed)
         # Nobody knows for which sample those of the host are; what is logged may depend on the clock, too.
-        again, _ = self._run(self.probed.batch, everything, values, drawn, seed + 2)
+        again, _ = self._run(self.probed.batch, everything, values, sampled, seed + 2)
         if self.probed.graph.host_random and again[_LOSS] != whole[_LOSS]:
             raise ValueError("it depends on random numbers of Python's or numpy's generators")
         parts = split(self.probed.batch, (first, total - first), self.probed.graph.form)
         pieces = [
-            self._run(part, some, values, drawn, seed)
+            self._run(part, some, values, sampled, seed)
             for part, some in zip(parts, rows, strict=True)
         ]
         return {
@@ -238,7 +238,7 @@ class MeanCheck:
         }
 
     def _run(
-        self, batch: Any, rows: slice, values: _StandIns, drawn: _RowsOfDraws, seed: int
+        self, batch: Any, rows: slice, values: _StandIns, sampled: _RowsOfDraws, seed: int
     ) -> tuple[dict[str, float], float]:
         """Returns the loss of some of the samples, and what they log as means; and what they weigh."""
         size = rows.stop - rows.start
@@ -252,7 +252,7 @@ class MeanCheck:
         def log(method: str, *given: Any) -> None:
             calls.append((method, *logged_values(self.probed.module, given)))
 
-        with drawn.of(rows):
+        with sampled.of(rows):
             run = view.forward(call, seed=seed, received=values.of(rows), log=log)
         found = {_LOSS: float(run.loss.detach())} | {
             name: float(value)
@@ -402,7 +402,7 @@ def _of_samples(whole: Tensor, samples: slice, total: int, repeated: bool) -> Te
 
 
 class _RowsOfDraws(TorchDispatchMode):
-    """Gives a part of a batch the random numbers that were drawn for its samples in the whole batch."""
+    """Gives a part of a batch the random numbers that were sampled for its samples in the whole batch."""
 
     def __init__(self, total: int, repeated: bool) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 from lightning_diffpipe.errors import DiffPipeError, require_number
@@ -19,10 +18,8 @@ from lightning_diffpipe.planning.instruction import Staged
 from lightning_diffpipe.planning.partition import Stage
 from lightning_diffpipe.planning.plan import SAME_STEP, PipelinePlan, PlannedChange, check_layers
 from lightning_diffpipe.planning.profile import (
-    ADDED_UP,
     DISK_BYTES_PER_S,
     EncoderProfile,
-    LayerProfile,
     ModelProfile,
     Seconds,
     encoded_first,
@@ -248,7 +245,7 @@ def _tries(
     count, stages = plan.num_microbatches, plan.num_stages
     for n in filter(None, (2 * count, count // 2)):
         yield _Try(count_of(n, "microbatch", "es"), {**same, "num_microbatches": n}, profile)
-    yield _Try("cutting the layers anew", free, profile)
+    yield _Try("cutting the layers again", free, profile)
     for n in filter(None, (stages - 1, stages + 1)):
         yield _Try(count_of(n, "stage"), {**free, "num_stages": n}, profile)
     alone = {"num_stages": 1, "num_replicas": 1, "data_parallel": cluster.num_ranks}
@@ -270,8 +267,6 @@ def _tries(
             cut_anew = {**free, "num_stages": "auto"} if spec.place else free
             base = cut_anew if spec.place or spec.splits_backward else same
             yield _Try(what, {**base, "schedule": spec.name}, profile)
-    finer, name = _with_largest_layer_split(plan, profile)
-    yield _Try(f"splitting layer {name} in two", free, finer)
     yield _Try(BEST, {**any_shape, "schedule": "auto"}, profile)
 
 
@@ -288,47 +283,6 @@ def _with_stored(profile: ModelProfile, names: Collection[str]) -> tuple[ModelPr
             encoder = replace(encoder, layers=layers)
         encoders.append(encoder)
     return replace(profile, encoders=tuple(encoders)), sample_bytes
-
-
-def _with_largest_layer_split(
-    plan: PipelinePlan, profile: ModelProfile
-) -> tuple[ModelProfile, str]:
-    """Returns the profile with its slowest layer as two halves, in every pass, and that layer's name."""
-    size = plan.microbatch_sizes[0]
-    backbone, *others = profile.backbones
-    times_s = [layer.forward_s.at(size) + layer.backward_s.at(size) for layer in backbone.layers]
-    index = times_s.index(max(times_s))
-    inside = [first for first, stop in backbone.passes if first <= index < stop]
-    calls = [first + index - own for own in inside for first, _ in backbone.passes] or [index]
-
-    def moved(position: int) -> int:
-        return position + sum(call < position for call in calls)
-
-    def readers(positions: tuple[int, ...]) -> tuple[int, ...]:
-        both = (range(moved(p), moved(p) + 1 + (p in calls)) for p in positions)
-        return tuple(chain.from_iterable(both))
-
-    def halves(layer: LayerProfile) -> list[LayerProfile]:
-        numbers = {name: getattr(layer, name) // 2 for name in ADDED_UP}
-        return [replace(layer.scaled(0.5), **numbers)] * 2
-
-    layers = (halves(x) if i in calls else [x] for i, x in enumerate(backbone.layers))
-    finer = replace(
-        backbone,
-        layers=tuple(chain.from_iterable(layers)),
-        skips=tuple(
-            replace(s, made=moved(s.made) + (s.made in calls), readers=readers(s.readers))
-            for s in backbone.skips
-        ),
-        passes=tuple((moved(first), moved(stop)) for first, stop in backbone.passes),
-        seen=replace(
-            backbone.seen,
-            forms=tuple((share, moved(first)) for share, first in backbone.seen.forms),
-        ),
-    )
-    encoders = tuple(encoder.read_at(readers) for encoder in profile.encoders)
-    name = backbone.layers[index].name
-    return replace(profile, backbones=(finer, *others), encoders=encoders), name
 
 
 def _moved(plan: PipelinePlan, found: PipelinePlan) -> str:

@@ -218,7 +218,7 @@ OTHER_MACHINE = (
     "The plan's times are not of this machine: they were counted (profile=flops), or measured elsewhere. "
     "Its order still runs; for times to compare, plan with profile=measure."
 )
-_MEASURE_ANEW = (
+_MEASURE_AGAIN = (
     "start again without `strategy.plan` and with `strategy.cluster=measure` (the default: links are measured at "
     "every start)"
 )
@@ -229,8 +229,8 @@ REMEDIES = {
     "cores and for swapping; profile again.",
     "frozen work": "Frozen layers take longer than when they were timed, or run in smaller groups of "
     "samples; profile again, or cache what they give (EncodingCache).",
-    "sums and exchanges": f"Collectives are slower than planned: {_MEASURE_ANEW}, or use fewer replicas.",
-    MESSAGES: f"Messages take longer than planned, or ranks are held up at random: {_MEASURE_ANEW}, use larger "
+    "sums and exchanges": f"Collectives are slower than planned: {_MEASURE_AGAIN}, or use fewer replicas.",
+    MESSAGES: f"Messages take longer than planned, or ranks are held up at random: {_MEASURE_AGAIN}, use larger "
     "microbatches, or fewer stages.",
     PIPELINE: "The plan has no costs, so that nobody knows which part takes longer: plan again, with `diffpipe "
     "plan` or by starting without `strategy.plan`.",
@@ -380,8 +380,8 @@ def _as_measured(costs: PipelineCosts, measured: Timeline) -> Iterator[_OfKinds]
     share = sum(ranks_s[Encode]) / (sum(costs.encode_s) or 1.0)
     yield "frozen work", (Encode,), {"encode_s": tuple(share * s for s in costs.encode_s)}
     sums_s, exchange_s = tuple(ranks_s[ReduceGradients]), max(ranks_s[ExchangeFrozen])
-    meetings = {"all_reduce_s": sums_s, "all_gather_s": exchange_s}
-    yield "sums and exchanges", (ReduceGradients, ExchangeFrozen), meetings
+    collectives = {"all_reduce_s": sums_s, "all_gather_s": exchange_s}
+    yield "sums and exchanges", (ReduceGradients, ExchangeFrozen), collectives
 
 
 def _with_measured(
@@ -443,11 +443,11 @@ def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
     lines = [str(gap), "", str(occupation(measured))]
     if plan.costs is None:
         return "\n".join(lines)
-    planned, drawn = plan.timeline, without_posts(measured)
-    if planned.iteration_s < 3 * drawn.iteration_s < 9 * planned.iteration_s:
-        lines += ["", side_by_side(planned, drawn)]
+    planned, shown = plan.timeline, without_posts(measured)
+    if planned.iteration_s < 3 * shown.iteration_s < 9 * planned.iteration_s:
+        lines += ["", side_by_side(planned, shown)]
     else:  # on one scale one of them would be a dot
-        lines += ["", "planned", render(planned), "measured, on another scale", render(drawn)]
+        lines += ["", "planned", render(planned), "measured, on another scale", render(shown)]
     return "\n".join(lines)
 
 

@@ -118,4 +118,4 @@ def test_tensors_of_a_batch_lie_as_they_did(tensor):
 def test_what_cannot_be_pickled_is_named():
     mesh = Mesh(RankLayout(2, Placement.of_replicas([1, 1])), 0, CPU, "gloo", 1.0)
     with pytest.raises(ConfigurationError, match=r"cannot be sent .*lambda.* can be pickled"):
-        mesh.handed_on({"later": lambda: 0})
+        mesh.from_first({"later": lambda: 0})

@@ -170,7 +170,6 @@ class Averages(L.Callback):
 @pytest.mark.parametrize(
     ("hook", "max_epochs", "size"),
     [
-        ("on_train_epoch_end", 1, 24),
         # For the end of these no test could wait.
         ("on_train_epoch_end", 10**6, 24),
         ("on_train_batch_end", 1, 10**5),

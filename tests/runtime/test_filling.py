@@ -255,7 +255,7 @@ def test_layers_and_waits_are_averaged():
     for seconds in (1.0, 2.0):
         times.note("vae", 0.0, seconds)
         times.note(WAIT, 0.0, 0.0, seconds)
-    times.settle()
+    times.read()
     assert times.layer_s("vae") == times.wait_s(WAIT) == pytest.approx(1.3)
     assert FillingTimes("opportunistic", clock).wait_s(WAIT) == float("inf")
 

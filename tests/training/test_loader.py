@@ -1,12 +1,8 @@
 """Loaders that one rank of a pipeline reads: random numbers, orders and places, and what loops get of them."""
 
-import multiprocessing
-import os
 import queue
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,7 +26,7 @@ from lightning_diffpipe.comm.mesh import Mesh, RankLayout
 from lightning_diffpipe.comm.packing import flat_bytes, pickled_value
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.planning.schedule import Placement
-from lightning_diffpipe.training.loader import Feed, PipelineLoader, end_workers_with_rank
+from lightning_diffpipe.training.loader import Feed, PipelineLoader
 
 CPU = torch.device("cpu")
 
@@ -340,7 +336,7 @@ class Hands:
         self.local_rank, self.pipeline, self._box = local_rank, 0, box
         self.layout = SimpleNamespace(ranks_per_pipeline=2)
 
-    def handed_on(self, value=None):
+    def from_first(self, value=None):
         if self.local_rank == 0:
             self._box.put(pickled_value(value, CPU))
             return value
@@ -401,40 +397,3 @@ def test_a_rank_that_does_not_read_touches_no_sample():
     loader = aligned(DataLoader(Augmented(), 2, collate_fn=fail), is_read=False)
     assert list(loader) == []
     assert len(loader) == 4
-
-
-class Processes(Dataset):
-    """Gives the process that was asked."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return os.getpid()
-
-
-def read_and_be_killed(answer):
-    """Reads from a worker of a fork server, says which process that is, and gets SIGKILL."""
-    loader = DataLoader(Processes(), num_workers=1, multiprocessing_context="forkserver")
-    end_workers_with_rank(loader)
-    answer.send(int(next(iter(loader))))
-    os.kill(os.getpid(), 9)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(os, "pidfd_open"), reason="asks the kernel for the end of a process"
-)
-def test_workers_of_a_fork_server_end_with_the_process_that_reads_from_them():
-    """History: they stayed for ever, as their parent, which torch watches, is the server."""
-    here, there = multiprocessing.Pipe(duplex=False)
-    context = multiprocessing.get_context("fork")
-    reader = context.Process(target=read_and_be_killed, args=(there,))
-    reader.start()
-    there.close()
-    worker, deadline_s = Path(f"/proc/{here.recv()}"), time.monotonic() + 10
-    reader.join()
-    assert reader.exitcode == -9
-    while worker.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not worker.exists()

@@ -106,24 +106,6 @@ def test_options_that_a_given_plan_does_not_follow_are_refused(options, message)
     assert make_plan(plan, world_size=4, data_parallel=2) is plan
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"profile": "flops"}, "profile beside"),
-        ({"optimizer_bytes_factor": 6.0}, "optimizer_bytes_factor beside"),
-        ({"profile": "p.json", "cluster": {"memory_bytes": 1}}, "profile and cluster beside"),
-        ({"profile": None}, None),
-        ({}, None),
-    ],
-)
-def test_what_is_only_planned_with_is_warned_of_beside_a_plan(options, named, caplog):
-    """History: it was ignored without a word."""
-    assert make_plan(PLAN, **options) is PLAN
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (named is not None)
-    assert all(f"so that {named} it changes nothing" in message for message in messages)
-
-
 def test_after_a_failure_nothing_waits_for_messages_of_nccl(monkeypatch):
     """History: moving the module to the host waited for the device, and that for a rank that had stopped."""
     done, root = [], nn.Sequential(nn.Linear(4, 4))
@@ -311,9 +293,9 @@ def test_steps_that_change_weights_are_refused(mode, update):
 
 def test_averages_of_the_weights_and_the_optimizer_count_as_memory():
     """History: an EMA, and any optimizer other than Adam, were unknown to plans in training."""
-    wishes = PipelineOptions(optimizer_bytes_factor=0, averages_bytes_factor=1.0).wishes(8, 1)
+    wishes = PipelineOptions(optimizer_bytes_factor=0, averages_bytes_factor=1.0).plan_options(8, 1)
     assert (wishes.optimizer_bytes_factor, wishes.averages_bytes_factor) == (0, 1.0)
-    assert PipelineOptions().wishes(8, 1).optimizer_bytes_factor == 2.0
+    assert PipelineOptions().plan_options(8, 1).optimizer_bytes_factor == 2.0
     with pytest.raises(ConfigurationError, match="such as 2 for Adam; got 'adam'"):
         PipelineOptions(optimizer_bytes_factor="adam")
 

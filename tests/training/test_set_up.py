@@ -106,7 +106,7 @@ def test_a_pipelines_share_that_makes_no_batch_ends_the_set_up():
     trainer = SimpleNamespace(state=state, _accelerator_connector=connector)
     strategy._lightning_module = SimpleNamespace(trainer=trainer)
     layout = SimpleNamespace(num_pipelines=2)
-    mesh = SimpleNamespace(layout=layout, pipeline=1, handed_on=lambda value: value)
+    mesh = SimpleNamespace(layout=layout, pipeline=1, from_first=lambda value: value)
     strategy.pipeline = SimpleNamespace(mesh=mesh)
     with pytest.raises(ConfigurationError, match="7 training samples for each pipeline make no"):
         strategy.process_dataloader(few(14))

@@ -16,15 +16,13 @@ from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import (
     EncoderProfile,
-    FrozenResult,
     ModelProfile,
     Seconds,
-    Skip,
 )
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
-from lightning_diffpipe.viewing.explain import _balanced, _with_largest_layer_split, explain
+from lightning_diffpipe.viewing.explain import _balanced, explain
 from lightning_diffpipe.viewing.plot import chrome_trace
 from lightning_diffpipe.viewing.report import cost_table, diff, report
 from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_side, size, waiting
@@ -235,41 +233,6 @@ def test_the_profile_of_another_model_gives_no_advice(num_layers, complaint):
     layers = tuple(replace(layer, name=f"other.{layer.name}") for layer in backbone.layers)
     with pytest.raises(PlanError, match=complaint):
         explain(plan, replace(other, backbones=(replace(backbone, layers=layers),)), cluster)
-
-
-def test_the_readers_of_an_encoding_move_with_the_layers():
-    """History: when a layer was split in two, the readers after it stayed a layer too early."""
-    profile, _, plan = plan_of()
-    layers = list(profile.backbones[0].layers)
-    layers[3] = replace(layers[3], forward_s=layers[3].forward_s.scaled(2))
-    (vae,) = profile.encoders
-    results = (FrozenResult(5, (1, 3, 7)), FrozenResult(6, (2,)), FrozenResult(7, (4,)))
-    profile = replace(
-        profile,
-        backbones=(replace(profile.backbones[0], layers=tuple(layers)),),
-        encoders=(replace(vae, results=results),),
-    )
-    finer, name = _with_largest_layer_split(plan, profile)
-    names = [layer.name for layer in finer.backbones[0].layers]
-    assert name == names[3] == names[4]
-    readers = [[names[reader] for reader in result.readers] for result in finer.encoders[0].results]
-    assert readers == [["layer1", name, name, "layer7"], ["layer2"], ["layer4"]]
-
-
-def test_a_layer_is_split_in_every_pass():
-    """History: passes, forms and skips stayed where they were, so that other layers were planned as one."""
-    (backbone,) = twice(equal_profile(4), 0.5).backbones
-    layers = list(backbone.layers)
-    layers[6] = replace(layers[6], backward_s=layers[6].backward_s.scaled(2))
-    skips = tuple(Skip(1, start + 1, (start + 2, start + 3)) for start in (0, 4))
-    profile = ModelProfile("m", (replace(backbone, layers=tuple(layers), skips=skips),))
-    plan = find_plan(profile, Cluster(2), PlanOptions(4, 2, 4, 1, 1))
-    (finer,) = _with_largest_layer_split(plan, profile)[0].backbones
-    names = ["layer0", "layer1", "layer2", "layer2", "layer3"]
-    assert [layer.name for layer in finer.layers] == 2 * names
-    assert finer.passes == ((0, 5), (5, 10))
-    assert finer.seen.forms == ((0.5, 0), (0.5, 5))
-    assert finer.skips == (Skip(1, 1, (2, 3, 4)), Skip(1, 6, (7, 8, 9)))
 
 
 def test_data_parallelism_is_advised_next_to_interleaved_stages():
