@@ -79,7 +79,7 @@ class Experts(TinyPipeline):
         (True, 2, {"num_stages": 2}),
         row(True, 1, {"num_stages": 1}),
         row(False, 2, {"num_stages": 2}),
-        row(False, 2, {"num_stages": 2, "schedule": "bidirectional"}),
+        row(False, 2, {"num_stages": 4, "schedule": "bidirectional"}),
     ],
 )
 def test_both_experts_learn_what_they_learn_in_one_process(lora, world_size, strategy):
