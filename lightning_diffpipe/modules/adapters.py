@@ -25,6 +25,7 @@ from lightning_diffpipe.quantization import dequantize, has_quantized
 from lightning_diffpipe.sampling.loras import MERGE
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+_SECOND = "transformer_2"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""
 
 TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
@@ -175,10 +176,31 @@ def write_lora(folder: Path, parts: Mapping[str, Any], weights: Mapping[str, Ten
         config = part.peft_config[_only_adapter(name, part)].to_dict()
         own = {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"]}
         config |= own | {"use_rslora": False}
-        configs |= {f"{name}.{key}": value for key, value in config.items()}
+        configs |= {f"{name_in_file(name)}.{key}": value for key, value in config.items()}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(configs, default=sorted)}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / LORA_FILE, safetensors.torch.save(dict(weights), metadata))
+
+
+def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Returns the files that hold adapters of parts, by names, each with its own parts; of no parts none.
+
+    diffusers loads a file into one of two denoisers, the second by an argument of its own (Wan's
+    `load_into_transformer_2`), and by the name of the first.
+
+    Args:
+        path: The file, or its folder; the second denoiser has a folder in that.
+        parts: Parts of a pipeline, by their names there.
+    """
+    first = {name: part for name, part in parts.items() if name != _SECOND}
+    second = {name: part for name, part in parts.items() if name == _SECOND}
+    files = {path: first, path / _SECOND: second}
+    return {file: own for file, own in files.items() if own}
+
+
+def name_in_file(part: str) -> str:
+    """Returns the name that a LoRA file has for a part of a pipeline."""
+    return "transformer" if part == _SECOND else part
 
 
 def adapted_parts(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -221,7 +243,7 @@ def stored_name(part: str, key: str) -> str:
     if part == "unet":
         key = key.replace(".lora_A.", ".lora.down.").replace(".lora_B.", ".lora.up.")
         key = re.sub(r"\.to_(q|k|v|out)(\.0)?\.lora\.", r".processor.to_\1_lora.", key)
-    return f"{part}.{key}"
+    return f"{name_in_file(part)}.{key}"
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:

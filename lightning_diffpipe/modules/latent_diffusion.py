@@ -48,7 +48,7 @@ from lightning_diffpipe.modules.encoders import (
 from lightning_diffpipe.modules.noise import Noise, NoiseSchedule, noise_schedule_of
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.modules.parts import PartOutline, PartsModule, read_index
-from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
+from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import in_own_precision
 from lightning_diffpipe.sampling.schedulers import takes_generator
 
@@ -175,6 +175,7 @@ class LatentDiffusion(PartsModule):
         path: str | Path,
         call: Mapping[str, Any] | None = None,
         condition_dropout: float | None = None,
+        expert: Expert | None = None,
         **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
@@ -186,13 +187,15 @@ class LatentDiffusion(PartsModule):
             path: Folder with `model_index.json`, or a hub id.
             call: Further arguments of the call of such a pipeline.
             condition_dropout: As in `PipelineDiffusion`.
+            expert: As in `PipelineDiffusion`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
             ConfigurationError: There is no such folder, or nothing here can train it.
         """
         given = {"call": dict(call)} if call else {}
-        given |= {} if condition_dropout is None else {"condition_dropout": condition_dropout}
+        further = {"condition_dropout": condition_dropout, "expert": expert}
+        given |= {name: value for name, value in further.items() if value is not None}
         if cls is LatentDiffusion:
             index = read_index(str(path))
             # Pipelines of diffusers with other parts than these are for their own call.

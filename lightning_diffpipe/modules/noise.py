@@ -14,6 +14,7 @@ mantissa, neighbouring time steps would have the same alpha.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 Loss = Literal["mse", "huber", "smooth_l1"]
+
+Span = tuple[float, float]
+"""Timesteps from the first number on, below the second."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,62 @@ class Noise:
                     f"{one}={values[0]} and {other}={values[1]} exclude each other; take one of them"
                 )
 
-    def draw_times(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draws a share of the way from noise to data for each sample of `like`, before any shift; `(B,)`."""
+    def draw_times(
+        self,
+        like: Tensor,
+        generator: torch.Generator | None,
+        quantiles: tuple[float, float] | None = None,
+    ) -> Tensor:
+        """Draws a share of the way from noise to data for each sample of `like`, before any shift; `(B,)`.
+
+        Args:
+            like: Its length and device count.
+            generator: Drawn from; None for the global one.
+            quantiles: Draw only between these two quantiles of the distribution.
+        """
+        uniform = None
+        if quantiles is not None or self.uniform or self.mode_scale is not None:
+            uniform = torch.rand(len(like), generator=generator, device=like.device)
+        if uniform is not None and quantiles is not None:
+            uniform = quantiles[0] + (quantiles[1] - quantiles[0]) * uniform
         if not self.uniform and self.mode_scale is None:
-            logits = _normal((len(like),), like, generator)
+            logits = (
+                _normal((len(like),), like, generator)
+                if uniform is None
+                else -torch.special.ndtri(uniform)
+            )
             return torch.sigmoid(-(self.logit_mean + self.logit_std * logits))
-        share = torch.rand(len(like), generator=generator, device=like.device)
+        assert uniform is not None
         if self.mode_scale is None:
+            return uniform
+        if quantiles is not None:  # the density below falls as its argument rises
+            uniform = 1 - uniform
+        return (
+            1 - uniform - self.mode_scale * ((math.pi / 2 * uniform).cos().square() - 1 + uniform)
+        )
+
+    def probability(self, share: float) -> float:
+        """Returns the probability that `draw_times` without quantiles draws less than a share.
+
+        Example:
+            >>> Noise().probability(0.5), Noise(uniform=True).probability(0.25)
+            (0.5, 0.25)
+        """
+        if not 0 < share < 1:
+            return float(share >= 1)
+        if self.uniform:
             return share
-        return 1 - share - self.mode_scale * ((math.pi / 2 * share).cos().square() - 1 + share)
+        if self.mode_scale is None:
+            deviations = (math.log(share / (1 - share)) + self.logit_mean) / (
+                self.logit_std or 1e-9
+            )
+            return NormalDist().cdf(deviations)
+        low, high = 0.0, 1.0
+        for _ in range(50):  # by bisection: twice as many digits as the draws have
+            u = (low + high) / 2
+            drawn = 1 - u - self.mode_scale * (math.cos(math.pi / 2 * u) ** 2 - 1 + u)
+            low, high = (u, high) if drawn >= share else (low, u)
+        return 1 - low
 
     def draw(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draws noise for latents."""
@@ -188,22 +239,35 @@ class FlowMatching(_Schedule):
     noise: Noise = Noise()
     line: tuple[tuple[float, float], tuple[float, float]] | None = None
 
-    def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
+    def corrupt(
+        self,
+        clean: Tensor,
+        generator: torch.Generator | None = None,
+        span: Span | None = None,
+    ) -> Corrupted:
         """Draws times, one for each sample, and noise, and mixes them in.
 
         Args:
             clean: fp32 latents of unit variance, `(B, C, h, w)`.
             generator: Drawn from, on the device of `clean`; `None` for the global one.
+            span: Draw only times of this span, as often as without it relative to each other.
+
+        Raises:
+            ConfigurationError: Next to no time is drawn from the span.
         """
-        share = self.noise.draw_times(clean, generator)
+        steps, quantiles = range(self.num_timesteps), None
+        if span is not None:
+            steps, quantiles = self._steps_of(span, clean.shape)
+            if quantiles[1] - quantiles[0] < 1e-4:
+                raise ConfigurationError(
+                    f"of all times {quantiles[1] - quantiles[0]:.2g} are from {span[0]:g} to {span[1]:g}, where a "
+                    "denoiser is trained; draw others (model.noise), or train the other one only (model.expert)"
+                )
+        share = self.noise.draw_times(clean, generator, quantiles)
         # As an index into the timesteps of the scheduler, which fall.
-        index = (share * self.num_timesteps).long().clamp(max=self.num_timesteps - 1)
+        index = (share * self.num_timesteps).long().clamp(steps.start, steps.stop - 1)
         times = (self.num_timesteps - index).to(clean.dtype) / self.num_timesteps
-        shift = self.shift
-        if self.line is not None:
-            (least, low), (most, high) = self.line
-            num_tokens = clean.shape[-2] * clean.shape[-1] / 4
-            shift = math.exp(low + (high - low) * (num_tokens - least) / (most - least))
+        shift = self._shift_of(clean.shape)
         times = shift * times / (1 + (shift - 1) * times)
         noise = self.noise.draw(clean, generator)
         t = _per_sample(times, clean)
@@ -213,6 +277,28 @@ class FlowMatching(_Schedule):
             noise - clean,
             times.square() if self.noise.preconditioned else None,
         )
+
+    def share_of(self, span: Span, shape: Sequence[int]) -> float:
+        """Returns the share of all times that is drawn from a span, for latents of a shape."""
+        low, high = self._steps_of(span, shape)[1]
+        return high - low
+
+    def _shift_of(self, shape: Sequence[int]) -> float:
+        if self.line is None:
+            return self.shift
+        (least, low), (most, high) = self.line
+        num_tokens = shape[-2] * shape[-1] / 4
+        return math.exp(low + (high - low) * (num_tokens - least) / (most - least))
+
+    def _steps_of(self, span: Span, shape: Sequence[int]) -> tuple[range, tuple[float, float]]:
+        """Returns the indices of timesteps in a span, and the quantiles between which they are drawn."""
+        count, shift = self.num_timesteps, self._shift_of(shape)
+        times = [1 - i / count for i in range(count)]
+        # Rounded, as the end of a span may be a timestep itself: 0.7, shifted by 3, is 0.875.
+        steps = [round(count * shift * t / (1 + (shift - 1) * t), 6) for t in times]
+        start, stop = (sum(step >= end for step in steps) for end in reversed(span))
+        low, high = (self.noise.probability(n / count) for n in (start, stop))
+        return range(start, stop), (low, high)
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Estimates clean latents from what a denoiser predicted for noisy ones; both `(B, C, h, w)`."""
@@ -238,11 +324,17 @@ class Diffusion(_Schedule):
         """Number of time steps."""
         return len(self.alphas_cumprod)
 
-    def corrupt(self, clean: Tensor, generator: torch.Generator | None = None) -> Corrupted:
+    def corrupt(
+        self,
+        clean: Tensor,
+        generator: torch.Generator | None = None,
+        span: Span | None = None,
+    ) -> Corrupted:
         """See `FlowMatching.corrupt`."""
         table = self.alphas_cumprod.to(clean.device, non_blocking=True)
+        steps = self._steps_of(span or (0, math.inf))
         timesteps = torch.randint(
-            len(table), (len(clean),), device=clean.device, generator=generator
+            steps.start, steps.stop, (len(clean),), device=clean.device, generator=generator
         )
         noise = self.noise.draw(clean, generator)
         alpha = _per_sample(table[timesteps], clean)
@@ -261,6 +353,13 @@ class Diffusion(_Schedule):
                 weights if self.predicts_v else (weights / alpha.flatten().clamp_min(1e-12)).sqrt()
             )
         return Corrupted(signal * clean + spread * noise, timesteps, target, weights)
+
+    def share_of(self, span: Span, shape: Sequence[int]) -> float:
+        """See `FlowMatching.share_of`."""
+        return len(self._steps_of(span)) / self.num_timesteps
+
+    def _steps_of(self, span: Span) -> range:
+        return range(*(math.ceil(min(end, self.num_timesteps)) for end in span))
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """See `FlowMatching.clean`; from epsilon at most four deviations, as noise tells little."""

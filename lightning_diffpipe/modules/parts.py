@@ -54,8 +54,10 @@ from lightning_diffpipe.modules.adapters import (
     Lora,
     adapted_parts,
     add_adapters,
+    lora_files,
     lora_weights,
     merged,
+    name_in_file,
     refuse_others,
     settings_of,
     write_lora,
@@ -317,6 +319,11 @@ class PartsModule(L.LightningModule):
                     )
                 in_float32(part, torch.float16, torch.bfloat16, only_trained=has_adapters)
 
+    @property
+    def denoisers(self) -> tuple[Any, ...]:
+        """All parts that are denoisers and trained."""
+        return (self.denoiser,)
+
     def add_lora(self, lora: Lora | None, train_text_encoder: bool, loader: type) -> None:
         """Adds adapters to the denoiser, and to text encoders that are trained; none without `lora`.
 
@@ -332,19 +339,25 @@ class PartsModule(L.LightningModule):
         self._lora = lora
         if lora is None:
             return
-        adapted = {name: part for name, part in self.parts.items() if part is self.denoiser}
+        adapted = {
+            name: part
+            for name, part in self.parts.items()
+            if any(part is d for d in self.denoisers)
+        }
         if train_text_encoder:
             adapted |= {n: p for n, p in self.parts.items() if n.startswith("text_encoder")}
         if lora.lora_from is not None and not adapted_parts(self.parts):
             config = getattr(getattr(self, "unet", None), "config", None)
-            stored = StoredLora(lora.lora_from, 1.0, loader, config)
-            if others := sorted(stored.parts() - adapted.keys()):
-                raise ConfigurationError(
-                    f"lora_from={lora.lora_from} has adapters of {', '.join(others)}, and {', '.join(adapted)} is "
-                    "trained: add train_text_encoder=true if it is one of this model, or choose another file"
-                )
-            for name in sorted(stored.parts()):
-                stored.adapt(name, adapted[name])
+            for path, parts in lora_files(Path(lora.lora_from), adapted).items():
+                own = {name_in_file(name): part for name, part in parts.items()}
+                stored = StoredLora(path, 1.0, loader, config)
+                if others := sorted(stored.parts() - own.keys()):
+                    raise ConfigurationError(
+                        f"lora_from={path} has adapters of {', '.join(others)}, and {', '.join(own)} is "
+                        "trained: add train_text_encoder=true if it is one of this model, or choose another file"
+                    )
+                for name in sorted(stored.parts()):
+                    stored.adapt(name, own[name])
         for part in adapted.values():
             lora.add_to(part)
 
@@ -599,7 +612,8 @@ class PartsModule(L.LightningModule):
         Of several processes the first one writes and the others return at once.
 
         Args:
-            path: Folder to write `pytorch_lora_weights.safetensors` into.
+            path: Folder to write `pytorch_lora_weights.safetensors` into; that of a second denoiser into the
+                folder `transformer_2` in it.
             names: Regular expressions, and what replaces them in names of tensors, one after the other: for
                 programs that know a model by the names of its first code, which diffusers reads, too.
             state: Weights of the module, as `strategy.lightning_module_state_dict()` returns them in training.
@@ -608,24 +622,31 @@ class PartsModule(L.LightningModule):
             ConfigurationError: See `lora_weights`.
         """
         if is_first_process():
-            write_lora(Path(path), self.parts, self.lora_weights(names, state))
+            for folder, weights in self.lora_weights(names, state, path).items():
+                parts = lora_files(Path(path), adapted_parts(self.parts))[folder]
+                write_lora(folder, parts, weights)
 
     def lora_weights(
-        self, names: Mapping[str, str] | None = None, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Returns the tensors that `save_lora` writes, and warns of those that diffusers does not load.
+        self,
+        names: Mapping[str, str] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        path: str | Path = "",
+    ) -> dict[Path, dict[str, Tensor]]:
+        """Returns the tensors that `save_lora` writes, by folder, and warns of those that diffusers does not load.
 
         Before training, it tells whether they can be written.
 
         Args:
             names: As in `save_lora`.
             state: As in `save_lora`.
+            path: As in `save_lora`.
 
         Raises:
             ConfigurationError: No part has adapters, they are more than such a file can hold, or names cannot be
                 replaced so.
         """
-        weights = lora_weights(self.parts, names, state)
+        files = lora_files(Path(path), adapted_parts(self.parts) or self.parts)
+        weights = {folder: lora_weights(own, names, state) for folder, own in files.items()}
         # Of a class outside of diffusers the index has a list.
         pipeline = getattr(diffusers, str(self.pipeline_index.get("_class_name")), None)
         loaded = getattr(pipeline, "_lora_loadable_modules", [])

@@ -8,11 +8,12 @@ scheduler.
 """
 
 import inspect
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import diffusers
 import torch
@@ -31,13 +32,19 @@ from lightning_diffpipe.modules.parts import (
     read_index,
     warn_of_cut,
 )
-from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of
-from lightning_diffpipe.pipelines.stand_ins import decoding_in_own_precision, in_own_precision
+from lightning_diffpipe.pipelines.one_step import OneStep, Tail, condition_of, spans_of
+from lightning_diffpipe.pipelines.stand_ins import (
+    decoding_in_own_precision,
+    in_own_precision,
+    replaying,
+)
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.sampling.loop import PipelineCall
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import call_of, is_component, load_networks
+
+Expert = Literal["high", "low", "both"]
 
 _UNOPENED = (OSError, ValueError, TypeError, ImportError, AttributeError, SafetensorError)
 
@@ -67,9 +74,13 @@ class PipelineDiffusion(PartsModule):
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`, or `guidance_scale`
             for models that are told it.
         noise: Which times are trained how often, and how much they count.
+        expert: Of a pipeline with a denoiser for noisier times and one for the others (Wan 2.2), which is trained:
+            `"high"`, `"low"`, or None for `"both"`. Then every sample goes through both, each at a time of its own,
+            and their losses count by the shares of times they are for: the mean over all times.
 
     Attributes:
-        step: The call of the pipeline that training runs.
+        steps: The calls of the pipeline that training runs, one for each denoiser.
+        step: The first of them.
 
     Raises:
         ConfigurationError: The pipeline cannot be trained by its own call; says why.
@@ -90,12 +101,16 @@ class PipelineDiffusion(PartsModule):
         lora: Lora | None = None,
         call: Mapping[str, Any] | None = None,
         noise: Noise | None = None,
+        expert: Expert | None = None,
     ) -> None:
         super().__init__()
         call = dict(call or {})
         require_number("caption_dropout", caption_dropout, 0, 1)
-        self.step = OneStep(pipeline, call)
-        self.step.note_tokens = warn_of_cut
+        denoisers = _denoisers_of(pipeline, expert)
+        self.steps = tuple(OneStep(pipeline, call, denoiser) for denoiser in denoisers)
+        self.step = self.steps[0]
+        for step in self.steps:
+            step.note_tokens = warn_of_cut
         guides = self.step.guides_by_image
         if condition_dropout is None:
             condition_dropout = 0.1 if guides else 0.0
@@ -107,7 +122,7 @@ class PipelineDiffusion(PartsModule):
                 "leave condition_dropout out"
             )
         self.save_hyperparameters(
-            "caption_dropout", "condition_dropout", "train_text_encoder", "call"
+            "caption_dropout", "condition_dropout", "train_text_encoder", "call", "expert"
         )
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
@@ -128,7 +143,7 @@ class PipelineDiffusion(PartsModule):
         self.frozen_parts = tuple(
             name
             for name, part in components.items()
-            if isinstance(part, nn.Module) and name not in (self.step.denoiser, *trained)
+            if isinstance(part, nn.Module) and name not in (*denoisers, *trained)
         )
         self.freeze_parts()
         self.add_lora(lora, train_text_encoder, type(pipeline))
@@ -194,14 +209,21 @@ class PipelineDiffusion(PartsModule):
 
     @property
     def denoiser(self) -> nn.Module:
-        """The part that is trained."""
+        """The part that is trained; the first of them, if there are two."""
         return getattr(self, self.step.denoiser)
+
+    @property
+    def denoisers(self) -> tuple[nn.Module, ...]:
+        """All denoisers that are trained."""
+        return tuple(getattr(self, step.denoiser) for step in self.steps)
 
     @property
     def tail(self) -> Tail:
         """What the pipeline does to latents before it decodes them; found at first use."""
         if self._tail is None:
-            self._tail = find_tail(self.step, self.parts)
+            for step in self.steps:  # each learns of its times; the tail is the same
+                self._tail = find_tail(step, self.parts)
+        assert self._tail is not None
         return self._tail
 
     def setup(self, stage: str) -> None:
@@ -266,10 +288,23 @@ class PipelineDiffusion(PartsModule):
                 "" if coin < dropped else c for c, coin in zip(conditions, coins, strict=True)
             ]
             shown = self._shown(coins) if step.guides_by_image else None
-        corrupted = self.noise_schedule.corrupt(self.encode(pixels, is_training), generator)
-        inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
-        prediction = step.predict(*inputs, self.tail, self.parts, further, shown)
-        return {"loss": self.noise_schedule.loss(corrupted, prediction, batch)}
+        schedule, clean = self.noise_schedule, self.encode(pixels, is_training)
+        parts, losses = self.parts, []
+        if len(self.steps) > 1:
+            encoders = {n: p for n, p in parts.items() if n.startswith("text_encoder") and p}
+            answers = {name: replaying(part) for name, part in encoders.items()}
+        for step in self.steps:
+            has_all = step.span == (0, math.inf)
+            corrupted = schedule.corrupt(clean, generator, None if has_all else step.span)
+            if len(self.steps) > 1:
+                parts = self.parts | {name: replay() for name, replay in answers.items()}
+            inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
+            prediction = step.predict(*inputs, self.tail, parts, further, shown)
+            losses.append(schedule.loss(corrupted, prediction, batch))
+        if len(losses) == 1:
+            return {"loss": losses[0]}
+        shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
+        return {"loss": sum(n * loss for n, loss in zip(shares, losses, strict=True))}
 
     def _read(self, batch: Mapping[str, Any], name: str, note: str = "") -> Any:
         if name not in batch:
@@ -362,6 +397,21 @@ class PipelineDiffusion(PartsModule):
         if condition is not None:
             arguments[self.step.image] = condition
         return call_of(self.pipeline, arguments, self.device)
+
+
+def _denoisers_of(pipeline: DiffusionPipeline, expert: Expert | None) -> tuple[str, ...]:
+    """Returns the names of the denoisers that are trained; raises ConfigurationError for experts it has not."""
+    denoisers, known = tuple(spans_of(pipeline)), get_args(Expert)
+    if expert is None:
+        return denoisers
+    if expert not in known:
+        raise ConfigurationError(f"expert must be one of {', '.join(known)}; got {expert!r}")
+    if len(denoisers) == 1:
+        raise ConfigurationError(
+            f"expert={expert!r} is for pipelines with two denoisers, and {type(pipeline).__name__} has one, "
+            f"{denoisers[0]}; leave it out"
+        )
+    return {"high": denoisers[:1], "low": denoisers[1:], "both": denoisers}[expert]
 
 
 def _pixels_of(batch: Mapping[str, Any]) -> Tensor:

@@ -27,6 +27,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     Draw,
     PaddingTokenizer,
     Place,
+    StandIn,
     checked_arguments,
     dropping_encoder,
     no_decoder,
@@ -54,6 +56,9 @@ from lightning_diffpipe.pipelines.stand_ins import (
 
 DENOISERS = ("transformer", "unet", "prior")
 """Names under which pipelines register what is trained."""
+
+EXPERTS = ("transformer", "transformer_2")
+"""Those of noisier times and of the others, in pipelines with `boundary_ratio`."""
 
 _FIXED: dict[str, Any] = {
     "guidance_scale": 1.0,
@@ -135,8 +140,11 @@ class OneStep:
         pipeline: A diffusers pipeline, or one of your own derived from `DiffusionPipeline`.
         arguments: Further arguments of its `__call__`, such as `max_sequence_length`, or the `guidance_scale` that
             a model is given (1 otherwise).
+        denoiser: The denoiser that is called, of those of `spans_of`; None for the first.
 
     Attributes:
+        denoiser: Its name.
+        span: The timesteps that it is for, from the first number on, below the second.
         decoder: Name of the part that decodes latents; None where images themselves are denoised.
         condition: The argument with a row for each sample, `"prompt"` or `"class_labels"`; None for models without.
         neutral: A value of `condition` that any model takes.
@@ -153,18 +161,26 @@ class OneStep:
             those that are given for all.
 
     Raises:
-        ConfigurationError: The pipeline needs more than prompts, classes or an image to edit, has two denoisers,
-            or takes no such argument.
+        ConfigurationError: The pipeline needs more than prompts, classes or an image to edit, has two denoisers
+            that are not for times of their own, or takes no such argument.
     """
 
-    def __init__(self, pipeline: Any, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Any,
+        arguments: Mapping[str, Any] | None = None,
+        denoiser: str | None = None,
+    ) -> None:
         self._pipeline = pipeline
         self._call = inspect.unwrap(type(pipeline).__call__)
         # Names alone: a module that is probed is copied, and a signature cannot be.
         self._parameters = tuple(inspect.signature(self._call).parameters)[1:]
         self.name = type(pipeline).__name__
         components = pipeline.components
-        self.denoiser = self._only_denoiser(components)
+        spans = spans_of(pipeline)
+        self.denoiser = denoiser or next(iter(spans))
+        self.span = spans[self.denoiser]
+        self._others = tuple(name for name in spans if name != self.denoiser)
         self.decoder = next(
             (n for n, p in components.items() if isinstance(p, nn.Module) and hasattr(p, "decode")),
             None,
@@ -253,22 +269,11 @@ class OneStep:
             )
         return predicted[0]
 
-    def _only_denoiser(self, components: Mapping[str, Any]) -> str:
-        there = [
-            name
-            for name, part in components.items()
-            if part is not None and name.rstrip("0123456789").rstrip("_") in DENOISERS
-        ]
-        if not there:
-            raise ConfigurationError(
-                f"{self.name} has no {', '.join(DENOISERS)} to train; it has {', '.join(components) or 'no parts'}"
-            )
-        if len(there) > 1:
-            raise ConfigurationError(
-                f"{self.name} has {len(there)} denoisers ({', '.join(there)}), each for a part of the time; train "
-                "one of them in a pipeline that has no other"
-            )
-        return there[0]
+    def time_at(self, share: float) -> float:
+        """Returns the whole timestep at a share of the span, of those that the scheduler knows."""
+        start = self.span[0]
+        last = self._pipeline.scheduler.config.get("num_train_timesteps", 1000)
+        return float(math.ceil(start + share * (min(self.span[1], last) - start)))
 
     def run(
         self,
@@ -295,6 +300,8 @@ class OneStep:
             known[TIME] = timesteps[:, None]
         own[self.denoiser] = per_sample(parts[self.denoiser], self.places, known)
         dtype = _dtype_of(parts[self.denoiser])
+        # A pipeline takes the type of one of its denoisers for that of all.
+        own.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
         own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
@@ -337,6 +344,38 @@ class OneStep:
 def patched(decoded: Tensor, patch: int) -> Tensor:
     """Takes height and width of what is decoded to those of the latents."""
     return F.pixel_unshuffle(decoded, patch) if patch > 1 else decoded
+
+
+def spans_of(pipeline: Any) -> dict[str, tuple[float, float]]:
+    """Returns a pipeline's denoisers, each with the timesteps that it is for: from the first on, below the second.
+
+    Raises:
+        ConfigurationError: It has none, or several that are not for times of their own.
+
+    Source:
+        Wan 2.2, whose config has `boundary_ratio`: https://github.com/Wan-Video/Wan2.2
+    """
+    name, components = type(pipeline).__name__, pipeline.components
+    there = [
+        part_name
+        for part_name, part in components.items()
+        if part is not None and part_name.rstrip("0123456789").rstrip("_") in DENOISERS
+    ]
+    if not there:
+        raise ConfigurationError(
+            f"{name} has no {', '.join(DENOISERS)} to train; it has {', '.join(components) or 'no parts'}"
+        )
+    ratio = pipeline.config.get("boundary_ratio")
+    if ratio is not None:
+        boundary = ratio * pipeline.scheduler.config.num_train_timesteps
+        spans = zip(EXPERTS, ((boundary, math.inf), (0.0, boundary)), strict=True)
+        return {expert: span for expert, span in spans if expert in there}
+    if len(there) > 1:
+        raise ConfigurationError(
+            f"{name} has {len(there)} denoisers ({', '.join(there)}), and no boundary_ratio, which says "
+            "which times each is for; train one of them in a pipeline that has no other"
+        )
+    return {there[0]: (0.0, math.inf)}
 
 
 def condition_of(cls: type) -> str | None:

@@ -7,6 +7,7 @@ real part. The functions below make those of training; `trial.py` makes further 
 import contextlib
 import copy
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -212,6 +213,23 @@ def of_type(real: Any, dtype: torch.dtype) -> Any:
     return StandIn(real, call=call, dtype=dtype)
 
 
+def replaying(real: Any) -> Callable[[], StandIn]:
+    """Returns what makes stand-ins of an encoder: the first computes, later ones give its answers in turn."""
+    answers: list[Any] = []
+
+    def make() -> StandIn:
+        number = itertools.count()
+
+        def call(*args: Any, **options: Any) -> Any:
+            if (index := next(number)) == len(answers):
+                answers.append(real(*args, **options))
+            return answers[index]
+
+        return StandIn(real, call=call)
+
+    return make
+
+
 def in_type(answer: Any, dtype: torch.dtype) -> Any:
     """Gives floating tensors a type, wherever they stand in an answer."""
     return pytree.tree_map_only(
@@ -259,7 +277,7 @@ class Place:
             of entries does not count, which may be that of the samples.
         argument: Of the pipeline's call, whose value it is.
         entry: Which number of that value.
-        column: Along the last axis of the tensor; None if it has this number only.
+        column: Along the last axis of the tensor; None if it has this number only, maybe for each token.
         factor: The denoiser is given `factor * number + offset`.
         offset: See `factor`.
     """
@@ -308,7 +326,11 @@ def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor])
             common = leaves[place.path]
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
             leaves[place.path] = own = numbers.to(common)
-            if place.column is not None:
+            if place.column is None:
+                leaves[place.path] = own.view(-1, *[1] * (common.ndim - 1)).expand(
+                    -1, *common.shape[1:]
+                )
+            else:
                 columns = list(common.unbind(-1))
                 columns[place.column] = own
                 leaves[place.path] = torch.stack(columns, -1)

@@ -151,9 +151,13 @@ class Trial:
         return self._calls[self._step.denoiser][0]
 
     def _decoded(
-        self, draw: Draw, times: Sequence[float] = (1.0,), further: Mapping[str, Any] | None = None
+        self,
+        draw: Draw,
+        times: Sequence[float] | None = None,
+        further: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Returns what reaches the decoder for latents that are drawn so, given further arguments of the call."""
+        times = times or (self._step.time_at(0.001),)
         self._drawn.clear()
         self._calls.clear()
         found: list[Tensor] = []
@@ -202,7 +206,7 @@ class Trial:
         Raises:
             ConfigurationError: In no argument of its own, or not by a factor and an offset.
         """
-        times, calls = (200.0, 500.0, 800.0), []
+        times, calls = tuple(map(self._step.time_at, (0.2, 0.5, 0.8))), []
         for time in times:
             self._step.time = time
             self._decoded(torch.zeros, (time,) * 3)
@@ -213,10 +217,12 @@ class Trial:
             if not _is_row(value, calls[2][path], 0, 0)
         }
         path, values = next(iter(changed.items()), ((), ()))
-        if len(changed) == 1 and getattr(values[0], "shape", None) in ((), (1,), (3,)):
+        # One for each sample, or one for each of its tokens, all the same.
+        if len(changed) == 1 and getattr(values[0], "shape", (0,))[:1] in ((), (1,), (3,)):
             low, middle, high = (value.float() for value in values)
             factor = (high - low) / (times[2] - times[0])
-            if torch.allclose(middle, (low + high) / 2, rtol=1e-3) and factor.unique().numel() == 1:
+            between = low + factor * (times[1] - times[0])
+            if torch.allclose(middle, between, rtol=1e-3) and factor.unique().numel() == 1:
                 line = (x.flatten()[0].item() for x in (factor, low - times[0] * factor))
                 self._step.time = times[1]
                 return Place(path, TIME, 0, None, *line)
@@ -227,7 +233,7 @@ class Trial:
 
     def check_samples_apart(self) -> None:
         """Raises ConfigurationError unless the denoiser is given of three samples what it is given of each."""
-        times, latents = (100.0, 500.0, 900.0), {}
+        times, latents = tuple(map(self._step.time_at, (0.1, 0.5, 0.9))), {}
         generator = torch.Generator().manual_seed(0)
 
         def draw(shape: Sequence[int]) -> Tensor:

@@ -1,10 +1,13 @@
 """A pipeline of diffusers, trained by its own call on several ranks: the numbers of one process."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from lightning_diffpipe.modules import Noise, Optimization
+from lightning_diffpipe.modules import Lora, Noise, Optimization
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.distributed.tiny import Images, TinyPipeline
+from tests.predictor import tiny_pipelines
 from tests.ranks import run_ranks
 from tests.rows import row
 
@@ -50,3 +53,45 @@ def test_it_learns_what_one_process_learns(name, world_size, schedule):
         for layer in e.layers
     }
     assert encoders >= {"vae", "text_encoder", "text_encoder_2"}
+
+
+class Experts(TinyPipeline):
+    """Wan 2.2, whose images are videos of a few frames; adapters do something from the start."""
+
+    def __init__(self, lora):
+        super().__init__("wan_experts", lora=Lora(rank=2) if lora else None)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in self.named_parameters():
+            if ".lora_" in name:
+                parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        self.double()
+
+    def losses(self, batch, generator=None):
+        size = tiny_pipelines.options_of("wan")
+        shape = size["num_frames"], size["height"], size["width"]
+        video = F.interpolate(batch["image"].double()[:, :, None], shape, mode="trilinear")
+        return super().losses({"video": video, "caption": batch["caption"]}, generator)
+
+
+@pytest.mark.parametrize(
+    ("lora", "world_size", "strategy"),
+    [
+        (True, 2, {"num_stages": 2}),
+        row(True, 1, {"num_stages": 1}),
+        row(False, 2, {"num_stages": 2}),
+        row(False, 2, {"num_stages": 4, "schedule": "bidirectional"}),
+    ],
+)
+def test_both_experts_learn_what_they_learn_in_one_process(lora, world_size, strategy):
+    settings = Settings(
+        module={"lora": lora},
+        module_class=Experts,
+        data_class=Images,
+        trainer={"max_steps": 3, "max_epochs": -1},
+    )
+    expected = reference(settings, 3)
+    settings.strategy = {"num_microbatches": 3, **strategy}
+    outcomes = run_ranks(fit, world_size, settings, world_size)
+    assert_equal_runs(outcomes, expected, 1e-6)
+    assert {n.partition(".")[0] for n in expected.gradients[0]} == {"transformer", "transformer_2"}
+    assert all(g.abs().max() > 0 for g in expected.gradients[0].values())

@@ -340,6 +340,6 @@ class TinyPipeline(PipelineDiffusion):
     def __init__(self, name, optimization=None, **options):
         with tempfile.TemporaryDirectory() as folder:
             pipeline = tiny_pipelines.build(name, Path(folder))
-        call = {"max_sequence_length": 8} if name in ("flux", "wan") else {}
+        call = {"max_sequence_length": 8} if name in ("flux", "wan", "wan_experts") else {}
         optimization = optimization or Optimization(lr=1e-2, warmup_steps=1)
         super().__init__(pipeline, call=call, optimization=optimization, **options)

@@ -1,3 +1,5 @@
+import math
+
 import diffusers
 import pytest
 import torch
@@ -307,3 +309,35 @@ def test_bad_noise_is_named():
     ):
         with pytest.raises(ConfigurationError, match=said):
             Noise(**settings)
+
+
+@pytest.mark.parametrize(
+    "noise", [Noise(logit_mean=0.5, logit_std=1.5), Noise(uniform=True), Noise(mode_scale=1.29)]
+)
+@pytest.mark.parametrize("shift", [1.0, 5.0])
+def test_times_of_two_spans_are_all_times(noise, shift):
+    """As many of each as of all that are drawn, in each tenth of them."""
+    schedule, torch_state = FlowMatching(shift=shift, noise=noise), torch.manual_seed(0)
+    clean = torch.zeros(200_000, 1, 1, 1)
+    every = schedule.corrupt(clean, torch_state).timesteps
+    spans = [(875.0, math.inf), (0.0, 875.0)]
+    shares = [schedule.share_of(span, clean.shape) for span in spans]
+    assert sum(shares) == pytest.approx(1)
+    assert shares[0] == pytest.approx((every > 874.9).double().mean().item(), abs=5e-3)
+    for (start, stop), share in zip(spans, shares, strict=True):
+        times = schedule.corrupt(clean, torch_state, (start, stop)).timesteps
+        assert ((times > start - 1e-3) & (times < stop)).all()
+        for low in range(0, 1000, 100):
+            parts = [
+                ((x > low) & (x <= low + 100) & (x > start - 1e-3) & (x < stop))
+                for x in (times, every)
+            ]
+            got, expected = (part.double().mean().item() for part in parts)
+            assert share * got == pytest.approx(expected, abs=5e-3)
+
+
+def test_discrete_times_of_a_span_are_those_in_it():
+    schedule = noise_schedule_of(diffusers.DDPMScheduler())
+    times = schedule.corrupt(torch.zeros(5000, 1, 1, 1), None, (875.5, math.inf)).timesteps
+    assert set(times.tolist()) == set(range(876, 1000))
+    assert schedule.share_of((875.5, math.inf), (1,)) == pytest.approx(0.124)

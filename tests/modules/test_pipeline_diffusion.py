@@ -7,13 +7,14 @@ import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_diffpipe import LatentDiffusion, Predictor
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError
 from lightning_diffpipe.graph.probe import probe
-from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from lightning_diffpipe.modules import Lora, Noise, PipelineDiffusion
 from tests.graph.emulate import check_stages, emulate, reference
 from tests.graph.steps import step as plain_step
 from tests.modules.tiny_parts import fit, tiny_unet
@@ -190,11 +191,7 @@ def by_hand_dit(m, batch):
 
 
 def by_hand_wan(m, batch):
-    mean, std = (
-        torch.tensor(values).reshape(1, -1, 1, 1, 1)
-        for values in (m.vae.config.latents_mean, m.vae.config.latents_std)
-    )
-    latents = (m.vae.encode(batch["video"]).latent_dist.sample() - mean) / std
+    latents = wan_latents(m, batch["video"])
     noisy, sigmas, target = flow(m, latents)
     tokens = ids_of(m.tokenizer, 8)
     states = m.text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
@@ -374,6 +371,116 @@ def test_others_are_given_sizes_in_their_own_way(name, tmp_path):
     assert torch.equal(sizes_given[:, :2].long(), OWN_SIZES["original_size"])
     sizes_given = calls[0].get("crop_coords", sizes_given)
     assert torch.equal(sizes_given[:, -2:].long(), OWN_SIZES["crops_coords_top_left"])
+
+
+# ------------------------------------------------------------------ two denoisers, each for its times
+
+
+def wan_latents(m, video):
+    mean, std = (
+        torch.tensor(values).reshape(1, -1, 1, 1, 1)
+        for values in (m.vae.config.latents_mean, m.vae.config.latents_std)
+    )
+    return (m.vae.encode(video).latent_dist.sample() - mean) / std
+
+
+def by_hand_experts(m, batch):
+    """Each expert at times of its own, by the quantiles of a normal distribution; losses by their shares."""
+    latents, losses = wan_latents(m, batch["video"]), {}
+    tokens, table = ids_of(m.tokenizer, 8), FlowMatchEulerDiscreteScheduler(shift=3.0)
+    states = m.text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+    states = states * tokens.attention_mask[..., None]
+    is_high = table.timesteps > 874.99  # 875 is rounded down
+    split = (is_high.sum() / 1000).logit()  # times are sigmoids of minus a normal number
+    normal = torch.distributions.Normal(0, 1)
+    share = normal.cdf(split)
+    for name, part in (("high", m.transformer), ("low", m.transformer_2)):
+        if m.hparams.expert not in (None, "both", name):
+            continue
+        quantiles = torch.rand(3)
+        quantiles = share * quantiles if name == "high" else share + (1 - share) * quantiles
+        indices = (normal.icdf(quantiles).sigmoid() * 1000).long()
+        assert (is_high[indices] == (name == "high")).all()
+        noise, sigmas = torch.randn(latents.shape), table.sigmas[indices].reshape(-1, 1, 1, 1, 1)
+        noisy = (1 - sigmas) * latents + sigmas * noise
+        predicted = part(noisy, 1000 * sigmas.flatten(), states).sample
+        losses[name] = F.mse_loss(predicted, noise - latents)
+    if len(losses) == 1:
+        return next(iter(losses.values()))
+    return share * losses["high"] + (1 - share) * losses["low"]
+
+
+@pytest.mark.parametrize("expert", [None, "high", "low"])
+def test_experts_learn_at_their_own_times(expert, tmp_path):
+    module, batch = module_of("wan_experts", tmp_path, expert=expert).eval(), batch_of("wan")
+    encoded = mock.Mock(return_value=None)
+    module.text_encoder.register_forward_hook(encoded)
+    module.setup("fit")
+    encoded.reset_mock()
+    got = loss_of(module, batch)
+    assert encoded.call_count == 1  # for both
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, by_hand_experts(module, batch), rtol=2e-6, atol=0)
+    got.backward()
+    trained = {n.partition(".")[0] for n, p in module.named_parameters() if p.grad is not None}
+    names = {"high": {"transformer"}, "low": {"transformer_2"}}
+    assert trained == names.get(expert, {"transformer", "transformer_2"})
+
+
+def test_experts_that_a_pipeline_has_not_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"WanPipeline has one, transformer; leave it out"):
+        module_of("wan", tmp_path, expert="low")
+    with pytest.raises(ConfigurationError, match="one of high, low, both; got 'first'"):
+        module_of("wan_experts", tmp_path, expert="first")
+    module = module_of("wan_experts", tmp_path, noise=Noise(logit_mean=-9.0))
+    with pytest.raises(ConfigurationError, match=r"of all times .* are from 875 to .*expert"):
+        loss_of(module, batch_of("wan"))
+
+
+def test_tokens_that_are_told_the_time_get_that_of_their_sample(tmp_path):
+    """Wan 2.2 of 5 billion weights (`expand_timesteps`)."""
+    module, batch = module_of("wan", tmp_path).eval(), batch_of("wan")
+    expected = loss_of(module, batch)
+    module.pipeline.register_to_config(expand_timesteps=True)
+    module = PipelineDiffusion(module.pipeline, caption_dropout=0.0, call=module.hparams.call)
+    times = []
+    module.transformer.register_forward_pre_hook(
+        lambda _, args, options: times.append(options["timestep"]), with_kwargs=True
+    )
+    torch.testing.assert_close(loss_of(module.eval(), batch), expected, rtol=2e-6, atol=0)
+    assert times[-1].ndim == 2
+    assert times[-1].shape[0] == 3
+    assert times[-1].unique().numel() == 3
+
+
+@pytest.mark.parametrize("expert", [None, "low"])
+def test_adapters_of_both_experts_open_in_diffusers(expert, tmp_path):
+    adapted = module_of(
+        "wan_experts", tmp_path / "parts", lora=Lora(rank=2, alpha=6), expert=expert
+    )
+    with torch.no_grad():
+        for n, p in adapted.named_parameters():
+            if ".lora_B" in n:
+                p.normal_(std=0.3)
+    adapted.save_lora(tmp_path / "lora")
+    plain = module_of("wan_experts", tmp_path / "again").pipeline
+    options = {"output_type": "pt", "num_inference_steps": 3, **tiny.options_of("wan")}
+
+    def drawn(pipeline):
+        return pipeline("a", generator=torch.Generator().manual_seed(1), **options).frames
+
+    without = drawn(plain)
+    if expert is None:
+        plain.load_lora_weights(tmp_path / "lora")
+        only_first = drawn(plain)
+        assert not torch.allclose(only_first, without)
+    plain.load_lora_weights(tmp_path / "lora/transformer_2", load_into_transformer_2=True)
+    expected = drawn(plain)
+    assert not torch.allclose(expected, without)
+    torch.testing.assert_close(drawn(adapted.eval().pipeline), expected)
+    lora = Lora(lora_from=tmp_path / "lora")
+    again = module_of("wan_experts", tmp_path / "more", lora=lora, expert=expert).eval()
+    torch.testing.assert_close(drawn(again.pipeline), expected)
 
 
 # ------------------------------------------------------------------ what training needs

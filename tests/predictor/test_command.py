@@ -350,7 +350,7 @@ def test_a_video_is_read_back_as_it_was_drawn(ending, tmp_path):
 def test_a_video_of_odd_size_is_written_with_its_last_row_and_column_twice(tmp_path, capsys):
     """History: the encoder refused it, when all had been drawn."""
     values = {"prompts": ["a"], "output_type": "pil", "video_format": "mp4", "fps": 8}
-    sampling._write_drawn([frames((33, 17))], values, tmp_path)
+    sampling._write_sampled([frames((33, 17))], values, tmp_path)
     assert "mp4 has even sizes, and frames are 33 x 17" in capsys.readouterr().out
     with av.open(str(tmp_path / "000.mp4")) as file:
         read = [np.asarray(frame.to_image(), float) for frame in file.decode(video=0)]
@@ -366,7 +366,7 @@ def test_all_images_are_written_though_their_reader_has_gone(tmp_path, monkeypat
     values = {"prompts": ["a", "b"], "output_type": "pil", "video_format": "mp4", "fps": 16}
     with monkeypatch.context() as patch, os.fdopen(writer, "w") as output:
         patch.setattr(sys, "stdout", output)
-        names = sampling._write_drawn([Image.new("RGB", (8, 8))] * 2, values, tmp_path)
+        names = sampling._write_sampled([Image.new("RGB", (8, 8))] * 2, values, tmp_path)
     assert [Image.open(tmp_path / name).size for name in names] == [(8, 8)] * 2
 
 
@@ -375,7 +375,7 @@ def test_a_video_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(
         DiffPipeError, match=r"cannot write .*000.mp4: .*; take video_format=gif or png"
     ):
-        sampling._write_drawn([frames()], values, tmp_path / "absent")
+        sampling._write_sampled([frames()], values, tmp_path / "absent")
 
 
 def test_a_video_without_an_encoder_is_refused_before_it_is_drawn(

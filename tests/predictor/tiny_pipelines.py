@@ -161,6 +161,15 @@ def wan(folder):
     )  # fmt: skip
 
 
+def wan_experts(folder):
+    """Wan 2.2, with a denoiser for noisier times and one for the others."""
+    parts = wan(folder).components
+    parts["transformer_2"] = diffusers.WanTransformer3DModel.from_config(
+        parts["transformer"].config
+    )
+    return diffusers.WanPipeline(**parts, boundary_ratio=0.875)
+
+
 PIPELINES = {f.__name__: f for f in (stable_diffusion, sdxl, pixart, sd3, flux, dit, wan)}
 
 PROMPTS = {"dit": [3, 7]}
@@ -172,6 +181,7 @@ OPTIONS = {
     "flux": SIZE | {"max_sequence_length": 8},
     "wan": {"height": 64, "width": 32, "num_frames": 5, "max_sequence_length": 8},
 }
+OPTIONS["wan_experts"] = OPTIONS["wan"]
 
 
 def prompts_of(name):
@@ -191,10 +201,11 @@ def build(name, folder, seed=0):
     """One pipeline with perturbed weights in evaluation mode; `folder` takes vocabularies."""
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    pipeline = PIPELINES[name](folder)
+    pipeline = (PIPELINES | {"wan_experts": wan_experts})[name](folder)
     generator = torch.Generator().manual_seed(seed)
-    denoiser = getattr(pipeline, "unet", None) or pipeline.transformer
-    perturb(denoiser, generator)
+    for part in ("unet", "transformer", "transformer_2"):
+        if denoiser := pipeline.components.get(part):
+            perturb(denoiser, generator)
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()
