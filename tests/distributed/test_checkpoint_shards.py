@@ -1,10 +1,12 @@
 """Checkpoints in shards: what a file would hold, read by any number of ranks, whole or not there."""
 
+import contextlib
 import os
 import runpy
 import shutil
 import signal
 import sys
+import time
 from threading import Event
 from unittest import mock
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.callbacks import EMA
@@ -138,25 +141,33 @@ def test_shards_hold_what_a_file_holds_and_are_read_by_any_number_of_ranks(
 class Beside(L.Callback):
     """Lets the first checkpoint be written after a batch that follows it, and looks at it before the second."""
 
-    def __init__(self, folder, kept):
-        self.first, self.kept, self.trained, self.count = folder / "epoch=0.ckpt", kept, Event(), 0
+    def __init__(self, folder, kept, stops):
+        self.first, self.kept, self.stops = folder / "epoch=0.ckpt", kept, stops
+        self.trained, self.count = Event(), 0
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.current_epoch == 1:
             assert self.trained.is_set() or not is_sharded(self.first)
-            self.trained.set()
+            if not self.stops:
+                self.trained.set()
+            elif trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, *_):
+        self.trained.set()
 
     def write_data(self, writes, writer, *arguments):
         self.count += 1
         if self.count == 1:
             assert self.trained.wait(30), "training has waited"
+            time.sleep(0.5 if self.stops else 0)
         elif self.kept is not None:
             shutil.copytree(self.first, self.kept)  # what the second one replaces is whole
         return writes(writer, *arguments)
 
 
-def save_beside(rank, folder, kept):
-    beside = Beside(folder, kept if rank == 0 else None)
+def save_beside(rank, folder, kept, stops=False):
+    beside = Beside(folder, kept if rank == 0 else None, stops)
     save = ModelCheckpoint(folder, "{epoch}", save_last="link", monitor="epoch_seen", mode="max")
     writes = dcp.FileSystemWriter.write_data
     write_data = lambda writer, *arguments: beside.write_data(writes, writer, *arguments)
@@ -165,10 +176,11 @@ def save_beside(rank, folder, kept):
         strategy=quick_strategy(num_microbatches=2, state_dict_type="sharded_async", **TWO),
         callbacks=[EMA(), Counted(), beside, save],
     )  # fmt: skip
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", write_data):
+    expected = pytest.raises(SIGTERMException) if stops else contextlib.nullcontext()
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", write_data), expected:
         trainer.fit(build(Settings()), datamodule=Data())
-    assert beside.count == 2
-    assert "epoch=1.ckpt" in trainer.strategy.last_saved
+    assert beside.count == (1 if stops else 2)
+    assert f"epoch={beside.count - 1}.ckpt" in trainer.strategy.last_saved
 
 
 def test_what_is_written_beside_training_is_of_its_step_and_replaces_what_was_there_when_whole(
@@ -184,6 +196,12 @@ def test_what_is_written_beside_training_is_of_its_step_and_replaces_what_was_th
         assert_same(got[key], wanted[key], key)
     after = read_shards(folder / "last.ckpt")["state_dict"]
     assert any(not torch.equal(value, wanted["state_dict"][name]) for name, value in after.items())
+
+
+def test_a_signal_to_stop_lets_a_checkpoint_become_whole(tmp_path):
+    run_ranks(save_beside, 2, tmp_path, None, True)
+    assert is_sharded(tmp_path / "epoch=0.ckpt")
+    assert newest(tmp_path.glob("*.ckpt")) is not None
 
 
 def fail_later(rank, folder, kind, num_written, dies):
