@@ -6,17 +6,24 @@ A file needs the whole model, and all optimizer states, in the memory of rank 0'
     .metadata                         names and shapes of all, whichever rank has written them
     meta.pt                           everything else, with the names of tensors in their places
 
-It is written next to its place and moved there when all ranks are done. Nothing in it depends on how the module was
-divided, so any number of ranks reads it. `python -m lightning_diffpipe.checkpoint_shards FOLDER FILE` makes an
-ordinary file of it. Weights are called `model.<name>`, as in Lightning's own sharded checkpoints, so that its tool
+It is written next to its place and moved there when all ranks are done. Asynchronously, each rank copies its part
+to the host, and a thread writes the copy while training goes on; the threads meet in a process group of their own.
+
+Nothing in a folder depends on how the module was divided, so any number of ranks reads it.
+`python -m lightning_diffpipe.checkpoint_shards FOLDER FILE` makes an ordinary file of it. Weights are called
+`model.<name>`, as in Lightning's own sharded checkpoints, so that its tool
 (`python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`) finds them; optimizer states in its file are
 found by what reads folders here.
 """
 
+import contextlib
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_diffpipe.comm.mesh import Mesh
 from lightning_diffpipe.errors import CheckpointError
@@ -43,13 +51,20 @@ def is_sharded(path: str | Path) -> bool:
     return Path(path, _INDEX).is_file() and Path(path, _REST).is_file()
 
 
-def write_shards(checkpoint: dict[str, Any], path: Path, mesh: Mesh) -> None:
+def write_shards(
+    checkpoint: dict[str, Any], path: Path, mesh: Mesh, asynchronously: bool = False
+) -> Future[None]:
     """Writes a checkpoint in shards; a collective call of several ranks.
 
     Args:
         checkpoint: Rank 0's, and of other ranks what is `Divided` in it.
         path: The folder; what is there is replaced.
         mesh: This rank's groups.
+        asynchronously: Return when this rank's part is copied to the host, and let a thread write the copy. Nothing
+            else may be written until that is done, as the threads of all ranks share one group.
+
+    Returns:
+        Is done when the folder is in its place, or has the error why it is not; as on all ranks.
 
     Raises:
         CheckpointError: The disk is full, or the folder cannot be written by a rank; on all ranks.
@@ -70,20 +85,53 @@ def write_shards(checkpoint: dict[str, Any], path: Path, mesh: Mesh) -> None:
                 for key in where:
                     into = into[key]
                 into.update({key: value for key, value in entries.items() if key not in into})
-    folder = Path(mesh.of_rank(0, str(beside(path))))  # the same on all ranks
-    error = ""
-    try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=mesh.world)
-        if is_first:  # after what all do: DCP tells all of an error
+    folder, error = beside(path), ""
+    if is_first:  # now, as whoever it belongs to may change it
+        try:
             with replacing(folder / _REST) as file:
                 torch.save(rest, file)
-            _put(folder, path)
+            if asynchronously and not (path.exists() or path.is_symlink()):
+                path.mkdir()  # callbacks look for a name that is not there yet
+        except OSError as raised:
+            error = _in_one_line(raised)
+    place, error = mesh.of_rank(0, (str(folder), error))  # the same on all ranks
+    write = partial(_write_tensors, tensors, Path(place), path, mesh)
+    if error or not asynchronously:
+        write(mesh.world, error)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    for kind in tensors.values():
+        kind.update({name: tensor.to("cpu", copy=True) for name, tensor in kind.items()})
+    mesh.connect_background()
+    return _in_thread(partial(write, mesh.background))
+
+
+def _write_tensors(
+    tensors: dict[str, dict[str, Tensor]],
+    folder: Path,
+    path: Path,
+    mesh: Mesh,
+    group: ProcessGroup | None,
+    error: str = "",
+) -> None:
+    """Adds the tensors of all ranks to a folder, and puts it into its place; errors as of `write_shards`."""
+    is_first = mesh.rank == 0
+    try:
+        if not error:
+            writer = dcp.FileSystemWriter(folder)
+            with mesh.naming(range(mesh.layout.world_size)):
+                dcp.save(tensors, storage_writer=writer, process_group=group)
+            if is_first:  # after what all do: DCP tells all of an error
+                _put(folder, path)
     except (dcp.CheckpointException, OSError) as raised:
-        error = " ".join(str(raised).split())[-300:]
-    error = mesh.of_rank(0, error)
+        error = _in_one_line(raised)
+    error = mesh.of_rank(0, error, group)
     if error:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # if there is more than a name
+                path.rmdir()
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {error}. Nothing was left of it, and what was there before is as "
             "it was. Make room, or name a folder that all ranks can write, and go on from the latest checkpoint"
@@ -148,6 +196,24 @@ def consolidated(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _stored_name(name: str) -> str:
     kind, _, key = name.partition(".")
     return f"{_MODEL}.{key}" if kind == "state_dict" else f"{_TENSORS}.{name}"
+
+
+def _in_thread(function: Callable[[], None]) -> Future[None]:
+    """Calls a function in a thread, which keeps no process alive: that of a lost rank may be waited for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[-300:]
 
 
 def _put(folder: Path, path: Path) -> None:

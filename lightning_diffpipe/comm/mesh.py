@@ -111,6 +111,7 @@ class Mesh:
         pipeline_group: This pipeline's ranks on their devices.
         data_parallel: The ranks at this position in all pipelines, on the host; None of one pipeline.
         evaluation: ... for metrics, as pipelines come to the end of an evaluation at their own pace; none of one.
+        background: All ranks on the host, for a thread of each beside training; None until it is asked for.
         messages: By edge.
     """
 
@@ -125,6 +126,7 @@ class Mesh:
     pipeline_group: dist.ProcessGroup | None = None
     data_parallel: dist.ProcessGroup | None = None
     evaluation: dist.ProcessGroup | None = None
+    background: dist.ProcessGroup | None = None
     messages: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _reduction: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
@@ -220,14 +222,19 @@ class Mesh:
             dist.all_reduce(total, group=self.data_parallel)
         return float(total)
 
-    def of_rank(self, source: int, value: Any) -> Any:
-        """Returns an object of one rank of the world on all of them, by way of the hosts.
+    def connect_background(self) -> None:
+        """Makes the group for a thread of each rank, unless it is there; every rank calls it."""
+        if self.background is None:
+            self.background = self._patient_group(range(self.layout.world_size))
+
+    def of_rank(self, source: int, value: Any, group: ProcessGroup | None = None) -> Any:
+        """Returns an object of one rank of the world on all of them, by way of the hosts, in `world` or a group.
 
         Raises:
             PipelineTimeoutError: A rank is gone, or did not come in half an hour.
         """
         with self.naming(range(self.layout.world_size)):
-            return broadcast_object(value, source, self.world)
+            return broadcast_object(value, source, group or self.world)
 
     def from_first(self, value: Any = None) -> Any:
         """Returns a value of the pipeline's first rank, a batch perhaps, on all of its ranks.
@@ -431,7 +438,7 @@ class Mesh:
         self._reduction.clear()
         self.messages.clear()
         self.control = self.transfers = self.world = self.pipeline_group = None
-        self.data_parallel = self.evaluation = None
+        self.data_parallel = self.evaluation = self.background = None
 
     def _message_group(
         self,

@@ -3,12 +3,14 @@
 Parameters are known by their fully qualified names, optimizer states by their numbers on one device. Rank
 0 collects what the others hold and writes. Reading, every rank loads the whole module before it is cut, and
 later the optimizer states of its own parameters. So a checkpoint moves between strategies and numbers of ranks
-in both directions. With shards (`checkpoint_shards.py`) each rank writes what it holds, and nothing is collected.
+in both directions. With shards (`checkpoint_shards.py`) each rank writes what it holds, and nothing is collected;
+asynchronously, too, when what it replaces is removed after it is complete.
 """
 
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import safe_globals
@@ -97,6 +100,8 @@ class CheckpointHooks(ParallelStrategy):
     _metric_sync: MetricSync | None
     _state_dict_type: str
     _saves_shards = False  # what is being saved
+    _writing: tuple[Future[None], str] | None = None  # by a thread, and what it is
+    _outdated: Sequence[str | Path] = ()  # to be removed when that is complete
     _found_last: tuple[Any, ...] = ()
 
     def drain(self) -> None:
@@ -160,7 +165,9 @@ class CheckpointHooks(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Writes a checkpoint: on rank 0, or on every rank its shard."""
+        self.finish_saving()
         shards, self._saves_shards = self._saves_shards, False
+        saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
         # It says where the weights are that were left out, whatever hooks a subclass of the module has.
         leave_to_base = getattr(self.lightning_module, "leave_to_base", None)
         if leave_to_base is not None:
@@ -172,10 +179,51 @@ class CheckpointHooks(ParallelStrategy):
                     "see. Name one, or take state_dict_type=full"
                 )
             checkpoint["state_dict"] = Divided(checkpoint["state_dict"])
-            write_shards(checkpoint, local(filepath), self.pipeline.mesh)
+            asynchronously = self._state_dict_type == "sharded_async"
+            mesh = self.pipeline.mesh
+            future = write_shards(checkpoint, local(filepath), mesh, asynchronously)
+            self._writing = future, saved
+            if not asynchronously:
+                self.finish_saving()
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.last_saved = f"{filepath} (step {checkpoint.get('global_step', 0)})"
+            self.last_saved = saved
+
+    def finish_saving(self, limit_s: float | None = None) -> None:
+        """Waits until a thread has written the checkpoint it writes, if any, and removes what that replaces.
+
+        Raises:
+            CheckpointError: It could not be written; on all ranks.
+            PipelineTimeoutError: A rank is gone.
+            TimeoutError: It takes longer than `limit_s`.
+        """
+        writing, self._writing = self._writing, None
+        outdated, self._outdated = self._outdated, ()
+        if writing is not None:
+            with watcher.inside("waiting for a checkpoint to be written"):
+                writing[0].result(limit_s)
+            self.last_saved = writing[1]
+        for path in outdated:
+            super().remove_checkpoint(path)
+
+    def give_up_saving(self, limit_s: float | None) -> None:
+        """Lets a thread finish its checkpoint when training ends early, and warns if it does not."""
+        saved = self._writing and self._writing[1]
+        try:
+            self.finish_saving(limit_s)
+        except Exception as error:
+            reason = f"{error}" or f"it took longer than {limit_s:g} s"
+            rank_zero_warn(
+                f"the checkpoint {saved} is lost, as training ended while it was written: {reason}. Those from "
+                "before are as they were (ckpt_path='last')"
+            )
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint; while another is written, which may replace it, after that one is complete."""
+        if self._writing is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._outdated = (*self._outdated, filepath)
 
     @watcher.inside("saving a checkpoint")
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -234,7 +282,7 @@ class CheckpointHooks(ParallelStrategy):
         pipeline = self.pipeline
         if pipeline is None or self.world_size == 1 or self._state_dict_type == "full":
             return False
-        if self._state_dict_type == "sharded":
+        if self._state_dict_type != "auto":
             return True
         if not isinstance(self.checkpoint_io, WholeFiles):  # the user's own
             return False

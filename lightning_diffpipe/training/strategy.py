@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -86,7 +87,7 @@ from lightning_diffpipe.training.refusals import (
     refusing_norms_of_a_stage,
     warn_of_outputs,
 )
-from lightning_diffpipe.training.signals import LockStep
+from lightning_diffpipe.training.signals import GRACE_S, LockStep
 from lightning_diffpipe.viewing.report import report
 
 Auto = Literal["auto"]
@@ -144,8 +145,8 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         verify: Before training, compare loss and gradients of one batch with a run of the whole module
             on every rank; needs memory for both.
         state_dict_type: Checkpoints are `"full"`, one file that rank 0 writes, or `"sharded"`, a folder to which
-            each of several ranks writes its part. `"auto"`: sharded where a file would not fit into
-            the free memory of rank 0's host.
+            each of several ranks writes its part. `"sharded_async"`: from a copy in the memory of its host, while
+            training goes on. `"auto"`: sharded where a file would not fit into the free memory of rank 0's host.
         process_group_backend: `"gloo"` or `"nccl"`; chosen by device if not given.
 
     Example:
@@ -190,9 +191,9 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
             raise ConfigurationError(
                 f"max_diverged_steps must be a whole number of steps >= 1, or None; got {max_diverged_steps!r}"
             )
-        if state_dict_type not in ("auto", "full", "sharded"):
+        if state_dict_type not in ("auto", "full", "sharded", "sharded_async"):
             raise ConfigurationError(
-                f"state_dict_type must be auto, full or sharded; got {state_dict_type!r}"
+                f"state_dict_type must be auto, full, sharded or sharded_async; got {state_dict_type!r}"
             )
         super().__init__(timeout_s, busy_timeout_s, process_group_backend)
         self._state_dict_type = state_dict_type
@@ -720,16 +721,24 @@ class DiffPipeStrategy(ProcessHooks, CheckpointHooks):
         if self.pipeline is not None:
             self.pipeline.watch.finish()
             self.refuse_diverged("training has ended")
+        self.finish_saving()
         if self._lock_step is not None:
             self._lock_step.stop_together(last=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Notes the failure: nothing collective may follow, as other ranks may be gone."""
+        """Notes the failure: nothing collective may follow, as other ranks may be gone.
+
+        A checkpoint that is being written has time to become whole: on SIGTERM, when all ranks stop, as long as it
+        takes, else a few seconds.
+        """
+        self.give_up_saving(None if isinstance(exception, SIGTERMException) else GRACE_S)
         self._failed = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
         """Makes the module whole again on every rank, on the host, and gives everything back."""
+        if not self._failed:
+            self.finish_saving()  # what hooks at the end have saved
         self._until_teardown.close()
         self.upcoming, self._finished = [], []
         self._lock_step = self._metric_sync = None

@@ -1,8 +1,13 @@
 """Checkpoints in shards: what a file would hold, read by any number of ranks, whole or not there."""
 
+import contextlib
 import os
 import runpy
+import shutil
+import signal
 import sys
+import time
+from threading import Event
 from unittest import mock
 
 import lightning as L
@@ -10,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_diffpipe import Predictor
 from lightning_diffpipe.callbacks import EMA
@@ -22,6 +28,7 @@ from lightning_diffpipe.checkpoint_shards import (
     write_shards,
 )
 from lightning_diffpipe.comm.mesh import Mesh, RankLayout
+from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.modules import LatentDiffusion
 from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.training import checkpointing
@@ -90,12 +97,20 @@ def assert_same(got, wanted, where="checkpoint"):
         assert got == wanted, where
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(3, UNEVEN), row(4, PIPELINES)])
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "kind"),
+    [
+        (3, UNEVEN, "sharded_async"),
+        row(3, UNEVEN, "sharded"),
+        row(4, PIPELINES, "sharded"),
+        row(4, PIPELINES, "sharded_async"),
+    ],
+)
 def test_shards_hold_what_a_file_holds_and_are_read_by_any_number_of_ranks(
-    world_size, strategy, tmp_path
+    world_size, strategy, kind, tmp_path
 ):
     shards, files = tmp_path / "shards", tmp_path / "files"
-    run_ranks(train, world_size, world_size, strategy, shards, None, "sharded", 1)
+    run_ranks(train, world_size, world_size, strategy, shards, None, kind, 1)
     straight, *_ = run_ranks(train, world_size, world_size, strategy)
     saved = shards / "epoch=0.ckpt"
     assert sorted(path.name for path in shards.iterdir()) == ["epoch=0.ckpt", "last.ckpt"]
@@ -123,33 +138,115 @@ def test_shards_hold_what_a_file_holds_and_are_read_by_any_number_of_ranks(
                     assert_close(weights[name], value, 1e-10, name)
 
 
-def fail_later(rank, folder, dies):
-    """Saves an epoch, and while it saves the next one, rank 1 fails or dies."""
+class Beside(L.Callback):
+    """Lets the first checkpoint be written after a batch that follows it, and looks at it before the second."""
+
+    def __init__(self, folder, kept, stops):
+        self.first, self.kept, self.stops = folder / "epoch=0.ckpt", kept, stops
+        self.trained, self.count = Event(), 0
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.current_epoch == 1:
+            assert self.trained.is_set() or not is_sharded(self.first)
+            if not self.stops:
+                self.trained.set()
+            elif trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, *_):
+        self.trained.set()
+
+    def write_data(self, writes, writer, *arguments):
+        self.count += 1
+        if self.count == 1:
+            assert self.trained.wait(30), "training has waited"
+            time.sleep(0.5 if self.stops else 0)
+        elif self.kept is not None:
+            shutil.copytree(self.first, self.kept)  # what the second one replaces is whole
+        return writes(writer, *arguments)
+
+
+def save_beside(rank, folder, kept, stops=False):
+    beside = Beside(folder, kept if rank == 0 else None, stops)
+    save = ModelCheckpoint(folder, "{epoch}", save_last="link", monitor="epoch_seen", mode="max")
+    writes = dcp.FileSystemWriter.write_data
+    write_data = lambda writer, *arguments: beside.write_data(writes, writer, *arguments)
+    trainer = quiet_trainer(
+        devices=2, max_epochs=2, gradient_clip_val=0.5, enable_checkpointing=True,
+        strategy=quick_strategy(num_microbatches=2, state_dict_type="sharded_async", **TWO),
+        callbacks=[EMA(), Counted(), beside, save],
+    )  # fmt: skip
+    expected = pytest.raises(SIGTERMException) if stops else contextlib.nullcontext()
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", write_data), expected:
+        trainer.fit(build(Settings()), datamodule=Data())
+    assert beside.count == (1 if stops else 2)
+    assert f"epoch={beside.count - 1}.ckpt" in trainer.strategy.last_saved
+
+
+def test_what_is_written_beside_training_is_of_its_step_and_replaces_what_was_there_when_whole(
+    tmp_path,
+):
+    folder, files, kept = tmp_path / "shards", tmp_path / "files", tmp_path / "kept"
+    run_ranks(save_beside, 2, folder, kept)
+    assert sorted(path.name for path in folder.iterdir()) == ["epoch=1.ckpt", "last.ckpt"]
+    run_ranks(train, 2, 2, TWO, files, None, "full", 1)
+    wanted = torch.load(files / "epoch=0.ckpt", weights_only=True)
+    got = read_shards(kept)
+    for key in ("state_dict", "optimizer_states", "callbacks"):
+        assert_same(got[key], wanted[key], key)
+    after = read_shards(folder / "last.ckpt")["state_dict"]
+    assert any(not torch.equal(value, wanted["state_dict"][name]) for name, value in after.items())
+
+
+def test_a_signal_to_stop_lets_a_checkpoint_become_whole(tmp_path):
+    run_ranks(save_beside, 2, tmp_path, None, True)
+    assert is_sharded(tmp_path / "epoch=0.ckpt")
+    assert newest(tmp_path.glob("*.ckpt")) is not None
+
+
+def fail_later(rank, folder, kind, num_written, dies):
+    """Saves an epoch and its copy, and while it saves the next one, or its copy, rank 1 fails or dies."""
     writes, count = dcp.FileSystemWriter.write_data, []
 
     def write_data(self, *arguments):
         count.append(1)
-        if rank == 1 and len(count) > 2:  # the checkpoint, and last.ckpt
+        if rank == 1 and len(count) > num_written:
             if dies:
-                os._exit(9)
+                os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(28, "No space left on device")
         return writes(self, *arguments)
 
     with mock.patch.object(dcp.FileSystemWriter, "write_data", write_data):
-        train(rank, 2, TWO, folder)
+        try:
+            train(rank, 2, TWO, folder, kind=kind)
+        except CheckpointError as error:
+            return str(error)
 
 
-@pytest.mark.parametrize("dies", [row(False), True])
-def test_what_was_there_is_left_where_writing_fails(dies, tmp_path):
-    message = "No space left on device" if not dies else "rank 1"
-    with pytest.raises(RankError, match=message):
-        run_ranks(fail_later, 2, tmp_path, dies, timeout_s=60)
+@pytest.mark.parametrize(
+    ("kind", "num_written", "dies"),
+    [
+        row("sharded", 2, False),
+        row("sharded", 2, True),
+        row("sharded_async", 2, False),  # found by the next save
+        ("sharded_async", 3, False),  # by the end of fit
+        ("sharded_async", 2, True),
+    ],
+)
+def test_what_was_there_is_left_where_writing_fails(kind, num_written, dies, tmp_path):
+    if dies:
+        with pytest.raises(RankError, match="rank 1"):
+            run_ranks(fail_later, 2, tmp_path, kind, num_written, dies, timeout_s=60)
+    else:
+        for said in run_ranks(fail_later, 2, tmp_path, kind, num_written, dies, timeout_s=60):
+            assert "No space left on device" in said
+        assert not list(tmp_path.glob(".*.part"))
     files = list(tmp_path.glob("*.ckpt"))
-    assert newest(files)[0].name in ("epoch=0.ckpt", "last.ckpt")
+    names = ("epoch=0.ckpt", "last.ckpt") if num_written == 2 else ("epoch=1.ckpt",)
+    assert newest(files)[0].name in names
+    assert all(is_sharded(file) for file in files if dies is False)
     weights = read_shards(newest(files)[0])["state_dict"]
     assert all(value.isfinite().all() for value in weights.values())
-    if not dies:
-        assert not list(tmp_path.glob(".*.part"))
 
 
 def save_by_memory(rank, folder, num_bytes):
