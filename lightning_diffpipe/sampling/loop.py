@@ -45,6 +45,7 @@ from lightning_diffpipe.sampling.record import (
     moved,
 )
 from lightning_diffpipe.sampling.request import Complete, Loop, LoopInterruptedError, Rows
+from lightning_diffpipe.sampling.schedulers import HostTimesteps
 
 _DENOISER = re.compile(r"(transformer|unet|prior|upscaler)(_\d+)?")
 _LATENTS = ("sample", "hidden_states", "x", "latents")
@@ -555,6 +556,7 @@ class PipelineLoop(Loop):
         self._asked: list[_Denoise] = []  # calls of the first denoiser in this step
         self._fixed: dict[int, list[Any]] = {}  # by call in a step; see `_look_for_changes`
         self._stepped: Any = None
+        self._timesteps = HostTimesteps()
         self._result: Any = None
 
     # --- inside -----------------------------------------------------------------------------------
@@ -572,9 +574,19 @@ class PipelineLoop(Loop):
     def _run(self) -> None:
         self._result = self._pipeline.run(
             lambda name, arguments: self._wait(_Denoise(name, arguments)),
-            lambda _, plain, arguments: self._wait(Step(plain, arguments)),
+            lambda scheduler, plain, arguments: self._wait(
+                self._step_of(scheduler, plain, arguments)
+            ),
         )
         self._event = None
+
+    def _step_of(
+        self, scheduler: Any, plain: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Step:
+        """Returns a step that has its timestep on the host."""
+        timestep = roles_of(arguments)[1]
+        on_host = self._timesteps.of(arguments[timestep], getattr(scheduler, "timesteps", None))
+        return Step(plain, arguments | {timestep: on_host})
 
     def _wait(self, event: _Denoise | Step) -> Any:
         self._event = event

@@ -37,7 +37,7 @@ from lightning_diffpipe.errors import (
     clear_variables,
 )
 from lightning_diffpipe.graph.versions import rounding_of
-from lightning_diffpipe.sampling.request import InputScaler, OneProcess, Request
+from lightning_diffpipe.sampling.request import OneProcess, Request
 from lightning_diffpipe.sampling.tracing.layout import Layout
 from lightning_diffpipe.sampling.tracing.marks import finite_placeholders, mixing_operator
 
@@ -133,7 +133,7 @@ def _showing(request: Request, num_steps: int) -> Request:
         request,
         scheduler=_Still(num_steps),
         timesteps=t.expand(num_steps),
-        latents=InputScaler(request).scale(request.latents, t[0], 0),
+        latents=request.scaler.scale(request.latents, 0),
         scale_input=False,
         step_kwargs={},
         begin=None,

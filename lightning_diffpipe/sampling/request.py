@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,7 +30,11 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links
 from lightning_diffpipe.errors import ConfigurationError, SamplingError, require_number
-from lightning_diffpipe.sampling.schedulers import PatchSchedulers, takes_generator
+from lightning_diffpipe.sampling.schedulers import (
+    PatchSchedulers,
+    takes_generator,
+    with_host_timesteps,
+)
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 from lightning_diffpipe.sampling.step_caches import StepCache
 
@@ -89,6 +94,16 @@ class Request:
         """Returns a context without gradients."""
         return torch.inference_mode() if self.infers else torch.no_grad()
 
+    @functools.cached_property
+    def on_host(self) -> tuple[Any, Tensor]:
+        """A scheduler to copy, and its timesteps, both with timesteps on the host, for which it waits once."""
+        return with_host_timesteps(self.scheduler), self.timesteps.cpu()
+
+    @functools.cached_property
+    def scaler(self) -> InputScaler:
+        """Scales what the model is given where no scheduler steps."""
+        return InputScaler(self)
+
     @property
     def num_steps(self) -> int:
         """Denoising steps."""
@@ -116,8 +131,8 @@ class Loop:
 
     def __init__(self, request: Request) -> None:
         self._request, self.sample, self._index = request, request.latents, -1
-        self._scheduler = copy.deepcopy(request.scheduler)
-        self._scaler: InputScaler | None = None  # needed where others step
+        scheduler, self._on_host = request.on_host
+        self._scheduler = copy.deepcopy(scheduler)
 
     def predict(
         self, latents: Tensor | None = None, again: bool = False, complete: Complete | None = None
@@ -138,17 +153,16 @@ class Loop:
         t = request.timesteps[self._index]
         if latents is not None:
             self.sample = latents
-            self._scaler = self._scaler or InputScaler(request)
-            return request.denoise(self._scaler.scale(latents, t, self._index), t)
+            return request.denoise(request.scaler.scale(latents, self._index), t)
         inputs = self.sample
         if request.scale_input and hasattr(self._scheduler, "scale_model_input"):
-            inputs = self._scheduler.scale_model_input(inputs, t)
+            inputs = self._scheduler.scale_model_input(inputs, self._on_host[self._index])
         return request.denoise(inputs, t)
 
     @property
     def given(self) -> tuple[Tensor, Mapping[str, Any]]:
-        """The timestep that the scheduler is given in this step, and its further arguments."""
-        return self._request.timesteps[self._index], self._request.step_kwargs
+        """The timestep that the scheduler is given in this step, on the host, and its further arguments."""
+        return self._on_host[self._index], self._request.step_kwargs
 
     def skip(self, latents: Tensor | None) -> None:
         """Takes a step along that another loop computes; see `predict`."""
@@ -187,20 +201,23 @@ class InputScaler:
         self._before: list[Any] = []
         if not request.scale_input or not hasattr(request.scheduler, "scale_model_input"):
             return
-        scheduler = copy.deepcopy(request.scheduler)
+        scheduler, self._timesteps = request.on_host
+        scheduler = copy.deepcopy(scheduler)
         x = request.latents.new_zeros((1,) * request.latents.ndim)
-        if scheduler.scale_model_input(x, request.timesteps[0]) is x:
+        if scheduler.scale_model_input(x, self._timesteps[0]) is x:
             return
         options = {"generator": torch.Generator()} if takes_generator(scheduler) else {}
         with torch.random.fork_rng(devices=[]):
-            for t in request.timesteps:
+            for t in self._timesteps:
                 scheduler.scale_model_input(x, t)
                 self._before.append(copy.copy(scheduler))
                 scheduler.step(x, t, x, **options)
 
-    def scale(self, latents: Tensor, t: Tensor, step: int) -> Tensor:
+    def scale(self, latents: Tensor, step: int) -> Tensor:
         """Returns what `denoise` is given at a step."""
-        return self._before[step].scale_model_input(latents, t) if self._before else latents
+        if not self._before:
+            return latents
+        return self._before[step].scale_model_input(latents, self._timesteps[step])
 
 
 def require_warmup(warmup_steps: Any, settled: Any) -> None:

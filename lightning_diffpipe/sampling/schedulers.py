@@ -38,6 +38,7 @@ class PatchSchedulers:
         slices: Sequence[tuple[int, int]],
         axis: int,
     ) -> None:
+        scheduler = with_host_timesteps(scheduler)
         self._copies = [copy.deepcopy(scheduler) for _ in slices]
         for each in self._copies:
             if hasattr(each, "is_scale_input_called"):  # scaled by `InputScaler`
@@ -158,6 +159,33 @@ def on_host(scheduler: Any) -> Any:
     twin = copy.copy(scheduler)
     vars(twin).update(pytree.tree_map_only(Tensor, lambda x: x.cpu(), dict(vars(scheduler))))
     return twin
+
+
+def with_host_timesteps(scheduler: Any) -> Any:
+    """Returns a copy that finds its timesteps on the host; those who index tables by them need not wait then."""
+    twin = copy.deepcopy(scheduler)
+    if isinstance(getattr(twin, "timesteps", None), Tensor):
+        twin.timesteps = twin.timesteps.cpu()
+    return twin
+
+
+class HostTimesteps:
+    """Gives timesteps of a schedule on the host, copied once for all: for one at a time, each step would wait."""
+
+    def __init__(self) -> None:
+        self._schedule: Tensor | None = None
+
+    def of(self, t: Any, schedule: Any) -> Any:
+        """Returns a timestep `()` on the host if it is an entry of the schedule `(steps,)`, else as it is."""
+        if not isinstance(t, Tensor) or not isinstance(schedule, Tensor) or t.ndim:
+            return t
+        index, rest = divmod(t.data_ptr() - schedule.data_ptr(), schedule.element_size())
+        is_like_it = (t.dtype, t.device) == (schedule.dtype, schedule.device)
+        if rest or not is_like_it or not schedule.is_contiguous() or not 0 <= index < len(schedule):
+            return t
+        if schedule is not self._schedule:
+            self._schedule, self._on_host = schedule, schedule.cpu()
+        return self._on_host[index]
 
 
 def takes_more(scheduler: Any) -> bool:

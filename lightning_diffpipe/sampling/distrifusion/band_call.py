@@ -97,7 +97,7 @@ class BandCall(Run, TorchFunctionMode):
         self._constants = Constants(analysis.constant)
         # Of all bands, by call of group norm and step; and of this one.
         self._moments: dict[int, dict[int, Moments]] = {}
-        self._own_moments: dict[int, Moments] = {}
+        self._own_moments: dict[int, Tensor] = {}
         self.fallbacks: Tensor | int = 0
         self._suspended = False
         self._skipped = {f"{MODEL}.{name}" for name in skipped}
@@ -277,18 +277,17 @@ class BandCall(Run, TorchFunctionMode):
             TensorShape.of(x),
             fresh=self._group_norm == "synchronous",
         )
-        own, self._own_moments[call] = self._own_moments.get(call), now
+        own, self._own_moments[call] = self._own_moments.get(call), mine
         if others is None:
             return None
-        received = Moments.unpacked(self._in_order(mine, others))
         known = self._moments.setdefault(call, {})
         band, shares = self._bands.rank, self._bands.shares
         if rule == "synchronous":
-            known[step.index] = received
+            received = known[step.index] = Moments.unpacked(self._in_order(mine, others))
             known.pop(step.index - 2, None)
             return received.combined(shares)
         assert own is not None
-        before = known[step.index - 1] = received.with_band(band, own)
+        before = known[step.index - 1] = Moments.unpacked(self._in_order(own, others))
         known.pop(step.index - 3, None)
         if rule == "predicted":
             return predicted(before, known.get(step.index - 2), now, band, shares)

@@ -32,11 +32,13 @@ Source:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GroupNormRule = Literal["predicted", "corrected", "stale", "separate", "synchronous"]
@@ -48,7 +50,7 @@ _LARGEST_LOG_CHANGE = 0.7
 
 @dataclass
 class Moments:
-    """Biased variance and mean, `(samples, groups)` or `(bands, samples, groups)`, in float64."""
+    """Biased variance and mean, `(samples, groups)` or, in float64, `(bands, samples, groups)`."""
 
     variance: Tensor
     mean: Tensor
@@ -56,9 +58,7 @@ class Moments:
     @classmethod
     def of(cls, x: Tensor, num_groups: int) -> Moments:
         """Returns the moments of one band `(samples, channels, ...)`, computed in at least float32."""
-        flat = _grouped(x, num_groups)
-        variance, mean = torch.var_mean(flat, -1, correction=0)
-        return cls(variance.double(), mean.double())
+        return cls(*torch.var_mean(_grouped(x, num_groups), -1, correction=0))
 
     def packed(self, dtype: torch.dtype) -> Tensor:
         """Returns one tensor that can be sent, `(2, ...)`."""
@@ -67,21 +67,27 @@ class Moments:
     @classmethod
     def unpacked(cls, tensors: Sequence[Tensor]) -> Moments:
         """Returns the moments of all bands, from what they sent."""
-        stacked = torch.stack([tensor.double() for tensor in tensors])
+        stacked = torch.stack(list(tensors)).double()
         return cls(stacked[:, 0], stacked[:, 1])
 
     def combined(self, shares: Sequence[float]) -> Moments:
         """Returns the moments of the whole image, from those of the bands and what share of it each is."""
-        # Filled on the device; a list would be copied there, for which the host waits.
-        share = torch.stack([self.mean.new_full((1, 1), share) for share in shares])
+        share = _weights(tuple(shares), self.mean.device)
         mean = (share * self.mean).sum(0)
-        return Moments((share * (self.variance + (self.mean - mean) ** 2)).sum(0), mean)
+        difference = self.mean - mean
+        squares = torch.addcmul(self.variance, difference, difference)
+        return Moments((share * squares).sum(0), mean)
 
     def with_band(self, band: int, own: Moments) -> Moments:
         """Returns a copy with other moments for one band."""
         variance, mean = self.variance.clone(), self.mean.clone()
         variance[band], mean[band] = own.variance, own.mean
         return Moments(variance, mean)
+
+    @functools.cached_property
+    def logarithmic(self) -> Tensor:
+        """The logarithm of the variance, and the mean, `(..., 2, samples, groups)`."""
+        return torch.stack([(self.variance + _TINY).log(), self.mean], -3)
 
     def band(self, band: int) -> Moments:
         """Returns the moments of one band."""
@@ -118,28 +124,33 @@ def predicted(
     Returns:
         Moments of the whole image.
     """
-    last = None if earlier is None else before.mean - earlier.mean
-    mean = before.mean + _next_change(now.mean - before.mean[band], last, band)
-    old = _log(before)
-    last = None if earlier is None else old - _log(earlier)
-    change = _next_change(_log(now) - old[band], last, band)
-    change = change.clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE)
-    return stale(Moments(before.variance * change.exp(), mean), now, band, shares)
+    old = before.logarithmic
+    last = None if earlier is None else old - earlier.logarithmic
+    of_log, of_mean = _next_change(now.logarithmic - old[band], last, band).unbind(-3)
+    factor = of_log.clamp(-_LARGEST_LOG_CHANGE, _LARGEST_LOG_CHANGE).exp()
+    variance, mean = before.variance * factor, before.mean + of_mean
+    variance[band], mean[band] = now.variance, now.mean
+    return Moments(variance, mean).combined(shares)
 
 
 def _next_change(own: Tensor, last: Tensor | None, band: int) -> Tensor:
-    """Returns the change of all bands, from that of this band and the last of all, `(bands, samples, groups)`."""
+    """Returns the change of all bands, from that of this band and the last of all, `(bands, ..., groups)`."""
     if last is None:
         return own
     own_last = last[band]
-    size = own_last.square().sum(-1, keepdim=True).clamp_min(_TINY)
+    products = (last * own_last).sum(-1, keepdim=True)
+    size = products[band].clamp_min(_TINY)
     pace = ((own * own_last).sum(-1, keepdim=True) / size).clamp(0.0, _LARGEST_PACE)
-    shared = ((last * own_last).sum(-1, keepdim=True) / size).clamp(0.0, 1.0)
-    return pace * last + shared * (own - pace * own_last)
+    shared = (products / size).clamp(0.0, 1.0)
+    surprise = torch.addcmul(own, pace, own_last, value=-1)
+    return torch.addcmul(pace * last, shared, surprise)
 
 
-def _log(moments: Moments) -> Tensor:
-    return (moments.variance + _TINY).log()
+@functools.cache
+def _weights(shares: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns `(bands, 1, 1)`, copied to the device once, for which the host waits."""
+    with torch.inference_mode(False):
+        return torch.tensor(shares, dtype=torch.float64, device=device)[:, None, None]
 
 
 def normalised(
@@ -152,13 +163,17 @@ def normalised(
 ) -> Tensor:
     """Normalises groups with given moments, computed in at least float32."""
     flat = _grouped(x, num_groups)
-    scale = torch.rsqrt(moments.variance + eps).to(flat.dtype)
-    flat = (flat - moments.mean.to(flat.dtype)[..., None]) * scale[..., None]
-    out, shape = flat.reshape(x.shape), (1, -1) + (1,) * (x.ndim - 2)
-    if weight is not None:
-        out = out * weight.to(flat.dtype).reshape(shape)
-    if bias is not None:
-        out = out + bias.to(flat.dtype).reshape(shape)
+    # As a batch norm whose channels are the groups of all samples.
+    mean, variance = (each.to(flat.dtype).flatten() for each in (moments.mean, moments.variance))
+    out = F.batch_norm(flat.reshape(1, len(mean), -1), mean, variance, eps=eps)
+    out = out.reshape(x.shape)
+    affine = [
+        p.to(flat.dtype).view(-1, *[1] * (x.ndim - 2)) for p in (bias, weight) if p is not None
+    ]
+    if len(affine) == 2:
+        out = torch.addcmul(affine[0], out, affine[1])
+    elif affine:
+        out = out + affine[0] if weight is None else out * affine[0]
     return out.to(x.dtype)
 
 

@@ -59,7 +59,7 @@ from lightning_diffpipe.sampling.rehearsal import (
     relative_error,
     tolerance_of,
 )
-from lightning_diffpipe.sampling.request import InputScaler, Request, require_warmup
+from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.step_caches import StepCache
@@ -176,12 +176,11 @@ class DistriFusionRun(Run):
         mode, warmup_steps = sampler.mode, sampler.warmup_steps
         by_itself = warmup_steps == "auto"  # the warm-up ends at the beginning of any step
         loop, latents = request.loop(), request.latents
-        scaler = InputScaler(request) if by_itself else None
         before: Tensor | None = None
         settled, sampler.num_synchronous = False, 0
-        for index, timestep in enumerate(request.timesteps):
-            if scaler is not None and not settled:
-                now = scaler.scale(latents, timestep, index)
+        for index in range(request.num_steps):
+            if by_itself and not settled:
+                now = request.scaler.scale(latents, index)
                 if before is not None:
                     change = self._links.broadcast_object(partial(_change, before, now))
                     settled = change < sampler.settled

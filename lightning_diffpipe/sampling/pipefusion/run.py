@@ -24,7 +24,7 @@ from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache, PartAttenti
 from lightning_diffpipe.sampling.pipefusion.patch import PartRun, PartRunner, Slices
 from lightning_diffpipe.sampling.pipefusion.sequence_attention import SEQUENCE_MODES
 from lightning_diffpipe.sampling.pipefusion.stages import Stages
-from lightning_diffpipe.sampling.request import Complete, InputScaler, Loop, Request
+from lightning_diffpipe.sampling.request import Complete, Loop, Request
 from lightning_diffpipe.sampling.schedulers import PatchSchedulers
 from lightning_diffpipe.sampling.statistics import Stopwatch
 from lightning_diffpipe.sampling.step_caches import DECISION, StepCache
@@ -309,14 +309,10 @@ class PipeFusionRun:
         if settled:
             self.plan = replace(self.plan, warmup_steps=turn.step + 1)
 
-    @functools.cached_property
-    def _scaler(self) -> InputScaler:
-        return InputScaler(self._request)
-
     def _given(self, latents: Tensor, step: int) -> Tensor:
         """Returns what the model is given of this rank's rows in a step."""
         rows = self._setting.layout.take_rows(latents, self._own_units)
-        return self._scaler.scale(rows, self._request.timesteps[step], step)
+        return self._request.scaler.scale(rows, step)
 
     # --- hidden states, from rank to rank -------------------------------------------------------------
 
