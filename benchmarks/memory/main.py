@@ -39,6 +39,7 @@ GIB = 2**30
 SIZES = {
     "tiny": (32, 19, 38, 2),
     "1e8": (1024, 1, 2, 8),
+    "3e8": (2048, 1, 2, 4),
     "1e9": (2048, 3, 8, 8),
     "3e9": (3072, 4, 13, 8),
 }
@@ -114,6 +115,7 @@ def measure(
     frozen_dtype: str | None = None,
     encode_first: bool = False,
     quantization: str | None = None,
+    trains: str = "adapters",
 ) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -122,7 +124,7 @@ def measure(
     peaks.start()
     module = PipelineDiffusion.from_pretrained(
         folder,
-        lora=Lora(rank=8),
+        lora=Lora(rank=8) if trains == "adapters" else None,
         call={"max_sequence_length": 16},
         caption_dropout=0.0,
         frozen_dtype=frozen_dtype,
@@ -188,11 +190,12 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             if pid := os.fork():  # so that what it takes to make weights is not kept
                 os.waitpid(pid, 0)
             else:
-                write_pipeline(folder, arguments.size)
+                write_pipeline(folder, arguments.size, getattr(torch, arguments.stored))
                 os._exit(0)
         return on_ranks(
             arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision,
             arguments.frozen_dtype, arguments.encode_first, arguments.quantization,
+            arguments.trains,
         )  # fmt: skip
 
 
@@ -208,6 +211,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"
     )
     parser.add_argument("--quantization", help="of frozen linear layers: int8")
+    parser.add_argument("--stored", default="bfloat16", help="type of the files")
+    parser.add_argument(
+        "--trains", choices=("adapters", "all"), default="adapters", help="all: without adapters"
+    )
     parser.add_argument(
         "--encode-first", action="store_true", help="store all encodings before training"
     )

@@ -52,6 +52,7 @@ from lightning_diffpipe.profiling.state import (
     current,
     placeable,
     placed,
+    scratch_bytes,
     scratch_gradients,
     take_samples,
     tree_to,
@@ -174,10 +175,9 @@ class Subject:
         """
         if self.place.type != "cuda":
             return not any(map(is_quantized_later, self.module.parameters()))
-        need = sum(
-            held_bytes(p) * ((p.device != self.place) + (name in self.graph.trained))
-            for name, p in self.module.named_parameters()
-        )
+        named = dict(self.module.named_parameters())
+        need = scratch_bytes([p for name, p in named.items() if name in self.graph.trained])
+        need += sum(held_bytes(p) for p in named.values() if p.device != self.place)
         return need < _MEMORY_SHARE * free_bytes(self.place)
 
     def _in_place(self) -> tuple[Rounds, list[KeptBytes], Splits]:

@@ -6,7 +6,8 @@ saved: no optimizer runs here.
 """
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.placement import own_tensors, quantized
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples
 from lightning_diffpipe.graph.trial import untouched
+
+# Of gradients; caches hold less, so that adding to them takes as long as in training.
+_SHARED_BYTES = 2**28
 
 
 @contextlib.contextmanager
@@ -112,14 +116,46 @@ def take_samples(
     return change_samples(batch, total, [lambda part: part[:count]])[0]
 
 
+def scratch_bytes(parameters: Iterable[Tensor]) -> int:
+    """Returns the size of the gradients that `scratch_gradients` gives some parameters."""
+    return sum(_scratch_length(alike) * alike[0].itemsize for alike in _by_type(parameters))
+
+
 @contextlib.contextmanager
 def scratch_gradients(module: nn.Module, names: frozenset[str]) -> Iterator[None]:
-    """Gives parameters gradients to be added to, as they are in every microbatch but the first."""
+    """Gives parameters gradients to be added to, as they are in every microbatch but the first.
+
+    Many of them share memory, as nobody reads their values: a rank that times a whole model need not have room for
+    the gradients of all of it. Models on the meta device, where none takes memory, count each by itself.
+    """
     chosen = [p for name, p in module.named_parameters() if name in names]
     try:
-        for parameter in chosen:
-            parameter.grad = torch.zeros_like(parameter)
+        for alike in _by_type(chosen):
+            length, start = _scratch_length(alike), 0
+            memory = torch.zeros(length, dtype=alike[0].dtype, device=alike[0].device)
+            for parameter in alike:
+                outline = torch.zeros_like(parameter, device="meta")
+                if memory.is_meta:
+                    parameter.grad = outline
+                    continue
+                start = start if start + parameter.numel() <= length else 0
+                strides = outline.stride()
+                parameter.grad = memory[start:].as_strided(parameter.shape, strides)
+                start += parameter.numel()
         yield
     finally:
         for parameter in chosen:
             parameter.grad = None
+
+
+def _by_type(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields parameters of the same type on the same device."""
+    key = lambda parameter: (str(parameter.device), str(parameter.dtype))
+    for _, alike in itertools.groupby(sorted(parameters, key=key), key):
+        yield list(alike)
+
+
+def _scratch_length(parameters: Sequence[Tensor]) -> int:
+    """Returns the number of gradients, of parameters of the same type, that are there at a time."""
+    numbers = [parameter.numel() for parameter in parameters]
+    return min(sum(numbers), max(_SHARED_BYTES // parameters[0].itemsize, *numbers))

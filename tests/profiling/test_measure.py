@@ -19,7 +19,7 @@ from lightning_diffpipe.graph.backward import NestedExits
 from lightning_diffpipe.graph.cut import boundary_bytes
 from lightning_diffpipe.graph.probe import probe
 from lightning_diffpipe.planning.profile import ModelProfile
-from lightning_diffpipe.profiling import measure, profiler, step_run
+from lightning_diffpipe.profiling import measure, profiler, state, step_run
 from lightning_diffpipe.profiling.measure import Subject, default_counts, measure_profile
 from lightning_diffpipe.profiling.profiler import in_precision
 from lightning_diffpipe.profiling.state import take_samples
@@ -440,6 +440,33 @@ def test_weights_on_the_device_need_no_more_memory(monkeypatch):
     assert fits_on_gpu(Subject(module, step, batch, graph))
     FakeGpu(monkeypatch, free_bytes=2 * gradients, cached_bytes=0)
     assert not fits_on_gpu(Subject(module, step, batch, graph))
+
+
+@pytest.mark.parametrize("shared_bytes", [2**28, 4 * 40])
+def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
+    """History: ranks timed a model with gradients of all of it, of which each trains a part."""
+    monkeypatch.setattr(state, "_SHARED_BYTES", shared_bytes)
+    module = nn.Sequential(nn.Linear(7, 5), nn.Conv2d(2, 2, 3), nn.Linear(4, 5, bias=False))
+    module[1].to(memory_format=torch.channels_last)
+    module[2].double()
+    named = dict(module.named_parameters())
+    del named["1.bias"]
+    numbers = 35 + 5 + 36, 20  # in float32, in float64
+    expected = 4 * min(numbers[0], shared_bytes // 4), 8 * min(numbers[1], shared_bytes // 8)
+    with state.scratch_gradients(module, frozenset(named)):
+        memory = [p.grad.untyped_storage() for p in named.values()]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in memory}
+        assert sorted(sizes.values()) == sorted(expected)
+        assert sum(expected) == state.scratch_bytes(named.values())
+        for parameter in named.values():
+            assert parameter.grad.stride() == parameter.stride()
+            assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+        for value, parameter in enumerate(named.values()):
+            parameter.grad.fill_(value)
+        kept = [p.grad.eq(value).all().item() for value, p in enumerate(named.values())]
+        assert all(kept) == (4 * sum(numbers) <= shared_bytes)
+        assert module[1].bias.grad is None
+    assert all(parameter.grad is None for parameter in named.values())
 
 
 def test_measuring_gives_a_gpus_memory_back(monkeypatch):
