@@ -21,36 +21,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers import hooks
-from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
-from diffusers.hooks.hooks import CacheContext, StateManager
-from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook
 from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 
-_APPLIED_BY: dict[type, Callable[[nn.Module, Any], None]] = {
-    hooks.FirstBlockCacheConfig: hooks.apply_first_block_cache,
-    hooks.MagCacheConfig: hooks.apply_mag_cache,
-    hooks.PyramidAttentionBroadcastConfig: hooks.apply_pyramid_attention_broadcast,
-    hooks.TaylorSeerCacheConfig: hooks.apply_taylorseer_cache,
-    hooks.FasterCacheConfig: hooks.apply_faster_cache,
+# Names in `diffusers.hooks`, which imports transformers: not before a cache is asked for.
+_APPLIED_BY = {
+    "FirstBlockCacheConfig": "apply_first_block_cache",
+    "MagCacheConfig": "apply_mag_cache",
+    "PyramidAttentionBroadcastConfig": "apply_pyramid_attention_broadcast",
+    "TaylorSeerCacheConfig": "apply_taylorseer_cache",
+    "FasterCacheConfig": "apply_faster_cache",
 }
 _NAMES = {
-    "first_block": hooks.FirstBlockCacheConfig,
-    "pyramid_attention": hooks.PyramidAttentionBroadcastConfig,
-    "taylor_seer": hooks.TaylorSeerCacheConfig,
-    "faster": hooks.FasterCacheConfig,
+    "first_block": "FirstBlockCacheConfig",
+    "pyramid_attention": "PyramidAttentionBroadcastConfig",
+    "taylor_seer": "TaylorSeerCacheConfig",
+    "faster": "FasterCacheConfig",
 }
-_HEADS, _TAILS = (FBCHeadBlockHook, MagCacheHeadHook), (FBCBlockHook, MagCacheBlockHook)
 _TIMESTEP = "current_timestep_callback"
 
 
@@ -60,12 +56,16 @@ def step_cache_named(cache: Any) -> Any:
     Raises:
         ConfigurationError: There is no such cache, or it has functions, which do not travel to other ranks.
     """
-    if cache is None or (isinstance(cache, str) and cache in _NAMES):
-        return cache and _NAMES[cache]()
-    if type(cache) not in _APPLIED_BY:
-        kinds = ", ".join(kind.__name__ for kind in _APPLIED_BY)
+    if cache is None:
+        return None
+    from diffusers import hooks
+
+    if isinstance(cache, str) and cache in _NAMES:
+        return getattr(hooks, _NAMES[cache])()
+    if type(cache) not in [getattr(hooks, kind) for kind in _APPLIED_BY]:
         raise ConfigurationError(
-            f"cache={cache!r}; choose {', '.join(_NAMES)}, or a configuration of diffusers: {kinds}"
+            f"cache={cache!r}; choose {', '.join(_NAMES)}, or a configuration of diffusers: "
+            + ", ".join(_APPLIED_BY)
         )
     cache = copy.copy(cache)
     if hasattr(cache, _TIMESTEP):
@@ -94,7 +94,7 @@ def refuse_cache(cache: Any, method: str, num_ranks: int, compiled: bool) -> Non
         return
     if compiled:
         reason = "graphs of compile=blocks have no place for what hooks decide in each step"
-    elif method != "single" and isinstance(cache, hooks.FasterCacheConfig):
+    elif method != "single" and kind == "FasterCacheConfig":
         if method == "pipefusion":
             reason = "it extrapolates from the two steps before, of which a patch has none at first"
         elif not cache.is_guidance_distilled:
@@ -142,12 +142,15 @@ class StepCache:
         if self.config is None:
             yield self
             return
+        from diffusers import hooks
+
         before = {m: [*_hooks_of(m)] for m in self._model.modules()}
         plain = [m for m in before if not vars(m).keys() & {"_diffusers_hook", "forward"}]
         watch = self._model.register_forward_pre_hook(lambda *_: self._call_begins())
         try:
             try:
-                _APPLIED_BY[type(self.config)](self._model, self.config)
+                apply = getattr(hooks, _APPLIED_BY[type(self.config).__name__])
+                apply(self._model, self.config)
             except (ValueError, IndexError) as error:
                 raise self._unknown(error) from error
             self._find(before)
@@ -170,27 +173,31 @@ class StepCache:
         )
 
     def _find(self, before: Mapping[nn.Module, Sequence[str]]) -> None:
+        from diffusers.hooks.first_block_cache import FBCBlockHook, FBCHeadBlockHook
+        from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook
+
+        heads, tails = (FBCHeadBlockHook, MagCacheHeadHook), (FBCBlockHook, MagCacheBlockHook)
         names = {id(module): name for name, module in self._root.named_modules()}
         hooked = set()
         for module in self._model.modules():
             for hook in (x for n, x in _hooks_of(module).items() if n not in before[module]):
                 self._hooks.append(hook)
-                if isinstance(hook, _HEADS):
+                if isinstance(hook, heads):
                     self._head = hook, module
-                elif isinstance(hook, _TAILS) and hook.is_tail:
+                elif isinstance(hook, tails) and hook.is_tail:
                     self._tail = hook, module
                     text_ends = getattr(module, "context_pre_only", False)
                     if isinstance(hook, FBCBlockHook) and text_ends:
                         raise self._unknown("its last block returns no text to be stored")
-                managers = [x for x in vars(hook).values() if isinstance(x, StateManager)]
+                managers = [x for x in vars(hook).values() if _is_manager(x)]
                 places = [(x, "_state_cache") for x in managers] or [(hook, "state")]
                 self._places += [p for p in places if p not in self._places]
-                if not isinstance(hook, _HEADS + _TAILS):
+                if not isinstance(hook, heads + tails):
                     hooked.add(names[id(module)])
         self.hooked = frozenset(hooked)
         if not self._hooks:
             raise self._unknown("none of its modules has a name that is looked for")
-        if self._sharing and isinstance(self.config, hooks.FirstBlockCacheConfig):
+        if self._sharing and isinstance(self._head and self._head[0], FBCHeadBlockHook):
             hook = self._head[0]
             hook._should_compute_remaining_blocks = partial(self._has_changed, hook)
 
@@ -219,7 +226,9 @@ class StepCache:
                     hook.disable_cache_before_step = earliest
         for (owner, name), state in zip(self._places, known, strict=True):
             setattr(owner, name, state)
-            if isinstance(owner, StateManager):
+            if _is_manager(owner):
+                from diffusers.hooks.hooks import CacheContext
+
                 owner.set_context(CacheContext("step"))
 
     def _has_changed(self, hook: Any, residual: Tensor) -> bool:
@@ -298,9 +307,15 @@ def _hooks_of(module: nn.Module) -> dict[str, Any]:
     return getattr(vars(module).get("_diffusers_hook"), "hooks", {})
 
 
+def _is_manager(owner: Any) -> bool:
+    from diffusers.hooks.hooks import StateManager
+
+    return isinstance(owner, StateManager)
+
+
 def _continued(owner: Any, state: Any) -> Any:
     """Returns a state of a hook without tensors, whose numbers go on; of a manager those of all its contexts."""
-    if isinstance(owner, StateManager):
+    if _is_manager(owner):
         make = partial(owner._state_cls, *owner._init_args, **owner._init_kwargs)
         return {name: _with_numbers(make(), known) for name, known in (state or {}).items()}
     return _with_numbers(type(owner.state)(), state)
