@@ -9,6 +9,7 @@ from lightning_diffpipe.modules import Lora, Optimization, PipelineDiffusion
 from tests.distributed.scenarios import quick_strategy, quiet_trainer
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_in_turn, run_ranks
+from tests.rows import row
 
 pytestmark = pytest.mark.distributed
 
@@ -55,7 +56,7 @@ def train(
     return {n: p.detach() for n, p in module.named_parameters() if ".lora_" in n}
 
 
-@pytest.mark.parametrize("store_all", [False, True])
+@pytest.mark.parametrize("store_all", [False, row(True)])
 def test_they_go_on_from_a_checkpoint_on_other_stages(store_all, tmp_path):
     one, two, later = (tmp_path / name for name in ("one", "two", "later"))
     model = tmp_path / "model"

@@ -136,7 +136,8 @@ def test_each_rank_quantizes_what_it_holds(strategy, encodes_first, settings, tm
     settings.strategy = strategy
     num_ranks = strategy["num_stages"]
     outcomes, counts = zip(*run_ranks(fit_and_look, num_ranks, settings, num_ranks), strict=True)
-    assert_equal_runs(outcomes, expected, 1e-4)
+    # Measured times cut differently each time, and what is in bfloat16 rounds by the samples it takes at a time.
+    assert_equal_runs(outcomes, expected, 2e-3 if "profile" in strategy else 1e-4)
     assert abs(plain.losses[0] - expected.losses[0]) > 1e-3 * plain.losses[0]
     for total, quantized, mapped, *after in counts:
         assert 0 < quantized < total + (num_ranks == 1)
