@@ -84,6 +84,7 @@ def test_a_run_killed_at_any_moment_of_saving_is_gone_on_with(tmp_path, monkeypa
     assert moments > 10, "the calls that save were not met"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_link(tmp_path):
     """History: last.ckpt kept pointing at an old file, beside a newer last-v1.ckpt."""
     train(tmp_path, 1)
@@ -92,6 +93,7 @@ def test_a_resumed_run_goes_on_with_its_link(tmp_path):
     assert (tmp_path / "last.ckpt").resolve().name == "000002.ckpt"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cut_short_is_skipped_with_a_word(tmp_path):
     train(tmp_path, 2, save_top_k=-1)
     newer = tmp_path / "000003.ckpt"
@@ -110,6 +112,7 @@ def test_a_checkpoint_cut_short_is_skipped_with_a_word(tmp_path):
         train(tmp_path, 3, "last")
 
 
+@pytest.mark.slow
 def test_the_end_of_training_is_gone_on_with_in_the_middle_of_its_epoch(tmp_path):
     """What is written at the end counts the epoch as over: going on from there would skip the rest of it."""
     final = FinalCheckpoint(tmp_path / "final.ckpt")
@@ -121,6 +124,7 @@ def test_the_end_of_training_is_gone_on_with_in_the_middle_of_its_epoch(tmp_path
     assert (path.name, step) == ("final.ckpt", 3)
 
 
+@pytest.mark.slow
 def test_beginning_anew_next_to_checkpoints_is_named(tmp_path):
     train(tmp_path, 1)
     with pytest.warns(
@@ -245,6 +249,7 @@ def test_what_killed_writers_left_is_removed_in_time(tmp_path):
     assert list(tmp_path.iterdir()) == [young]
 
 
+@pytest.mark.slow
 def test_a_final_checkpoint_goes_where_fsspec_writes(tmp_path, monkeypatch):
     """History: of an address a folder was made on this machine, `memory:/run`."""
     monkeypatch.chdir(tmp_path)
@@ -256,6 +261,7 @@ def test_a_final_checkpoint_goes_where_fsspec_writes(tmp_path, monkeypatch):
     assert trainer.global_step == 3
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_elsewhere_has_to_be_named():
     """History: folders of other file systems were not looked into, and a run began anew beside its checkpoints."""
     train("memory://last", 2, save_last=True)

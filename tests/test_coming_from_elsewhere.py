@@ -58,6 +58,7 @@ def runs():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", runs())
 def test_every_setting_is_one_and_takes_the_value(overrides, tmp_path):
     config = composed(*overrides, f"output_dir={tmp_path}")

@@ -87,6 +87,7 @@ def test_every_verb_composes_and_explains_itself(verb):
     assert config.hydra.run.dir.startswith(f"outputs/{verb}" if verb in WRITES else ".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), first_of_each_group_fast())
 def test_every_option_can_be_built(group, option, output_dir):
     if option == "webdataset":
@@ -108,6 +109,7 @@ def test_every_option_can_be_built(group, option, output_dir):
             hydra.utils.instantiate(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_opens_with_its_command_and_result(name, output_dir):
     config = composed("train", f"experiment={name}", output_dir)
@@ -122,6 +124,7 @@ def test_every_experiment_composes_and_opens_with_its_command_and_result(name, o
 STRATEGIES = sorted(path.stem for path in CONF.glob("strategy/*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_strategy_trains_what_has_two_stages_otherwise(strategy, output_dir):
     """History: experiments set `num_stages`, which `strategy=ddp`, there for comparison, was then called with."""
@@ -152,6 +155,7 @@ def test_large_models_are_tuned_gently_and_shown_with_their_own_captions(output_
     assert (glyphs.model.optimization.lr, glyphs.model.optimization.warmup_steps) == (5e-4, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in CONF.glob("optimizer/*.yaml") if path.stem != "custom")
 )

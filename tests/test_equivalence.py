@@ -33,6 +33,7 @@ BUILT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT)
 def test_stages_add_up_to_the_plain_step(name):
     outcome = measure(CASES[name])

@@ -20,6 +20,7 @@ def test_what_is_installed_is_listed():
     assert rows_of("environment")[0]["lightning"][0].isdigit()
 
 
+@pytest.mark.slow
 def test_shares_of_frozen_work_have_their_parts():
     rows = rows_of("frozen_share")
     by_layer = [row for row in rows if "frozen_share" in row]
@@ -45,6 +46,7 @@ def test_layers_of_large_models_are_timed(name):
     assert any(row.get("samples") == 2 for row in rows)
 
 
+@pytest.mark.slow
 def test_patches_are_timed_beside_plain_steps():
     rows = rows_of("patches")
     assert {(row["model"], row["resolution"], row["num_patches"]) for row in rows} == {
@@ -53,6 +55,7 @@ def test_patches_are_timed_beside_plain_steps():
     assert all(row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_one_rank_is_timed_beside_plain_lightning():
     (row,) = rows_of("overhead")
     assert row["ratio"] == pytest.approx(row["diffpipe_s"] / row["plain_s"])

@@ -129,6 +129,7 @@ def test_a_recipe_trains_a_tiny_model_of_its_classes(name, tmp_path, images, cap
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3_lora", "flux_lora"])
 def test_the_loss_of_a_recipe_is_that_of_diffusers_script(name, tmp_path):
     """History: SD3 trained at times that were not shifted, and counted noise more than diffusers' script."""
@@ -193,6 +194,7 @@ def every_file_of_adapters(folder):
     }
 
 
+@pytest.mark.slow
 def test_adapters_learn_a_face_that_the_built_in_transformer_has_not_seen(
     tmp_path, capsys, monkeypatch
 ):

@@ -262,6 +262,7 @@ def fit_refused(rank, folder, data, module_class=TinyDiffusion, **options):
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "module_class", "options", "says"),
     [

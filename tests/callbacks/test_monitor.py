@@ -316,6 +316,7 @@ def ended_records(folder, patience_s=30):
     return records
 
 
+@pytest.mark.slow
 def test_what_wandb_keeps_of_a_run(tmp_path):
     """History: no norm, no memory and no bytes were logged, and the plan, profile and report stayed on the disk."""
     logger = WandbLogger(save_dir=tmp_path, offline=True, id="abc123")

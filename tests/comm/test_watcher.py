@@ -73,6 +73,7 @@ def wait(rank, seconds, meanwhile=lambda: None):
     return len(given_up)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", [0, 2])
 @pytest.mark.parametrize(
     ("harm", "how"),
@@ -93,6 +94,7 @@ def test_a_lost_rank_is_named_with_its_phase_on_all_others(waiting, harm, how, r
     assert f"rank {waiting} (sampling) lost rank 1 (encoding prompts): {how}" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [frozen, closed_as_if_killed])
 def test_rank_0_is_missed_as_others_are(harm, ranks):
     """Though all messages pass it."""
@@ -144,6 +146,7 @@ def test_a_rank_that_leaves_is_not_lost(ranks):
         ranks[2].call("numbers", lambda: (_ for _ in ()).throw(dist.DistNetworkError("reset")))
 
 
+@pytest.mark.slow
 def test_a_rank_that_goes_on_no_more_is_missed(ranks):
     ranks[1].step()
     until(lambda: ranks[0]._statuses[1].step)
@@ -213,6 +216,7 @@ with watcher.run(0):
 """
 
 
+@pytest.mark.slow
 def test_a_watcher_that_fails_ends_its_process_with_its_error():
     """History: its thread ended silently, so that no loss was noticed any more."""
     ended = subprocess.run(
@@ -318,6 +322,7 @@ def join(monkeypatch):
     watching._leave()
 
 
+@pytest.mark.slow
 def test_all_addresses_of_rank_0_share_the_time_to_connect(join):
     """History: each had all of it, so that of two that lead nowhere a rank said that rank 0 was silent."""
     started_s = time.monotonic()
@@ -332,6 +337,7 @@ def test_all_addresses_of_rank_0_share_the_time_to_connect(join):
     assert time.monotonic() - started_s < 10.0
 
 
+@pytest.mark.slow
 def test_a_name_that_is_none_is_said_with_the_addresses(join):
     """History: Python's words for a label of 64 characters ended training."""
     with that_never_answers("127.0.0.2") as first, pytest.raises(ConfigurationError) as caught:
@@ -339,6 +345,7 @@ def test_a_name_that_is_none_is_said_with_the_addresses(join):
     assert "rank0.example: label too long" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_rank_0_is_reached_at_its_own_name_where_the_master_address_leads_elsewhere(join):
     """As where a service passes on to rank 0 what comes to one port only."""
     with that_never_answers("127.0.0.2") as first, socket.create_server(("127.0.0.3", 0)) as server:

@@ -380,6 +380,7 @@ def test_videos_say_their_size_without_being_decoded(tmp_path):
     assert shapes == {(9, 24, 40), (5, 40, 24)}
 
 
+@pytest.mark.slow
 def test_a_command_shows_what_is_trained_on(tmp_path, capsys, monkeypatch):
     images, sheet = tmp_path / "images", tmp_path / "sheet.png"
     images.mkdir()

@@ -279,6 +279,7 @@ def test_photographs_of_shards_stand_upright(tmp_path):
     assert [upright(image) for image in batch["image"]] == [True] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2, 5])
 def test_an_epoch_of_shards_is_as_long_as_asked_for(shards, num_workers):
     """History: every worker gave a whole epoch, and a worker without a shard nothing."""
@@ -287,6 +288,7 @@ def test_an_epoch_of_shards_is_as_long_as_asked_for(shards, num_workers):
     assert [len(captions(data.train_dataloader())) for data in ranks] == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_epoch_of_shards_has_its_own_order(shards, num_workers):
     """History: every epoch gave the same samples in the same order."""
@@ -311,6 +313,7 @@ def test_an_epoch_of_shards_has_a_length(shards, num_workers, recwarn):
     assert not [w for w in recwarn if "__len__" in str(w.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_of_ones_own_is_shared_out_over_pipelines(tmp_path, num_workers):
     """As docs/data.md has it. History: nothing said how, and errors of both packages led in a circle."""

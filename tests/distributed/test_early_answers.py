@@ -155,6 +155,7 @@ class NeverMade(TinyDiffusion):
         raise KeyError("there is no setting lr")
 
 
+@pytest.mark.slow
 def test_what_fails_in_configure_optimizers_is_raised_where_a_step_asks():
     """History: "'_OnFirstUse' object has no attribute 'param_groups'"."""
     trainer = quiet_trainer(devices=1, strategy=quick_strategy(num_microbatches=1))

@@ -42,6 +42,7 @@ def test_a_cascade_has_two_chains():
     assert graph.path_names[found.starts[2]] == "second.time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "reason"),
     [

@@ -158,6 +158,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fake", "real"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("folds", [False, True])

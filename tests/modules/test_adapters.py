@@ -83,6 +83,7 @@ def test_a_checkpoint_alone_rebuilds_a_model_with_adapters(adapted, batch, tmp_p
     torch.testing.assert_close(drawn(source.module), drawn(adapted), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -155,6 +156,7 @@ def trained(make_model, batch, tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_checkpoints_of_adapters_leave_the_model_to_its_folder(trained, tmp_path):
     """History: they held all frozen weights, 24 GB of a model with 12 billion."""
     module, checkpoint = trained()
@@ -177,6 +179,7 @@ def test_checkpoints_of_adapters_leave_the_model_to_its_folder(trained, tmp_path
     assert all(torch.equal(value, again[key]) for key, value in stored(tmp_path).items())
 
 
+@pytest.mark.slow
 def test_a_predictor_reads_the_model_below_adapters(trained, tmp_path):
     module, _ = trained()
     source = open_source(tmp_path / "a.ckpt", True, torch.device("cpu"), torch.float32)
@@ -199,6 +202,7 @@ def test_a_predictor_reads_the_model_below_adapters(trained, tmp_path):
         open_source(tmp_path / "moved", False, torch.device("cpu"), torch.float32, **options)
 
 
+@pytest.mark.slow
 def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
     _, checkpoint = trained()
     other = make_model("unet")
@@ -220,6 +224,7 @@ def test_another_model_below_adapters_is_refused(trained, make_model, tmp_path):
     assert not raised.value.is_of_all_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_precision_makes_no_other_model(dtype, trained, tmp_path):
     """History: values that float16 rounds first are others in bfloat16, so that such runs were refused."""
@@ -254,6 +259,7 @@ def test_what_a_callback_begins_to_train_is_stored(trained, tmp_path):
     torch.testing.assert_close(loaded.vae.state_dict(), module.vae.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_folder_below_adapters_is_not_written_over(trained, tmp_path):
     """History: every checkpoint of the run was lost, as the model that it needs was another one."""
     module, _ = trained()
@@ -264,6 +270,7 @@ def test_the_folder_below_adapters_is_not_written_over(trained, tmp_path):
     trained(store_all=True)[0].save_pretrained(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_base_is_kept_by_its_whole_path_or_not_at_all(trained, tmp_path, monkeypatch):
     """History: a folder named from here was looked for elsewhere later, and `store_all` had no effect."""
     trained()
@@ -314,6 +321,7 @@ def test_another_model_is_noticed(change):
     assert not base.fits("unet", weights)
 
 
+@pytest.mark.slow
 def test_parts_that_are_no_longer_those_of_the_folder_are_stored(trained, tmp_path):
     module, checkpoint = trained(change=lambda module: module.vae.encoder.conv_in.weight.add_(0.01))
     assert {"unet", "text_encoder"} == checkpoint["diffpipe_base"]["samples"].keys()
@@ -397,6 +405,7 @@ def test_names_that_cannot_be_given_are_refused(tmp_path):
             module.save_lora(tmp_path, names)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_refused_before_training(tmp_path, capsys, monkeypatch):
     """History: two tensors of one name were found when all was trained, and so was a folder that must stay."""
     tiny.build("flux", tmp_path / "a").save_pretrained(tmp_path / "model")
@@ -482,6 +491,7 @@ def test_what_get_peft_model_wraps_is_written_under_its_own_names(tmp_path):
 LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "q_proj", "k_proj", "v_proj", "out_proj"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -33,6 +33,7 @@ def drawn(module, **options):
     return module.sample(PROMPTS, num_inference_steps=3, generator=generator, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prediction", ["flow", "v"])
 def test_both_backbones_are_trained_by_losses_of_their_own(batch, prediction):
     module = tiny_cascade(prediction)
@@ -83,6 +84,7 @@ def test_images_depend_on_prompt_and_small_image():
         assert not torch.allclose(one[1], other[1], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_grey", [False, True])
 def test_it_survives_checkpoints_and_folders(is_grey, tmp_path, batch):
     """History: a folder did not say that images are grey, and could not be opened."""

@@ -107,6 +107,7 @@ def test_only_the_controlnet_is_trained(batch, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_back_by_us_and_by_diffusers(batch, tmp_path):
     module = tiny_controlnet_diffusion(caption_dropout=0.25)
     module.pipeline_index = {"_class_name": "StableDiffusionPipeline", "safety_checker": [None] * 2}

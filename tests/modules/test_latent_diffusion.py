@@ -497,6 +497,7 @@ def test_a_transformer_with_other_inputs_is_refused():
         LatentDiffusion(*parts, transformer=other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
 def test_self_conditioning_estimates_as_often_as_it_is_asked_to(

@@ -302,11 +302,13 @@ def check_by_hand(module, batch, by_hand):
     torch.testing.assert_close(got, expected, rtol=2e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_that_of_a_step_written_by_hand(name, tmp_path):
     check_by_hand(module_of(name, tmp_path), batch_of(name), globals()[f"by_hand_{name}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "by_hand"),
     [
@@ -511,6 +513,7 @@ def test_a_denoiser_without_a_size_is_named_with_the_cure(name, tmp_path):
     module.setup("fit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stable_diffusion", "sd3", "flux", "wan"])
 def test_captions_that_are_cut_are_counted_by_tokenizer(name, tmp_path):
     """Each of several tokenizers reads so many tokens."""
@@ -578,6 +581,7 @@ def test_an_autoencoder_that_asks_for_float32_has_it_beside_bfloat16(name, asks,
         assert got == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "wan"])
 def test_a_saved_pipeline_opens_in_diffusers_and_draws_the_same(name, tmp_path):
     module = module_of(name, tmp_path / "parts").eval()
@@ -601,6 +605,7 @@ def test_a_saved_pipeline_opens_in_diffusers_and_draws_the_same(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_its_pipeline_along(tmp_path):
     module, batch = module_of("sd3", tmp_path), batch_of("sd3")
     before = {n: p.clone() for n, p in module.named_parameters()}
@@ -620,6 +625,7 @@ def test_the_predictor_says_what_to_do_with_such_a_checkpoint(tmp_path):
         Predictor.from_pretrained(tmp_path / "last.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", sorted(set(NAMES) - {"wan"})
 )  # which reads the lengths of its prompts
@@ -873,6 +879,7 @@ def test_a_pipeline_of_ones_own_is_followed(tmp_path):
     assert torch.equal(loss_of(again, batch), loss_of(module, batch))
 
 
+@pytest.mark.slow
 def test_a_registered_module_of_ones_own_is_a_frozen_part(tmp_path):
     torch.manual_seed(0)
     pipeline = CountingPipeline(tiny_unet(), tiny.vae(), diffusers.DDPMScheduler(), Counted())
@@ -1006,6 +1013,7 @@ def test_a_size_that_the_model_does_not_draw_is_named(tmp_path):
 # ------------------------------------------------------------------ adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl", "flux"])
 def test_adapters_are_trained_and_open_in_diffusers(name, tmp_path):
     module = module_of(name, tmp_path / "parts", lora=Lora(rank=2, alpha=6))

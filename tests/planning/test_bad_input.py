@@ -229,6 +229,7 @@ PLAN = find_plan(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen_share", [0, 0.5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_plans_round_trip(frozen_share, schedule):

@@ -51,6 +51,7 @@ def test_every_microbatch_goes_forward_then_backward_once_per_stage(make):
             assert trained in ([Forward, Backward], [Forward, BackwardInput, BackwardWeight])
 
 
+@pytest.mark.slow
 @every_schedule
 def test_every_send_has_its_receive_in_the_same_order(make):
     for size, M in ALL:
@@ -67,6 +68,7 @@ def test_every_send_has_its_receive_in_the_same_order(make):
         check_laws(lowered)
 
 
+@pytest.mark.slow
 @every_schedule
 def test_nothing_hangs_and_every_rank_reduces_last(make):
     for size, M in ALL:

@@ -101,6 +101,7 @@ def assert_begun_in_order(lowered, due_of_ranks):
     assert sent == begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
 def test_every_receive_begins_once_in_the_order_of_the_sends(name):
     for schedule in schedules(name):
@@ -126,6 +127,7 @@ def cut_down(name, most):
                 yield both.of_first_microbatches(num_microbatches - 1).starting_at(starts[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [4, row(8)])
 @pytest.mark.parametrize("name", [*RUNNABLE, "interleaved", "v", "zero_bubble_v"])
 def test_smaller_batches_and_those_of_several_forms_receive_in_order_and_wait_anywhere(name, most):
@@ -142,6 +144,7 @@ def test_smaller_batches_and_those_of_several_forms_receive_in_order_and_wait_an
     assert number > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_one_stage_on_each_rank_receives_in_front_of_the_wait(name):
     """As late as it can: nothing is occupied for longer than it has to."""

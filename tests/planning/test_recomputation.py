@@ -100,6 +100,7 @@ def best_of_all(profile, cluster, options):
     return min(best_step_s(Evaluator(CostModel(each, cluster), options)) for each in costs)
 
 
+@pytest.mark.slow
 def test_plans_are_next_to_the_best_of_all_choices():
     """What is stored is chosen by seconds a byte; that is no optimum of a knapsack, but next to it."""
     ratios = []
@@ -112,6 +113,7 @@ def test_plans_are_next_to_the_best_of_all_choices():
     assert sum(ratio > 1 + 1e-9 for ratio in ratios) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_no_number_of_stages_would_be_faster(seed):
     """History: they were compared with all layers recomputed, which 45 of 60 such plans were slower for."""

@@ -117,6 +117,7 @@ def test_a_pass_without_gradients_is_a_wave_where_ranks_hold_two_stages(name):
         check_laws(lower(both))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [one_f_one_b, zero_bubble, gpipe])
 def test_microbatches_of_other_forms_leave_passes_out(spec):
     """Every mixture runs without deadlock, and takes no longer than the form with all calls."""
@@ -143,6 +144,7 @@ def test_stages_before_a_schedule_run_as_passes_that_were_planned(spec):
         assert widened(planned, three) == schedule_of_passes(spec, base, three, M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [s for s in SCHEDULES.values() if s.flushes and not s.opposite])
 def test_passes_of_which_any_stages_have_gradients_end(spec):
     """History: interleaved ranks waited for each other where the last stage of the first pass had a gradient."""
@@ -223,6 +225,7 @@ def test_interleaving_needs_whole_groups():
         interleaved(Placement.round_robin(8, 4), 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("R", [2, 3, 4, 5, 8])
 def test_v_has_the_bubble_of_two_interleaved_stages_and_zero_bubble_a_third_of_it(R):
     for M in (2 * R - 1, 2 * R, 3 * R, 16):

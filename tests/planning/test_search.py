@@ -163,6 +163,7 @@ def brute_force(profile, cluster, options):
     return min(fitting, default=None), min(need for _, need in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(60, 20))
 def test_the_search_is_optimal(seed):
     profile, cluster, batch = random_case(seed)
@@ -222,6 +223,7 @@ def test_the_search_is_optimal_in_hundreds_of_cases(seed):
     test_the_search_is_optimal(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("num_layers", [16, 24, 32, 48])
 @pytest.mark.parametrize("filling", ["none", "shares"])
@@ -285,6 +287,7 @@ def test_stages_are_interleaved_on_any_number_of_ranks(num_ranks):
     assert plan.num_microbatches % num_ranks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_unets_on_limited_links_are_folded_and_send_a_fifth(num_ranks):
     cluster = Cluster(num_ranks, p2p=Link(2e9, 1e-5))
@@ -393,6 +396,7 @@ def test_pipelines_of_many_microbatches_are_planned_quickly():
     assert 40 + 160 * (20_000 / 625) <= 6000
 
 
+@pytest.mark.slow
 def test_the_least_memory_counts_as_many_microbatches_as_there_can_be():
     """History: it was counted for up to 256 of them, though more would have been planned."""
     profile = equal_profile(4, activation_bytes_per_sample=10)
@@ -478,6 +482,7 @@ def layers_that_keep(rng, num_layers, boundaries, activations):
     return ModelProfile("keeping", (BackboneProfile("unet", layers),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(14, 4))
 def test_a_cut_that_fits_is_found_among_more_than_can_be_tried(seed):
     """History: stages were filled to the limit before messages were counted, most ranks were then too full, and
@@ -508,6 +513,7 @@ def test_a_cut_that_fits_is_found_where_encoders_need_most():
     assert max(plan.planned.peak_memory_bytes) <= 900
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b_deep", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("seed", seeds(30, 6))
 def test_a_cut_that_fits_is_found_whatever_layers_and_messages_weigh(seed, schedule, monkeypatch):
@@ -533,6 +539,7 @@ def test_moving_layers_comes_close_to_the_optimum(seed, monkeypatch):
     assert find_plan(profile, cluster, options).planned.iteration_s <= 1.02 * best_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(60, 20))
 def test_no_cut_is_faster_than_its_bound(seed):
     profile, cluster, batch = random_case(seed)
@@ -551,6 +558,7 @@ def test_no_cut_is_faster_than_its_bound(seed):
         assert best[0] <= bounds.cuts_s(cuts) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filling", ["none", "shares"])
 @pytest.mark.parametrize("schedule", [name for name, spec in SCHEDULES.items() if spec.flushes])
 @pytest.mark.parametrize("seed", [*seeds(8, 2), *map(row, range(8, 15))])

@@ -219,6 +219,7 @@ def best_of_all(profile, cluster, options):
     return min(best_step_s(Evaluator(CostModel(each, cluster), options)) for each in costs)
 
 
+@pytest.mark.slow
 def test_plans_are_next_to_the_best_of_all_choices():
     ratios = []
     for seed in range(12):

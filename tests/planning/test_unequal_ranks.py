@@ -83,6 +83,7 @@ def test_frozen_work_in_bubbles_takes_longer_on_slower_ranks():
     assert plan.pieces
 
 
+@pytest.mark.slow
 def test_ranks_without_room_are_named():
     profile = equal_profile(12, parameter_bytes=100)
     options = PlanOptions(8, 2, 8, data_parallel=1)

@@ -106,6 +106,7 @@ METHODS = (
 PRODUCT = itertools.product([(each,) for each in CHANGES], STEPS, ("replaced", "in place"), METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "steps", "how", "options"),
     [(CHANGES, steps, how, METHODS[2]) for steps in STEPS for how in ("replaced", "in place")]
@@ -121,6 +122,7 @@ def test_arguments_that_change_are_those_of_the_step(changes, steps, how, option
     assert not torch.equal(expected, expected_of(changing, arguments()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", METHODS[1:3])
 def test_a_callback_that_changes_a_text_is_followed(options, changing):
     """History: what blocks had made of the first text was stored for the whole request."""
@@ -144,6 +146,7 @@ def test_tokens_of_a_patch_are_stepped_with_arguments_of_theirs(changing):
     assert (found - expected).norm() < 0.3 * (without - expected).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", METHODS)
 def test_what_a_pipeline_changes_in_place_no_other_run_sees(options, changing):
     """History: each run of the call, of which there are several, doubled the scales once more."""
@@ -157,6 +160,7 @@ def test_what_a_pipeline_changes_in_place_no_other_run_sees(options, changing):
     assert given["scales"] == [0.25, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "guidance_scale"), [(1.0, 1.0), (0.5, 1.0), (0.5, 5.0)])
 def test_answers_of_an_adapter_that_the_pipeline_scales_in_place(scale, guidance_scale, tmp_path):
     """History: the scale was squared, and with guidance the answers were doubled twice, an error of torch."""
@@ -182,6 +186,7 @@ def test_answers_of_an_adapter_that_the_pipeline_scales_in_place(scale, guidance
     assert torch.equal(found, expected.images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", METHODS)
 def test_guidance_that_ends_in_the_middle_is_drawn_as_in_one_process(options, changing):
     """History: half the batch met what had been computed for all of it, an error of torch."""
@@ -227,6 +232,7 @@ SKIPPED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [("pipefusion", {"num_patches": 2, "warmup_steps": 9}), row("sequence", {})],
@@ -253,6 +259,7 @@ def test_a_list_of_numbers_as_long_as_the_prompts_is_shared_by_them(folder_of, o
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["a batch", "a call"])
 @pytest.mark.parametrize("options", METHODS[1:3])
 def test_a_callback_that_ends_guidance_is_refused_by_name(options, ends, changing, folder_of):

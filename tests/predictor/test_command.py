@@ -28,6 +28,7 @@ from tests.modules.tiny_parts import save_checkpoint, save_with_averages, tiny_c
 from tests.rows import row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,6 +72,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
@@ -123,6 +125,7 @@ def test_what_a_model_cannot_draw_is_refused_before_processes_start(
         assert message in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpoint", [False, True])
 def test_a_cascade_is_drawn_by_the_command(is_checkpoint, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -171,6 +174,7 @@ def test_an_unknown_sampler_is_answered_with_the_known_ones(capsys, monkeypatch)
         assert name in err
 
 
+@pytest.mark.slow
 def test_one_process_draws_with_the_built_in_model(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     settings = ["num_inference_steps=2", "prompts=[digit four]", "output=out", "progress=false"]
@@ -387,6 +391,7 @@ def test_a_video_without_an_encoder_is_refused_before_it_is_drawn(
     assert (code, "video_format=mp4 needs the package av; run: pip install" in err) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings", "files"),
     [
@@ -446,6 +451,7 @@ def test_images_of_files_are_what_the_pipeline_is_given(folder_of, capsys, monke
         assert abs(drawn - np.asarray(image, int)).max() <= 1
 
 
+@pytest.mark.slow
 def test_each_of_several_controlnets_has_an_image(folder_of, capsys, monkeypatch, tmp_path):
     """History: two images for one prompt were refused."""
     monkeypatch.chdir(tmp_path)

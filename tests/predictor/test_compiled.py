@@ -77,6 +77,7 @@ def test_patches_read_keys_of_the_step_before_in_graphs_too(folder_of):
     assert (found - exact).abs().max() > 1e-6
 
 
+@pytest.mark.slow
 def test_blocks_that_others_have_compiled_run_plainly_in_patches(folder_of):
     """History: their graphs took attention answered from outside for code of the block, and the request crashed."""
     plain, _, _ = latents_of(folder_of("flux"), "flux", PATCHES)

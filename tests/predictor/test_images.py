@@ -176,6 +176,7 @@ def stable_diffusion(tmp_path_factory):
     return folder / "saved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_code", [False, True])
 def test_a_class_of_ones_own_is_given_as_itself(has_code, stable_diffusion, tmp_path):
     """History: the class ended in a TypeError, and so did a folder that names a file and a class in it."""

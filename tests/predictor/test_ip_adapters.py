@@ -138,6 +138,7 @@ def drawn_by(saved, scales, **options):
         return np.stack([np.asarray(each) for each in drawn])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stable_diffusion", "sdxl", "flux", "sd3"])
 def test_images_as_prompts_draw_as_in_diffusers(name, saved):
     """By an image through the image encoder, which one without the adapter does not."""
@@ -148,6 +149,7 @@ def test_images_as_prompts_draw_as_in_diffusers(name, saved):
     assert (by_diffusers(saved(name), {}, **own) != expected).mean() > 0.3
 
 
+@pytest.mark.slow
 def test_several_adapters_with_an_image_and_a_scale_for_each(saved):
     """One of the scales is by blocks of the U-Net."""
     both = {FILE: {"down": 0.2, "up": 1.1}, "second.safetensors": 0.5}
@@ -212,6 +214,7 @@ def test_two_ranks_draw_with_adapters_what_one_process_draws(saved, monkeypatch)
     assert not torch.equal(bands, exact[of_unet]), "staleness does not show"
 
 
+@pytest.mark.slow
 def test_the_command_takes_ip_adapters(saved, tmp_path, capsys, monkeypatch):
     path, folder = saved("stable_diffusion")
     random_image().save(tmp_path / "photo.png")
@@ -229,6 +232,7 @@ def test_the_command_takes_ip_adapters(saved, tmp_path, capsys, monkeypatch):
     assert "which read an image; give ip_adapter_image=" in out + err
 
 
+@pytest.mark.slow
 def test_bad_adapters_are_refused(saved, tmp_path):
     """Of another model, larger ones of which a part would fit, too; no adapters; images that none reads."""
     path, folder = saved("stable_diffusion")

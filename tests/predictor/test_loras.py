@@ -60,6 +60,7 @@ def pixels(image):
     return np.asarray(image, dtype=float)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["sdxl", "stable_diffusion"], indirect=True)
 def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
     name, folder = saved
@@ -82,6 +83,7 @@ def test_several_loras_are_scaled_and_added_as_in_diffusers(saved):
     assert abs(pixels(got) - pixels(without)).max() > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
 def test_a_scale_that_would_be_ignored_is_refused(saved):
     """History: in diffusers it scales LoRAs; here they are in the weights, and images differed without a word."""
@@ -114,6 +116,7 @@ def as_kohya_writes(folder, alpha):
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
 def test_files_of_kohyas_scripts_draw_as_those_of_diffusers(saved):
     name, folder = saved
@@ -199,6 +202,7 @@ def test_weights_are_not_rounded_to_the_stored_type_with_a_lora(tmp_path):
     assert changed > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
 def test_a_lora_may_be_a_hub_id_on_this_machine(saved, monkeypatch):
     """History: "When using the offline mode, you must specify a `weight_name`"; so was a file that is not there."""
@@ -220,6 +224,7 @@ def test_a_lora_may_be_a_hub_id_on_this_machine(saved, monkeypatch):
         Predictor.from_pretrained(folder / "model", "single", loras={"somebody/stile": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
 def test_a_lora_of_another_model_and_other_files_are_named(saved, tmp_path):
     _, folder = saved
@@ -259,6 +264,7 @@ def with_adapters(path):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "checkpoint", "checkpoint of a LoRA"])
 @pytest.mark.parametrize("denoiser", ["unet", "transformer"])
 def test_models_of_the_project_take_loras(denoiser, kind, tmp_path):
@@ -283,6 +289,7 @@ def test_models_of_the_project_take_loras(denoiser, kind, tmp_path):
         assert abs(pixels(one) - pixels(without)).max() > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["sdxl"], indirect=True)
 def test_digests_that_ranks_compare_know_of_loras(saved):
     _, folder = saved
@@ -320,6 +327,7 @@ def test_ranks_with_another_lora_are_refused(saved, tmp_path):
     assert drawn == "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["stable_diffusion"], indirect=True)
 def test_the_command_takes_loras(saved, capsys, monkeypatch):
     name, folder = saved
@@ -339,6 +347,7 @@ def test_the_command_takes_loras(saved, capsys, monkeypatch):
 QUERY = "transformer.transformer_blocks.0.attn.to_q"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "metadata", "said"),
     [
@@ -396,6 +405,7 @@ def test_scales_are_finite(scale, tmp_path):
         sampling_loras.StoredLora(tmp_path, scale, diffusers.StableDiffusion3Pipeline)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "writer"),
     [("stable_diffusion", "kohya"), *((n, "own") for n in ("stable_diffusion", "sdxl", "flux"))],

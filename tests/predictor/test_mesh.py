@@ -122,6 +122,7 @@ def test_few_steps_and_little_memory_are_divided_exactly():
     assert (first.method, first.parallel, first.num_patches) == ("pipefusion", 8, 1)
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         SamplingCase,

@@ -245,6 +245,7 @@ def same(found, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_draws_what_diffusers_draws(kind, saved):
     path, options, expected = saved(kind)
@@ -392,6 +393,7 @@ def counted():
         handle.remove()
 
 
+@pytest.mark.slow
 def test_head_and_tail_run_once_for_all_patches(saved):
     """Three text encoders, for prompts and without, and an autoencoder, which encodes an image and decodes two."""
     path, options, _ = saved("sd3_img2img")
@@ -458,6 +460,7 @@ def test_a_step_without_guidance_is_refused_by_both_halves(index):
         call._own_rows(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["np", "pt", "latent"])
 def test_types_of_output(kind, folder_of):
     path, options = folder_of("stable_diffusion"), {**SIZE, "output_type": kind}
@@ -467,6 +470,7 @@ def test_types_of_output(kind, folder_of):
     assert same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["PNDMScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "LCMScheduler"]
 )
@@ -534,6 +538,7 @@ class Careless(diffusers.PixArtSigmaPipeline):
         return super().prepare_latents(*args[:6], None, *args[7:])
 
 
+@pytest.mark.slow
 def test_every_patch_begins_with_the_same_noise_of_the_default_generator(
     folder_of, tmp_path, monkeypatch
 ):
@@ -566,6 +571,7 @@ def test_one_side_that_a_pipeline_would_ignore_is_refused(folder_of):
     assert image.size == (32, 64)
 
 
+@pytest.mark.slow
 def test_embeddings_take_the_place_of_prompts_and_a_generator_that_of_the_seed(folder_of):
     draw = torch.Generator().manual_seed(1)
     embeds = {
@@ -595,6 +601,7 @@ def test_samples_may_share_a_generator(folder_of):
     assert same(found, by_diffusers(path, **SIZE, generator=[theirs.manual_seed(4)] * 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
@@ -654,6 +661,7 @@ def test_sigmas_of_ones_own(folder_of):
     assert len(steps) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["single", "pipefusion"])
 def test_a_request_leaves_no_attention_processors_behind(method, tmp_path):
     """History: perturbed-attention guidance had its own in the denoiser from the first run on, and for ever."""
@@ -685,6 +693,7 @@ def test_a_batch_of_perturbed_attention_is_not_cut_into_branches(tmp_path):
         calls[0].branch(0)
 
 
+@pytest.mark.slow
 def test_a_request_that_failed_leaves_the_decoder_in_its_type(folder_of, tmp_path):
     """History: SDXL's stayed in float32 after its first run, and the next request ended in a traceback."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("sdxl")))
@@ -812,6 +821,7 @@ class Doubled(Own):
         return diffusers.ImagePipelineOutput(self.image_processor.postprocess(images))
 
 
+@pytest.mark.slow
 def test_two_denoisers_of_a_step_read_one_controlnet(folder_of, tmp_path, monkeypatch):
     """History: the second one was handed `controls`, and ended in a TypeError."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(folder_of("stable_diffusion")))

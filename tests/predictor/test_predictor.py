@@ -123,6 +123,7 @@ def test_guidance_by_two_calls_a_step(folder_of):
     assert (as_array(found) == expected).all()
 
 
+@pytest.mark.slow
 def test_a_second_request_does_not_know_of_the_first(folder_of):
     path, settings = folder_of("pixart"), SETTINGS | options_of("pixart")
     options = {"method": "pipefusion", "num_patches": 2, "warmup_steps": 0}
@@ -147,6 +148,7 @@ def test_a_training_checkpoint_is_sampled_with_its_averages(tmp_path):
     assert (as_array(from_memory) == as_array(expected)).all()
 
 
+@pytest.mark.slow
 def test_a_cascade_is_drawn_as_its_own_sample_does(tmp_path):
     """From a folder, a checkpoint and memory; `noise_level` is an argument of the request."""
     module = tiny_cascade()
@@ -257,6 +259,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "changes", "message"), BAD)
 def test_bad_input_is_refused_with_its_remedy(name, options, changes, message, folder_of):
     settings = {"prompts": prompts_of(name)} | SETTINGS | options_of(name) | changes

@@ -54,6 +54,7 @@ def draw_and_count(rank, name, path, method, options, quantization=ROUNDED):
     return images, len(weights), sum(isinstance(p, Rounded | QuantizedWeight) for p in weights)
 
 
+@pytest.mark.slow
 def test_one_process_draws_what_diffusers_draws(saved):
     name, path, expected = saved
     plain = drawn(diffusers.DiffusionPipeline.from_pretrained(path), name)

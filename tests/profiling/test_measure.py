@@ -131,6 +131,7 @@ def test_counts_what_autograd_keeps_once():
     assert saved == 4 * (len(module.blocks) * per_block + head)
 
 
+@pytest.mark.slow
 def test_layers_add_up_to_the_step():
     """Whole steps are timed between the runs of the profile, as a busy machine slows both alike.
 
@@ -213,6 +214,7 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True, None])
 def test_recomputation_counts_as_backward_of_its_layer(reentrant):
     """History: matrix products told it, which took 1.79 times as long as the forward on a busy machine."""

@@ -104,6 +104,7 @@ def test_types_without_a_peak_of_their_own_run_as_single_precision():
     assert DEVICES["h100"].peak_of(torch.bfloat16) == 989e12
 
 
+@pytest.mark.slow
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ConfigurationError, match="h100"):
         device_named("h1000")

@@ -19,6 +19,7 @@ def call(capsys, monkeypatch, tmp_path):
     return partial(command.call, capsys, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_model_on_paper_is_planned(call, monkeypatch, tmp_path):
     second = Seconds.per_sample(1.0)
     layers = tuple(LayerProfile(name, second, second) for name in "abcd")

@@ -100,6 +100,7 @@ def test_weights_follow_the_formula(schedule, num_stages, optimizer):
     assert stored == versions, "as many as the plan counts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", DELAYS)
 def test_recomputed_layers_see_the_weights_they_went_forward_with(schedule):
     check(schedule, 3, 2 if schedule == "pipedream_2bw" else 1, momentum, Checkpointed)

@@ -85,6 +85,7 @@ def test_all_buckets_are_summed_and_few_are_under_way(parts, monkeypatch, polled
     assert sums.most == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_until_lost", [0, 15, 16, 39])
 @pytest.mark.parametrize("polled", [False, True])
 def test_a_peer_lost_in_any_bucket_gives_the_same_error(parts, monkeypatch, num_until_lost, polled):

@@ -62,6 +62,7 @@ def test_methods_that_were_refused_hold_no_activations():
     assert error.__traceback__ is None, "its frames hold the worker and the call"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     [

@@ -135,6 +135,7 @@ def drawn_alone(num, *options):
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latents", LATENTS)
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_samples_are_divided_wherever_their_rows_are(latents, guidance):
@@ -154,6 +155,7 @@ def test_samples_are_divided_wherever_their_rows_are(latents, guidance):
         torch.testing.assert_close(call.finish(whole)[0], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latents", LATENTS[:2])
 @pytest.mark.parametrize("guidance", GUIDANCE[1:])
 def test_branches_are_divided_wherever_their_rows_are(latents, guidance):

@@ -51,6 +51,7 @@ def synchronous(tiny):
     return knowing(PipeFusion(tiny.model, num_patches=4, warmup_steps=99), "pixart", tiny)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_synchronous_steps_in_patches_are_one_process(name, tiny, synchronous):
     """Histories of multistep solvers and the scaling of Euler's input included.

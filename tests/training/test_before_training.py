@@ -38,6 +38,7 @@ def test_fewer_samples_than_a_batch_make_none_where_the_rest_is_dropped(shuffle)
     )
 
 
+@pytest.mark.slow
 def test_a_second_fit_takes_the_times_of_the_first_and_says_what_took_how_long(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lightning_diffpipe")
     monkeypatch.setattr(preparation, "_TOLD_S", 0.0)

@@ -78,6 +78,7 @@ def test_augmentation_and_order_do_not_depend_on_the_rank(num_workers):
     assert len(first[:, 1:].unique()) == 24, "samples must differ in their augmentation"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_augmentation_differs_between_pipelines_and_epochs(num_workers):
     base = one_pass(1, num_workers, shuffle=False)

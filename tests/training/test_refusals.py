@@ -176,6 +176,7 @@ def test_scripted_modules_can_be_looked_into():
     assert versions.changed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("options", "refused"),

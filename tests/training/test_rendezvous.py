@@ -98,6 +98,7 @@ def test_who_does_not_come_is_named(monkeypatch, caplog):
     assert "it waits up to 3 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_and_is_lost_is_named_by_those_that_wait(monkeypatch):
     """Before all have come. History: it was waited for as one that starts slowly, half an hour."""
     store = open_store()
@@ -150,6 +151,7 @@ class BeyondADeadLink(dist.HashStore):
         time.sleep(600.0)
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers_is_given_up(monkeypatch):
     """History: rank 1 stood for ever in a call to it."""
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: BeyondADeadLink())
@@ -159,6 +161,7 @@ def test_a_store_that_never_answers_is_given_up(monkeypatch):
         rendezvous(1, 2, 60.0, 1.0, watcher=Watcher())
 
 
+@pytest.mark.slow
 def test_a_place_that_nobody_opens_is_named(monkeypatch):
     port = open_store().port  # which is closed at once
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -191,6 +191,7 @@ def test_metrics_are_where_a_step_is_timed_and_forget_it():
     assert module.sum.sum_value == module.sum.update_count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after fit", "after validate"])
 @pytest.mark.parametrize("stored", [pickle.dumps, torch_saved])
 def test_a_trainer_can_be_pickled(stored, when):

@@ -245,6 +245,7 @@ def test_nobody_sees_trial_runs(capsys, caplog):
     assert logger.written == ["a step"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [CSVLogger, ToList])
 def test_trial_runs_find_the_folder_of_the_logger(kind, tmp_path):
     """History: `trainer.log_dir` was None in them, so that a step which wrote there ended before training."""

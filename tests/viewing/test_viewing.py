@@ -308,6 +308,7 @@ def test_an_unbalanced_stage_is_named():
     assert explanation.bottleneck.startswith("imbalance (stage")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "v"])
 @pytest.mark.parametrize("coin", [0.0, 0.5, 1.0])
 def test_imbalance_is_no_more_than_waiting(coin, schedule):

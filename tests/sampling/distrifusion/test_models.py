@@ -44,6 +44,7 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_synchronous_bands_compute_what_one_process_computes(name, tiny_models):
     request = request_for(name, tiny_models(name), num_steps=2)

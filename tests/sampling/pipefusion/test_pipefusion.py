@@ -342,6 +342,7 @@ class Noting:
 # ------------------------------------------------------------------------------------------ refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

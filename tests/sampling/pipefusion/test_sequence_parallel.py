@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_it_is_exact(name, mode):
     tiny = build(name)
@@ -51,6 +52,7 @@ def test_it_is_exact(name, mode):
             assert dict(sent) == sequence_bytes(samplers[0], layout, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("infers", [True, False])
 def test_a_request_decides_about_inference_mode(infers):
     tiny = build("pixart")

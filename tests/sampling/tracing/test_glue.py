@@ -241,6 +241,7 @@ def test_attention_has_its_name_back_afterwards():
     assert F.scaled_dot_product_attention is before
 
 
+@pytest.mark.slow
 def test_numbers_of_placeholders_do_not_grow_with_width_and_depth():
     """History: through 17 blocks 3072 wide they grew to 1e21, and a norm's variance was infinite."""
     with torch.device("meta"):
