@@ -64,7 +64,7 @@ test-random: setup  ## laws (hypothesis) with thousands of new examples, which `
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -q -m hypothesis tests $(ARGS)
 
 # What imports Lightning, diffusers or transformers, and some of it on several ranks.
-test-oldest: $(OLDEST)/.installed  ## 1,200 tests with the lowest versions that pyproject.toml allows
+test-oldest: $(OLDEST)/.installed  ## a thousand tests with the lowest versions that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not distributed and not table" \
 		tests/callbacks tests/modules tests/predictor tests/training $(ARGS)
 	$(OLDEST)/bin/python -m pytest -q --tb=short -n 2 --dist worksteal -m "not slow and not table" \
