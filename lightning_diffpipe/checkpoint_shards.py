@@ -17,6 +17,7 @@ found by what reads folders here.
 """
 
 import contextlib
+import pickle
 import shutil
 import sys
 import threading
@@ -92,7 +93,7 @@ def write_shards(
                 torch.save(rest, file)
             if asynchronously and not (path.exists() or path.is_symlink()):
                 path.mkdir()  # callbacks look for a name that is not there yet
-        except OSError as raised:
+        except (OSError, pickle.PicklingError, TypeError, AttributeError) as raised:
             error = _in_one_line(raised)
     place, error = mesh.of_rank(0, (str(folder), error))  # the same on all ranks
     write = partial(_write_tensors, tensors, Path(place), path, mesh)

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_diffpipe.comm.waiting import ask_for_queues
@@ -541,11 +540,9 @@ def _opened(
         arguments["cache"] = described(options.cache)
         arguments["ip_adapters"] = list((loading["ip_adapters"] or {}).values())
         arguments.pop("base")
-        # Objects have addresses in their names.
-        arguments["quantization"] = pytree.tree_map(
-            lambda each: each if isinstance(each, str | None) else type(each).__name__,
-            loading["quantization"],
-        )
+        # Functions in it have addresses in their names.
+        quantization = re.sub(r" at 0x[0-9a-f]+", "", str(loading["quantization"]))
+        arguments["quantization"] = quantization
         look = partial(Identity.of, arguments, source.denoiser, source.weights)
         refuse_other_models(world, world.agree("comparing weights", look))
     return source

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import keep_notes, quantize_when_placed
+from lightning_diffpipe.graph.placement import keep_notes, quantize_when_placed, replace_parameters
 from lightning_diffpipe.graph.versions import plain_tensors
 
 _BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one
@@ -100,9 +100,8 @@ class QuantizedWeight(Tensor):
         weight, aten, options = args[0], torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             made = cls(weight.tensors, weight.settings, weight.shape, weight.dtype)
-            keep_notes(
-                weight, made
-            )  # `module.cpu()` makes another parameter of it, which is where it was
+            # `module.cpu()` makes another parameter of it, which is where it was.
+            keep_notes(weight, made)
             return made
         if func in (aten.clone.default, aten._to_copy.default):
             device, dtype = options.get("device"), options.get("dtype") or weight.dtype
@@ -316,10 +315,9 @@ def has_quantized(part: Any) -> bool:
 
 def dequantize(part: nn.Module) -> None:
     """Makes the quantized weights of a component plain."""
-    for module in part.modules():
-        for key, weight in module._parameters.items():
-            if isinstance(weight, QuantizedWeight):
-                module._parameters[key] = nn.Parameter(weight.detach().dequantize(), False)
+    quantized = [p for p in part.parameters() if isinstance(p, QuantizedWeight)]
+    plain: Any = {p: nn.Parameter(p.detach().dequantize(), False) for p in quantized}
+    replace_parameters(part, plain)
 
 
 def _in_4_bits(quant_type: str = "nf4", double: bool = True) -> Quantization:

@@ -211,7 +211,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"
     )
     parser.add_argument("--quantization", help="of frozen linear layers: int8")
-    parser.add_argument("--stored", default="bfloat16", help="type of the files")
+    stored = ("bfloat16", "float32")
+    parser.add_argument("--stored", choices=stored, default="bfloat16", help="type of the files")
     parser.add_argument(
         "--trains", choices=("adapters", "all"), default="adapters", help="all: without adapters"
     )

@@ -56,11 +56,15 @@ class _LeftOvers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class NoCopyError(Exception):
+    """A module holds what cannot be copied, a generator perhaps; says what copying raised."""
+
+
 def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     """Copies a module with fake tensors; the original stays untouched.
 
     Raises:
-        Exception: Whatever an attribute that cannot be copied raises.
+        NoCopyError: The module holds what cannot be copied.
     """
     memo: dict[int, Any] = {}
     shared = []
@@ -73,7 +77,10 @@ def fake_copy(root: nn.Module, mode: TrackedFakeMode) -> nn.Module:
     states = [*root.parameters(), *root.buffers()]
     memo |= {id(tensor): mode.like(tensor) for tensor in states}
     with _LeftOvers(mode, states):
-        duplicate = copy.deepcopy(root, memo)
+        try:
+            duplicate = copy.deepcopy(root, memo)
+        except Exception as error:
+            raise NoCopyError(f"{type(error).__name__}: {error}") from error
     for name, attribute, value in shared:  # Lightning drops its trainer when it is copied
         duplicate.get_submodule(name).__dict__[attribute] = value
     for module in duplicate.modules():

@@ -25,7 +25,6 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -225,15 +224,8 @@ def place_parameters(
         if name in resident:
             if is_quantized_later(parameter):
                 others[parameter] = _quantized(parameter, device)
-            elif parameter.device == torch.device(device):
-                pass
-            elif is_traceable_wrapper_subclass(parameter):  # whose `data` is not all of it
-                others[parameter] = _with_notes(parameter.detach().to(device), parameter)
-            else:
-                parameter.data = parameter.data.to(device)
-            scales: Any = getattr(parameter, "quant_state", None)  # of bitsandbytes
-            if scales is not None:
-                scales.to(device)
+            elif (other := moved(parameter, torch.device(device))) is not parameter:
+                others[parameter] = other
             continue
         if is_traceable_wrapper_subclass(parameter):  # whose data cannot be that of a plain one
             others[parameter] = placeholder_of(parameter, torch.device(device))
@@ -323,36 +315,55 @@ def rounded(parameter: Tensor, value: Tensor) -> Tensor:
     return value if how is None else how.quantize(value).dequantize().to(value.dtype)
 
 
+def moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Moves a parameter to a device; returns another one in its place where its `data` is not all of it."""
+    if parameter.device != device:
+        if is_traceable_wrapper_subclass(parameter) and not parameter.requires_grad:
+            return _with_notes(parameter.detach().to(device), parameter)
+        parameter.data = parameter.data.to(device)
+    move_scales(parameter, device)
+    return parameter
+
+
+def move_scales(parameter: Tensor, device: torch.device) -> None:
+    """Moves what a parameter of bitsandbytes keeps of its quantization next to its data."""
+    scales: Any = getattr(parameter, "quant_state", None)
+    if scales is not None:
+        scales.to(device)
+
+
 @contextlib.contextmanager
 def quantized(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Has the parameters that wait for it quantized inside, on a device."""
-    make_plain_again = quantize_all(root, device)
+    swap = quantize_all(root, device)
     try:
         yield
     finally:
-        make_plain_again()
+        swap()
 
 
 def quantize_all(root: nn.Module, device: torch.device) -> Callable[[], None]:
     """Quantizes all parameters of `quantize_when_placed` on a device.
 
     Returns:
-        A function that puts the plain ones back, also where `root.to()` has made others of the quantized ones.
+        A function that puts the plain ones back, and called again the quantized ones, as `root.to()` has left them.
     """
-    plain = [
-        (module, key, parameter)
+    places = [
+        (module, key)
         for module in root.modules()
         for key, parameter in module._parameters.items()
         if parameter is not None and is_quantized_later(parameter)
     ]
-    made = {p: _quantized(p, device) for p in {parameter: None for _, _, parameter in plain}}
+    plain = {module._parameters[key]: None for module, key in places}
+    made = {parameter: _quantized(parameter, device) for parameter in plain}
+    others = [made[module._parameters[key]] for module, key in places]
 
-    def put(parameters: Mapping[Tensor, nn.Parameter]) -> None:
-        for module, key, parameter in plain:
-            module._parameters[key] = parameters.get(parameter, parameter)
+    def swap() -> None:
+        for index, (module, key) in enumerate(places):
+            others[index], module._parameters[key] = module._parameters[key], others[index]
 
-    put(made)
-    return partial(put, {})
+    swap()
+    return swap
 
 
 def make_plain(root: nn.Module) -> None:

@@ -27,6 +27,7 @@ from lightning_diffpipe.errors import ConfigurationError, GraphError, clear_vari
 from lightning_diffpipe.graph.cut import cut, is_mixed
 from lightning_diffpipe.graph.discovery import LayerLeakError, StepProbe
 from lightning_diffpipe.graph.fakes import (
+    NoCopyError,
     TrackedFakeMode,
     fakes_failing_quietly,
     forget_fakes,
@@ -237,10 +238,6 @@ _READ_NO_VALUES = (
 )
 
 
-class _NoCopyError(Exception):
-    """A module holds what cannot be copied, a generator perhaps, so that it has no fake copy."""
-
-
 def _without_values(
     subject: StepProbe, work: Callable[[StepProbe], LayerGraph], allow_failure: bool
 ) -> LayerGraph | str:
@@ -255,13 +252,11 @@ def _without_values(
         if not allow_failure:
             raise
         what, advice = "the step cannot be run on tensors without values", _READ_NO_VALUES
-        if isinstance(error, _NoCopyError):
-            what, advice = (
-                "the module cannot be copied",
-                "Keep what cannot be copied outside of the module",
-            )
-            error = error.__cause__ or error
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, NoCopyError):
+            what, advice = "the module cannot be copied", "Keep outside of it what cannot be"
+            reason = str(error)
+        reason = reason.partition("\n")[0][:140]
         lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
         where = f", {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
         _log.warning(
@@ -279,11 +274,7 @@ def _on_fakes(
 ) -> LayerGraph:
     """Works on a fake copy, which dies with this frame, before `forget_fakes` looks for what survived."""
     with fakes_failing_quietly(), untouched(subject.module, ()):  # the probe goes on with real ones
-        try:
-            fakes = subject.on_fakes(mode)
-        except (TypeError, RuntimeError) as error:
-            raise _NoCopyError from error
-        return work(fakes)
+        return work(subject.on_fakes(mode))
 
 
 def fold(

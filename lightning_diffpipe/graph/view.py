@@ -447,8 +447,9 @@ class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
-        loss: The loss, on the last stage, as `weight` (if the step says how much it counts) and `result` (all it
-            returned).
+        loss: The loss, on the last stage.
+        weight: How much it counts, on the last stage of a step that says so.
+        result: All that the step returned, on the last stage.
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
     """
 

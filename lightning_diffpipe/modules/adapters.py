@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.files import write_atomically
+from lightning_diffpipe.pipelines.one_step import EXPERTS
 from lightning_diffpipe.quantization import dequantize, has_quantized
 from lightning_diffpipe.sampling.loras import MERGE
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-_SECOND = "transformer_2"
 """The name under which `load_lora_weights` of diffusers looks in a folder."""
+
+_SECOND = EXPERTS[1]
 
 TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "q", "k", "v", "o")
 """How the attention of text encoders, CLIP's and T5's, calls the layers that denoisers call `to_q` and so on."""
@@ -189,12 +191,12 @@ def lora_files(path: Path, parts: Mapping[str, Any]) -> dict[Path, dict[str, Any
     `load_into_transformer_2`), and by the name of the first.
 
     Args:
-        path: The file, or its folder; the second denoiser has a folder in that.
+        path: The file, or its folder; the second denoiser has a folder in that, if it is not the only one.
         parts: Parts of a pipeline, by their names there.
     """
     first = {name: part for name, part in parts.items() if name != _SECOND}
     second = {name: part for name, part in parts.items() if name == _SECOND}
-    files = {path: first, path / _SECOND: second}
+    files = {path: first, path if path.is_file() and not first else path / _SECOND: second}
     return {file: own for file, own in files.items() if own}
 
 
@@ -366,6 +368,8 @@ def merged(part: nn.Module) -> nn.Module:
         return part
     part = copy.deepcopy(part)
     dequantize(part)
+    if len({p.device for p in part.parameters()}) > 1:  # a plain base on the host
+        part.cpu()
     if not has_adapters:
         return part
     if hasattr(part, "merge_and_unload"):  # wrapped by get_peft_model

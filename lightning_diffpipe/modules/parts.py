@@ -278,7 +278,8 @@ class PartsModule(L.LightningModule):
         self._lora: Lora | None = None
         self._base: BaseModel | None = None
         self._left_out: dict[str, frozenset[str]] = {}
-        self._make_plain: Callable[[], None] = _do_nothing  # of quantized weights
+        # Puts plain weights in the places of those that `setup` has quantized, and back.
+        self._swap_quantized: Callable[[], None] = _do_nothing
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -373,8 +374,8 @@ class PartsModule(L.LightningModule):
                     in_float32(getattr(self, name), torch.float16)
             # `DiffPipeStrategy` has each rank quantize what it trains with.
             if stage != "fit" or not hasattr(strategy, "is_resident"):
-                self._make_plain()
-                self._make_plain = quantize_all(self, strategy.root_device)
+                self._swap_quantized()
+                self._swap_quantized = quantize_all(self, strategy.root_device)
         self._left_out = {}
         # Lightning's averages have all weights, and are loaded as a whole.
         if self._base is not None and not any(
@@ -384,8 +385,8 @@ class PartsModule(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Makes weights plain again that `setup` has quantized, so that adapters can be merged into them."""
-        self._make_plain()
-        self._make_plain = _do_nothing
+        self._swap_quantized()
+        self._swap_quantized = _do_nothing
 
     def _absent(self) -> dict[str, frozenset[str]]:
         """Returns, by part, names of weights to leave out; none of a part that has begun to be trained since."""
@@ -592,13 +593,17 @@ class PartsModule(L.LightningModule):
         # Modules that train one part only write into the folder of a whole model.
         index = {"_class_name": "LatentDiffusion"} | self.pipeline_index | index
         index |= self._replaced(index) | {"_diffusers_version": diffusers.__version__}
-        for name, part in self.parts.items():
-            part = merged(part)
-            index[name] = _index_entry(part)
-            if isinstance(part, nn.Module) and dtype is not None:
-                # Past diffusers' own `to`, which warns about every change of type.
-                part = nn.Module.to(copy.deepcopy(part), dtype)
-            _write_part(part, folder / name)
+        self._swap_quantized()  # into the plain base, also where a run that was interrupted has left it quantized
+        try:
+            for name, part in self.parts.items():
+                part = merged(part)
+                index[name] = _index_entry(part)
+                if isinstance(part, nn.Module) and dtype is not None:
+                    # Past diffusers' own `to`, which warns about every change of type.
+                    part = nn.Module.to(copy.deepcopy(part), dtype)
+                _write_part(part, folder / name)
+        finally:
+            self._swap_quantized()
         write_atomically(index_path, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def save_lora(

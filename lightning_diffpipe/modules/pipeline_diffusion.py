@@ -80,7 +80,6 @@ class PipelineDiffusion(PartsModule):
 
     Attributes:
         steps: The calls of the pipeline that training runs, one for each denoiser.
-        step: The first of them.
 
     Raises:
         ConfigurationError: The pipeline cannot be trained by its own call; says why.
@@ -108,7 +107,6 @@ class PipelineDiffusion(PartsModule):
         require_number("caption_dropout", caption_dropout, 0, 1)
         denoisers = _denoisers_of(pipeline, expert)
         self.steps = tuple(OneStep(pipeline, call, denoiser) for denoiser in denoisers)
-        self.step = self.steps[0]
         for step in self.steps:
             step.note_tokens = warn_of_cut
         guides = self.step.guides_by_image
@@ -206,6 +204,11 @@ class PipelineDiffusion(PartsModule):
         own = {name: index[name] for name in expected if name in index}
         absent = {name: None for name in expected if index.get(name) == [None, None]}
         return cls(known(**{**own, **absent, **parts}), **arguments)
+
+    @property
+    def step(self) -> OneStep:
+        """The first of `steps`."""
+        return self.steps[0]
 
     @property
     def denoiser(self) -> nn.Module:

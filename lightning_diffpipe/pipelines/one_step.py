@@ -366,7 +366,11 @@ def spans_of(pipeline: Any) -> dict[str, tuple[float, float]]:
             f"{name} has no {', '.join(DENOISERS)} to train; it has {', '.join(components) or 'no parts'}"
         )
     ratio = pipeline.config.get("boundary_ratio")
-    if ratio is not None:
+    if ratio is not None and set(there) <= set(EXPERTS):
+        if not 0 < ratio < 1:
+            raise ConfigurationError(
+                f"{name} has boundary_ratio={ratio}, and one of its denoisers no times; give one between 0 and 1"
+            )
         boundary = ratio * pipeline.scheduler.config.num_train_timesteps
         spans = zip(EXPERTS, ((boundary, math.inf), (0.0, boundary)), strict=True)
         return {expert: span for expert, span in spans if expert in there}

@@ -222,8 +222,10 @@ class Trial:
             low, middle, high = (value.float() for value in values)
             factor = (high - low) / (times[2] - times[0])
             between = low + factor * (times[1] - times[0])
-            if torch.allclose(middle, between, rtol=1e-3) and factor.unique().numel() == 1:
-                line = (x.flatten()[0].item() for x in (factor, low - times[0] * factor))
+            offset, (first, *_) = low - times[0] * factor, factor.flatten()
+            is_line = torch.allclose(middle, between, rtol=1e-3) and bool((factor == first).all())
+            if is_line and torch.allclose(offset, offset.flatten()[0], atol=1e-3):
+                line = (x.flatten()[0].item() for x in (factor, offset))
                 self._step.time = times[1]
                 return Place(path, TIME, 0, None, *line)
         raise ConfigurationError(

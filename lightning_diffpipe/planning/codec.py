@@ -47,24 +47,44 @@ class Node:
         """Parses a JSON document of the wanted format; others are refused before their keys are called unknown.
 
         Raises:
-            DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off.
+            DiffPipeError: Of type `error`: the text is not JSON; says where it breaks off. Or an object has
+                a key twice, a number thousands of digits, or objects lie too deep in each other.
         """
+
+        def of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+            members: dict[str, object] = {}
+            for key, value in pairs:
+                if key in members:
+                    raise error(
+                        f"{source}: an object has the key {key!r} twice, with {_shown(members[key])} and "
+                        f"with {_shown(value)}; keep one of them"
+                    )
+                members[key] = value
+            return members
+
         try:
-            document = cls(json.loads(text), "", error, source)
+            document = cls(json.loads(text, object_pairs_hook=of_pairs), "", error, source)
+        except RecursionError as cause:
+            raise error(
+                f"{source}: objects or arrays lie too deep in each other to be read"
+            ) from cause
         except json.JSONDecodeError as cause:
             ends = not text[cause.pos :].strip() or cause.msg.startswith("Unterminated")
             hint = "the file seems to be cut short" if ends else "it was probably edited by hand"
             where = f"line {cause.lineno}, column {cause.colno}"
             what = cause.msg.removesuffix(" at")  # "Unterminated string starting at"
             raise error(f"{source} is not JSON: {what} at {where}; {hint}") from cause
+        except DiffPipeError:
+            raise
+        except ValueError as cause:
+            raise error(f"{source}: a number has too many digits: {cause}") from cause
         if isinstance(document.value, dict) and document.value.get("format", wanted) != wanted:
             raise document["format"].expected(f'"{wanted}"')
         return document
 
     def expected(self, what: str) -> DiffPipeError:
         """Returns the error for this value, which should have been `what`."""
-        text = "nothing" if self.value is None else json.dumps(self.value)
-        got = text if len(text) <= 60 else f"{text[:57]}..."
+        got = "nothing" if self.value is None else _shown(self.value)
         return self.error(f"{self.source}: {self.where or 'document'}: expected {what}; got {got}")
 
     def check_keys(self, required: Iterable[str], optional: Iterable[str] = ()) -> Node:
@@ -138,6 +158,14 @@ class Node:
 
     def _address(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "objects or arrays too deep in each other"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def stored(default: Any = MISSING, **how: object) -> Any:

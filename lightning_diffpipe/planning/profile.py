@@ -23,6 +23,7 @@ layers are called twice, for half of the microbatches (self-conditioning).
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -152,6 +153,17 @@ class LayerProfile:
     uncheckpointed: LayerProfile | None = field(default=None, metadata={"never": True})
     streamed_bytes: int = stored(0, never=True)
 
+    @classmethod
+    def from_node(cls, node: Node) -> LayerProfile:
+        """Reads the JSON form; a part of the backward is no longer than the whole."""
+        layer = read_fields(cls, node)
+        whole_s = dict(layer.backward_s.points)
+        for samples, seconds in layer.weight_gradient_s.points if layer.weight_gradient_s else ():
+            if seconds > whole_s.get(samples, seconds):
+                what = f"at most the backward_s of {samples} samples, {whole_s[samples]:g}, of which it is a part"
+                raise node["weight_gradient_s"][str(samples)].expected(what)
+        return layer
+
     def weight_gradient_at(self, samples: float) -> float:
         """Returns seconds of the weight gradient: half of the backward, of two equal products, where not measured.
 
@@ -225,7 +237,7 @@ class BackboneProfile:
         skips: Tensors that need not travel where both ends lie on one rank, as far as they are known.
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
-        chains: Names and first layers of backbones that are in opposite directions that are joined; see `joined`.
+        chains: Names and first layers of joined backbones that run in opposite directions; see `joined`.
         seen: The forms of the step, of which this is the one with most calls.
     """
 
@@ -237,6 +249,43 @@ class BackboneProfile:
     passes: tuple[tuple[int, int], ...] = ()
     chains: tuple[tuple[str, int], ...] = stored((), never=True)
     seen: FormsSeen = FormsSeen()
+
+    @classmethod
+    def from_node(cls, node: Node) -> BackboneProfile:
+        """Reads the JSON form, whose positions are those of its layers."""
+        backbone = read_fields(cls, node)
+        num_layers = len(backbone.layers)
+        forms = backbone.seen.forms
+        if not math.isclose(sum(share for share, _ in forms), 1.0, abs_tol=1e-6) or (
+            max(first for _, first in forms) >= num_layers > 0
+        ):
+            raise node["seen"]["forms"].expected(
+                f"pairs [share, first layer], whose shares sum to 1, of {num_layers} layers"
+            )
+        edges = [edge for both in backbone.passes for edge in both]
+        lengths = {stop - first for first, stop in backbone.passes}
+        if backbone.passes and (
+            len(edges) < 4
+            or len(lengths) != 1
+            or min(lengths) < 1
+            or edges != sorted(edges)
+            or edges[-1] > num_layers
+        ):
+            raise node["passes"].expected(
+                "two ranges of layers or more, [first, stop], equally long, one after the other, "
+                f"{num_layers} at most"
+            )
+        for skip, at in zip(
+            backbone.skips, node["skips"].elements() if backbone.skips else (), strict=True
+        ):
+            readers = list(skip.readers)
+            if readers != sorted(set(readers)) or not (
+                readers and skip.made < readers[0] <= readers[-1] <= num_layers
+            ):
+                raise at["readers"].expected(
+                    f"positions after layer {skip.made}, ascending, {num_layers} at most"
+                )
+        return backbone
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def checkpointed(profile: ModelProfile, positions: Collection[int]) -> ModelProf
 def recomputed_where_needed(
     evaluator: Evaluator, proposal: Proposal, peak_memory_bytes: Collection[int]
 ) -> frozenset[int]:
-    """Returns positions of the layers that have to be recomputed for cuts that fit to do so.
+    """Returns positions of the layers whose recomputation makes the cuts fit.
 
     The evaluator's profile, and the memory of every rank, are those with all layers recomputed that may be.
     """

@@ -15,11 +15,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import own_tensors, quantized
+from lightning_diffpipe.graph.placement import (
+    move_scales,
+    moved,
+    own_tensors,
+    quantized,
+    replace_parameters,
+)
 from lightning_diffpipe.graph.step import BatchForm, ModuleSplit, change_samples
 from lightning_diffpipe.graph.trial import untouched
 
-# Of gradients; caches hold less, so that adding to them takes as long as in training.
+# Of gradients; more than most caches hold, so that adding to them takes as long as in training.
 _SHARED_BYTES = 2**28
 
 
@@ -80,22 +86,28 @@ def placed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
-    parameters = [(p, p.data) for p in module.parameters() if p.device != device]
+    parameters = [(p, p.data, p.device) for p in module.parameters() if p.device != device]
+    others = dict[Any, nn.Parameter]()
     held = [(m._buffers, dict(m._buffers)) for m in module.modules()]
     held += [(m.__dict__, own) for m, own in own_tensors(module.modules())]
     # `_device` is what `LightningModule.device` answers.
     devices = [(m, m.__dict__["_device"]) for m in module.modules() if "_device" in m.__dict__]
     try:
-        for parameter, value in parameters:
-            parameter.data = value.to(device)
+        for parameter, *_ in parameters:
+            if (other := moved(parameter, device)) is not parameter:
+                others[parameter] = other
+        replace_parameters(module, others)
         for attributes, values in held:
             attributes.update(tree_to(values, device))
         for owner, _ in devices:
             owner.__dict__["_device"] = device
         yield
     finally:
-        for parameter, value in parameters:
-            parameter.data = value
+        replace_parameters(module, {after: before for before, after in others.items()})
+        for parameter, value, place in parameters:
+            if parameter not in others:
+                parameter.data = value
+                move_scales(parameter, place)
         for attributes, values in held:
             attributes.update(values)
         for owner, before in devices:
@@ -141,7 +153,7 @@ def scratch_gradients(module: nn.Module, names: frozenset[str]) -> Iterator[None
                 start = start if start + parameter.numel() <= length else 0
                 strides = outline.stride()
                 parameter.grad = memory[start:].as_strided(parameter.shape, strides)
-                start += parameter.numel()
+                start += _aligned_length(parameter)
         yield
     finally:
         for parameter in chosen:
@@ -155,7 +167,13 @@ def _by_type(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield list(alike)
 
 
+def _aligned_length(parameter: Tensor) -> int:
+    """Returns the number of elements after which the next gradient begins, at a multiple of 16 bytes."""
+    step = max(16 // parameter.itemsize, 1)
+    return -(-parameter.numel() // step) * step
+
+
 def _scratch_length(parameters: Sequence[Tensor]) -> int:
     """Returns the number of gradients, of parameters of the same type, that are there at a time."""
-    numbers = [parameter.numel() for parameter in parameters]
+    numbers = [_aligned_length(parameter) for parameter in parameters]
     return min(sum(numbers), max(_SHARED_BYTES // parameters[0].itemsize, *numbers))

@@ -66,6 +66,11 @@ def num_samples(batch: Any, form: BatchForm | ModuleSplit | None = None) -> int:
         leaves = pytree.tree_flatten_with_path(batch)[0]
         path, leaf = next((path, leaf) for path, leaf in leaves if _cannot_be_cut(leaf))
         where = pytree.keystr(path) or "the batch"
+        if isinstance(leaf, Tensor):
+            raise ConfigurationError(
+                f"{where} is a nested tensor, which cannot be cut into microbatches; pad it to one length "
+                "(torch.nested.to_padded_tensor), and give the lengths or a mask besides"
+            )
         given = "dict(...) of it" if isinstance(leaf, Mapping) else "a dict, list or tuple"
         raise ConfigurationError(
             f"{where} is a {type(leaf).__name__}, whose tensors cannot be cut into microbatches, as "
@@ -135,7 +140,9 @@ def microbatches(batch: Any, number: int, form: BatchForm | ModuleSplit | None =
 
 
 def _cannot_be_cut(leaf: Any) -> bool:
-    """Returns whether this has tensors or arrays inside where pytree does not look."""
+    """Returns whether this is a nested tensor, or has tensors or arrays inside where pytree does not look."""
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        return True
     if leaf is None or isinstance(leaf, Tensor | np.ndarray | str | bytes | int | float):
         return False
     inside: list[Any] = [getattr(leaf, "__dict__", None)]

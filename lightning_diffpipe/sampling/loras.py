@@ -257,8 +257,12 @@ def add_to_part(part: nn.Module, name: str, loras: Collection[StoredLora]) -> No
     for lora in loras:
         for key, layer in lora.layers(name, part).items():
             module = part.get_submodule(key)
-            weight = _added([layer], module.weight.detach()).to(module.weight.dtype)
-            module.weight = nn.Parameter(weight, module.weight.requires_grad)
+            before = module.weight
+            weight = _added([layer], before.detach()).to(before.dtype)
+            if is_traceable_wrapper_subclass(before):  # a plain one takes its place
+                module.weight = nn.Parameter(weight, requires_grad=False)
+            else:
+                before.data = weight
 
 
 def add_to_others(parts: Mapping[str, Any], denoiser: str, loras: Collection[StoredLora]) -> None:

@@ -418,11 +418,6 @@ class Worker:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
-        if self.options.method != "single" and getattr(self._model, "is_cache_enabled", False):
-            raise ConfigurationError(
-                f"the denoiser has a step cache, which ranks cannot share with method={self.options.method}; "
-                "give cache= to the Predictor instead of enable_cache"
-            )
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -490,6 +485,12 @@ class Worker:
                 links = self.place.links, self.place.sequence_links
                 self._later[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._later[call.denoiser]
+        is_shared = self.options.method != "single" or self.options.cache is not None
+        if is_shared and getattr(model, "is_cache_enabled", False):
+            raise ConfigurationError(
+                f"{call.denoiser} has a step cache of its own (enable_cache), which works with method=single only; "
+                "take it off (disable_cache), and give cache= to the Predictor"
+            )
         halves = (self.place.branches,) if call.divided == "batch" else ()
         request = replace(call.request(model, exchange), cache=self.options.cache, halves=halves)
         sampler.model = request.model  # with the ControlNets of this request

@@ -121,10 +121,10 @@ class QuantizedWeights(ChangedWeights):
         yield from self._weights.read([name for name in names if name not in self._members])
         for name in sorted(set(names) & self._members.keys()):
             members = self._members[name]
-            tensors = dict(self._weights.read(members.values()))
             try:
+                tensors = dict(self._weights.read(members.values()))
                 yield name, self._made(name, {kind: tensors[n] for kind, n in members.items()})
-            except (KeyError, ValueError, AssertionError) as error:
+            except (KeyError, ValueError, AssertionError, AttributeError, ImportError) as error:
                 raise CheckpointError(
                     f"{name} in {self.origin} is not stored as {self._config['quant_method']} stores quantized "
                     f"weights ({type(error).__name__}: {error}); copy the folder again, or update the package"
@@ -136,6 +136,8 @@ class QuantizedWeights(ChangedWeights):
             return torchao_weight(name, stored, self._header[name])
         packed = tensors.pop("packed")
         if "SCB" in tensors:
+            if int(tensors.get("weight_format", 0)):
+                raise ValueError("its layout is not that of rows")
             return Weight8Bit(
                 {"packed": packed, "scales": tensors["SCB"]}, {}, packed.shape, _SAVED
             )

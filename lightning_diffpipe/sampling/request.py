@@ -95,7 +95,7 @@ class Request:
         return torch.inference_mode() if self.infers else torch.no_grad()
 
     @functools.cached_property
-    def on_host(self) -> tuple[Any, Tensor]:
+    def host_schedule(self) -> tuple[Any, Tensor]:
         """A scheduler to copy, and its timesteps, both with timesteps on the host, for which it waits once."""
         return with_host_timesteps(self.scheduler), self.timesteps.cpu()
 
@@ -131,7 +131,7 @@ class Loop:
 
     def __init__(self, request: Request) -> None:
         self._request, self.sample, self._index = request, request.latents, -1
-        scheduler, self._on_host = request.on_host
+        scheduler, self._on_host = request.host_schedule
         self._scheduler = copy.deepcopy(scheduler)
 
     def predict(
@@ -201,7 +201,7 @@ class InputScaler:
         self._before: list[Any] = []
         if not request.scale_input or not hasattr(request.scheduler, "scale_model_input"):
             return
-        scheduler, self._timesteps = request.on_host
+        scheduler, self._timesteps = request.host_schedule
         scheduler = copy.deepcopy(scheduler)
         x = request.latents.new_zeros((1,) * request.latents.ndim)
         if scheduler.scale_model_input(x, self._timesteps[0]) is x:

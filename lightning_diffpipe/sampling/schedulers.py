@@ -162,11 +162,11 @@ def on_host(scheduler: Any) -> Any:
 
 
 def with_host_timesteps(scheduler: Any) -> Any:
-    """Returns a copy that finds its timesteps on the host; those who index tables by them need not wait then."""
-    twin = copy.deepcopy(scheduler)
-    if isinstance(getattr(twin, "timesteps", None), Tensor):
-        twin.timesteps = twin.timesteps.cpu()
-    return twin
+    """Returns a shallow copy with timesteps on the host, so that tables are indexed without a wait."""
+    copied = copy.copy(scheduler)
+    if isinstance(getattr(copied, "timesteps", None), Tensor):
+        copied.timesteps = copied.timesteps.cpu()
+    return copied
 
 
 class HostTimesteps:

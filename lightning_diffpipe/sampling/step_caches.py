@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.comm.links import Links, start_all_gather
 from lightning_diffpipe.comm.packing import TensorShape
-from lightning_diffpipe.errors import ConfigurationError, LayoutError
+from lightning_diffpipe.errors import ConfigurationError, LayoutError, require_number
 
 # Names in `diffusers.hooks`, which imports transformers: not before a cache is asked for.
 _APPLIED_BY = {
@@ -60,6 +60,8 @@ def step_cache_named(cache: Any) -> Any:
         return None
     from diffusers import hooks
 
+    from lightning_diffpipe.sampling.skeleton import dtype_named
+
     if isinstance(cache, str) and cache in _NAMES:
         return getattr(hooks, _NAMES[cache])()
     if type(cache) not in [getattr(hooks, kind) for kind in _APPLIED_BY]:
@@ -70,6 +72,12 @@ def step_cache_named(cache: Any) -> Any:
     cache = copy.copy(cache)
     if hasattr(cache, _TIMESTEP):
         setattr(cache, _TIMESTEP, None)
+    for each in fields(cache):
+        value = getattr(cache, each.name)
+        if each.name.endswith("_dtype") and isinstance(value, str):
+            setattr(cache, each.name, dtype_named(f"cache.{each.name}", value))
+        elif "threshold" in each.name:
+            require_number(f"cache.{each.name}", value, 0)
     named = next((f.name for f in fields(cache) if callable(getattr(cache, f.name))), None)
     if named:
         raise ConfigurationError(
@@ -291,7 +299,7 @@ class StepCache:
         self._select(number, patch)
         reference = hook.fn_ref
         before, reference.original_forward = reference.original_forward, lambda *_, **__: results
-        tokens = next(x for x in (results if isinstance(results, tuple) else (results,)))
+        tokens = results[0] if isinstance(results, tuple) else results
         names = "hidden_states", "encoder_hidden_states", hook._metadata.hidden_states_argument_name
         try:
             hook.new_forward(module, **dict.fromkeys(names, tokens))

@@ -212,9 +212,9 @@ class CheckpointHooks(ParallelStrategy):
         try:
             self.finish_saving(limit_s)
         except Exception as error:
-            reason = f"{error}" or f"it took longer than {limit_s:g} s"
+            reason = str(error) or f"{type(error).__name__} ({limit_s=})"
             rank_zero_warn(
-                f"the checkpoint {saved} is lost, as training ended while it was written: {reason}. Those from "
+                f"the checkpoint {saved} may be lost, as training ended while it was written: {reason}. Those from "
                 "before are as they were (ckpt_path='last')"
             )
 

@@ -196,11 +196,22 @@ def test_checkpoints_and_images_over_a_quantized_base(settings, tmp_path):
         assert torch.equal(resumed[name], value), name
 
 
+class SavesWhole(L.Callback):
+    """Saves when training has ended, but not the run."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, module):
+        module.save_pretrained(self.folder)
+
+
 def evaluate_fit_and_export(rank, settings, world_size, folder):
     """Evaluates, trains and saves a whole pipeline; returns the adapters, and types of weights in between."""
     module, look = build(settings), Look()
     strategy = quick_strategy(num_stages=2, num_microbatches=2) if world_size > 1 else "auto"
-    options = {**settings.trainer, "callbacks": [look]}
+    callbacks = [look, SavesWhole(folder.with_name("during"))]
+    options = {**settings.trainer, "callbacks": callbacks[: 3 - world_size]}
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     data = settings.data_class().train_dataloader()
     if world_size > 1:
@@ -227,6 +238,9 @@ def test_after_training_adapters_are_merged_into_the_plain_base(world_size, sett
         for path in (folder, tmp_path / "flux")
     )
     assert merged.keys() == base.keys()
+    if world_size == 1:
+        during = load_file(next((tmp_path / "during" / "transformer").glob("*.safetensors")))
+        assert all(torch.equal(during[name], value) for name, value in merged.items())
     for name, value in base.items():
         layer, _, end = name.rpartition(".")
         a, b = (adapters.get(f"transformer.{layer}.lora_{x}.default.weight") for x in "AB")

@@ -226,7 +226,7 @@ def test_a_module_that_cannot_be_copied_is_not_blamed_for_reading_values(caplog)
     (record,) = caplog.records
     message = record.getMessage()
     assert "the module cannot be copied (TypeError: cannot pickle 'generator' object" in message
-    assert "Keep what cannot be copied outside of the module" in message
+    assert "Keep outside of it what cannot be" in message
 
 
 def test_steps_that_need_values_are_probed_on_values(caplog):

@@ -15,10 +15,13 @@ from lightning_diffpipe.graph.placement import (
     place_parameters,
     quantize_all,
 )
+from lightning_diffpipe.graph.versions import plain_tensors
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
+from lightning_diffpipe.profiling.state import placed
 from lightning_diffpipe.quantization import (
     Quantization,
+    Weight8Bit,
     quantization_named,
     quantizations_of,
     quantize_components,
@@ -110,10 +113,25 @@ def test_what_is_trained_as_a_whole_stays_plain(tmp_path):
         "transformer", "text_encoder", "text_encoder_2",
     }  # fmt: skip
     assert not any(".lora_" in name for name in names)
-    make_plain_again = quantize_all(module, torch.device("cpu"))
+    swap = quantize_all(module, torch.device("cpu"))
     assert not waiting(module)
-    make_plain_again()
+    swap()
     assert waiting(module) == names
+    swap()
+    assert not waiting(module)
+
+
+def test_quantized_weights_are_whole_on_the_device_where_they_are_timed():
+    """History: only what torch calls their data went there, and what they are made of did not."""
+    tensors = {"packed": torch.ones(4, 8, dtype=torch.int8), "scales": torch.ones(4)}
+    weight = Weight8Bit(tensors, {}, torch.Size((4, 8)), torch.float32)
+    layer = nn.Linear(8, 4, bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    with placed(layer, torch.device("meta")):
+        there = plain_tensors(layer.weight)
+        assert len(there) == 2
+        assert all(each.is_meta for each in there)
+    assert not any(each.is_meta for each in plain_tensors(layer.weight))
 
 
 def test_settings_of_diffusers_are_taken():

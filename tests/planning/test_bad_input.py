@@ -55,6 +55,8 @@ LAYER = ("backbones", 0, "layers", 1)
         ((*LAYER, "forward_s", "9" * 5000), 1, 'numbers of samples such as "4" as keys'),
         ((*LAYER, "parameter_bytes"), 10**400, "a whole number of at most 9223372036854775807"),
         ((*LAYER, "parameter_bytes"), 1.5, "parameter_bytes: expected a whole number >= 0; got 1.5"),
+        ((*LAYER, "weight_gradient_s"), {"1": 2.5},
+         "layers[1].weight_gradient_s.1: expected at most the backward_s of 1 samples, 2, of which it is a part"),
         ((*LAYER, "name"), 3, "layers[1].name: expected a string; got 3"),
         (("backbones",), [], "profile 'equal' has no backbone; nothing can be trained"),
         (("backbones", 0, "layers"), [], "'unet' of profile 'equal' has no layers"),
@@ -62,6 +64,11 @@ LAYER = ("backbones", 0, "layers", 1)
         (("encoders", 0, "needs"), ["clip"], "encoder 'vae' needs 'clip', which is none"),
         (("encoders", 0, "needs"), ["vae"], "encoders need each other in a circle: ['vae']"),
         (("encoders", 0, "name"), "unet", "backbones and encoders need different names"),
+        (("backbones", 0, "passes"), [[0, 1]], "passes: expected two ranges of layers or more"),
+        (("backbones", 0, "passes"), [[0, 1], [1, 3]], "equally long, one after the other, 3 at most"),
+        (("backbones", 0, "seen"), {"forms": [[0.5, 0], [0.5, 50]]}, "whose shares sum to 1, of 3 layers"),
+        (("backbones", 0, "skips"), [{"bytes_per_sample": 1, "made": 2, "readers": [1]}],
+         "readers: expected positions after layer 2, ascending, 3 at most"),
     ],
 )  # fmt: skip
 def test_bad_profiles(path, value, complaint):
@@ -310,6 +317,23 @@ def test_a_complaint_names_its_place_once():
     with pytest.raises(PlanError) as refusal:
         PipelinePlan.from_json(edited(json.loads(PLAN.to_json()), ("programs", "1"), 7))
     assert str(refusal.value) == "plan: programs.1: expected a string; got 7"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            '{"format": "diffpipe-plan/1", "format": 2}',
+            "has the key 'format' twice, with \"diffpipe",
+        ),
+        ('{"options": ' + "9" * 5000 + "}", "a number has too many digits"),
+        ("[" * 200_000, "lie too deep in each other"),
+    ],
+)
+def test_texts_that_json_reads_otherwise(text, complaint):
+    """History: the last of two values counted, and the others ended in a traceback."""
+    with pytest.raises(PlanError, match=re.escape(complaint)):
+        PipelinePlan.from_json(text)
 
 
 def test_costs_of_uneven_microbatches_have_a_row_for_each_stage():

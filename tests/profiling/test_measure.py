@@ -453,7 +453,7 @@ def test_gradients_of_a_timed_step_share_memory(shared_bytes, monkeypatch):
     module[2].double()
     named = dict(module.named_parameters())
     del named["1.bias"]
-    numbers = 35 + 5 + 36, 20  # in float32, in float64
+    numbers = 36 + 8 + 36, 20  # in float32, in float64, each in whole words of 16 bytes
     expected = 4 * min(numbers[0], shared_bytes // 4), 8 * min(numbers[1], shared_bytes // 8)
     with state.scratch_gradients(module, frozenset(named)):
         memory = [p.grad.untyped_storage() for p in named.values()]

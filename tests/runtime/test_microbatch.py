@@ -168,6 +168,13 @@ def test_tensors_in_an_unknown_container_are_refused():
         num_samples(batch)
 
 
+def test_nested_tensors_are_refused():
+    """History: "Internal error: NestedTensorImpl doesn't support sizes. Please file an issue."."""
+    rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ConfigurationError, match=r"\['x'\] is a nested tensor.*to_padded_tensor"):
+        num_samples({"x": rows})
+
+
 class AskedForNothing:
     """The place of a rank that sums nothing over pipelines."""
 

@@ -252,6 +252,18 @@ def test_models_that_a_cache_does_not_know_are_refused(name, cache, reason):
         OneProcess().sample(request_for(name, cache=CACHES[cache]))
 
 
+def test_values_of_configurations_are_looked_at():
+    """History: they ended in an error of torch or Python, when all weights had been read."""
+    series = step_cache_named(hooks.TaylorSeerCacheConfig(taylor_factors_dtype="float32"))
+    assert series.taylor_factors_dtype is torch.float32
+    with pytest.raises(ConfigurationError, match=r"cache\.taylor_factors_dtype='int4'"):
+        step_cache_named(hooks.TaylorSeerCacheConfig(taylor_factors_dtype="int4"))
+    with pytest.raises(
+        ConfigurationError, match=r"cache\.threshold must be a number >= 0; got 'a'"
+    ):
+        step_cache_named(hooks.FirstBlockCacheConfig(threshold="a"))
+
+
 def test_ranks_compare_configurations():
     assert described(step_cache_named("first_block")) != described(CACHES["first_block"])
     assert described(None) == {}

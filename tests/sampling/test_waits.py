@@ -68,7 +68,8 @@ def test_what_waits_is_seen(monkeypatch):
         assert set(waits.counted) == {"_local_scalar_dense"}
         request.latents.cpu()
         bool(request.latents.sum() > 0)
-    assert waits.counted["cpu"] == 1
+        request.latents.tolist()
+    assert waits.counted["cpu"] == waits.counted["tolist"] == 1
     assert waits.counted["_local_scalar_dense"] > 1
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_diffpipe.sampling.request import Request
 
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
-"""Operators whose results the host waits for: `item`, `bool`, `tolist`, comparisons, and shapes made of values."""
+"""Operators whose results the host waits for: `item`, `bool`, comparisons, and shapes made of values."""
 
 
 class Waits(TorchDispatchMode):
@@ -65,7 +65,17 @@ def request_on_device(request: Request) -> Request:
 
 
 def copies_counted(monkeypatch: pytest.MonkeyPatch, waits: Waits) -> None:
-    """Lets `Tensor.cpu` copy, and count as a wait, as on a GPU."""
+    """Lets `Tensor.cpu` copy, and count as a wait, as on a GPU; so do `tolist` and `numpy`."""
+
+    def counting(name: str):
+        read = getattr(Tensor, name)
+
+        def count_and_read(x: Tensor, *args, **options):
+            if of_device(x):
+                waits.counted[name] += 1
+            return read(x, *args, **options)
+
+        return count_and_read
 
     def cpu(x: Tensor) -> Tensor:
         if of_device(x):
@@ -75,3 +85,5 @@ def copies_counted(monkeypatch: pytest.MonkeyPatch, waits: Waits) -> None:
         return copied
 
     monkeypatch.setattr(Tensor, "cpu", cpu)
+    for name in ("tolist", "numpy"):
+        monkeypatch.setattr(Tensor, name, counting(name))

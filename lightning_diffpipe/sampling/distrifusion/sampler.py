@@ -139,11 +139,11 @@ class DistriFusion:
             run = DistriFusionRun(self, request, interception, stopwatch, settings, cache)
             try:
                 latents = run.run(on_step)
+                for _, call in run.calls:
+                    call.forget()
                 self.links.finish()
             finally:
                 self.num_fallbacks = sum(int(call.fallbacks) for _, call in run.calls)
-                for _, call in run.calls:
-                    call.forget()
                 run.calls.clear()
         self.statistics.num_synchronous = self.num_synchronous
         return latents
