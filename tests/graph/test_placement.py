@@ -184,4 +184,6 @@ def test_scales_of_quantized_weights_move_with_them():
         root.blocks[0].linear.weight.quant_state = SimpleNamespace(to=places.append)
         names = [name for name, _ in root.named_parameters() if name.startswith(held)]
         place_parameters(root, names, "cpu")
-        assert places == (["cpu"] if held == "blocks.0." else []), "only what the rank holds"
+        assert places == ([torch.device("cpu")] if held == "blocks.0." else []), (
+            "only what the rank holds"
+        )
