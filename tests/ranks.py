@@ -221,6 +221,7 @@ def _main(
 
     torch.set_num_threads(1)
     with (folder / f"{rank}.error").open("w") as report:
+        faulthandler.enable(file=report)
         faulthandler.dump_traceback_later(max(timeout_s - 3, 1), file=report)
         try:
             if group_timeout_s is not None:
