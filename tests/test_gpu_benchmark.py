@@ -56,6 +56,48 @@ def test_patches_are_timed_beside_plain_steps():
 
 
 @pytest.mark.slow
+@pytest.mark.table
+def test_attention_backends_are_tried():
+    rows = {(row["attention"], row["num_patches"]): row for row in rows_of("attention")}
+    assert rows["_native_math", 2]["difference"] < 0.01
+    assert "flash-attn" in rows["flash", 1]["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.table
+def test_compiled_blocks_are_timed_without_breaks():
+    rows = rows_of("compiled")
+    assert [row["breaks"] for row in rows] == [0] * 4
+    assert all(row["graphs"] > 0 for row in rows if row["compile"])
+
+
+@pytest.mark.slow
+@pytest.mark.table
+def test_step_caches_save_steps():
+    rows = rows_of("caches")
+    assert [(row["num_patches"], row["threshold"]) for row in rows] == [
+        (num_patches, threshold) for num_patches in (1, 2) for threshold in (None, 0.05, 0.2)
+    ]
+    assert all(0 < row["difference"] < 0.1 for row in rows if row["threshold"] == 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.table
+def test_layers_are_streamed_beside_layers_that_stay():
+    assert [row["streaming"] for row in rows_of("streaming")] == ["none", "all"]
+
+
+@pytest.mark.slow
+@pytest.mark.table
+def test_graphs_and_quantized_weights_are_prepared():
+    (eager,) = rows_of("graphs")
+    assert eager["eager_s"] > 0
+    plain, *quantized = rows_of("rounded")
+    assert plain["step_s"] > 0
+    assert [row["quantization"] for row in quantized] == ["float8", "int8", "nf4"]
+
+
+@pytest.mark.slow
 def test_one_rank_is_timed_beside_plain_lightning():
     (row,) = rows_of("overhead")
     assert row["ratio"] == pytest.approx(row["diffpipe_s"] / row["plain_s"])

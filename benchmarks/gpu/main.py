@@ -31,7 +31,13 @@ PARTS = {
     "overhead": 60,
     "sdxl": 60,
     "sd3": 60,
+    "attention": 40,
+    "compiled": 60,
+    "streaming": 40,
     "patches": 75,
+    "rounded": 40,
+    "graphs": 30,
+    "caches": 40,
     "flux": 100,
 }
 """Seconds that each may take at most; the first ones tell most."""

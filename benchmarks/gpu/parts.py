@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.gpu import sampling_parts
 from benchmarks.gpu.models import sized
 from benchmarks.gpu.one_part import Place, Report, environment, tests
 from benchmarks.gpu.ranks import Run, train_together
+from benchmarks.gpu.requests import denoiser, request_of
+from benchmarks.gpu.sampling_parts import step_of
 from benchmarks.one_rank_overhead.main import Samples, StableDiffusion, quiet_trainer
 from lightning_diffpipe import DiffPipeStrategy
 from lightning_diffpipe.graph.probe import probe
@@ -23,7 +26,6 @@ from lightning_diffpipe.modules.on_paper import ModelOnPaper, OnPaper
 from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.profiling.measure import Subject, give_back, measure_profile
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
-from lightning_diffpipe.sampling.request import Request
 
 SLIDES = {
     "sd21": {8: 0.38, 16: 0.41, 32: 0.43, 64: 0.44},
@@ -109,10 +111,10 @@ def overhead(place: Place, report: Report) -> None:
         )
 
 
-def _step_s(module: Any, data: DataLoader, strategy: Any, steps: int, place: Place) -> float:
+def _step_s(
+    module: Any, data: DataLoader, strategy: Any, steps: int, place: Place, **trainer: Any
+) -> float:
     """Seconds of a step, over all but the first tenth of them."""
-    import lightning as L
-
     first = max(steps // 10, 1)
 
     class Ends(L.Callback):
@@ -128,9 +130,8 @@ def _step_s(module: Any, data: DataLoader, strategy: Any, steps: int, place: Pla
     ends = Ends()
     ends.at_s = []
     accelerator = "gpu" if place.on_gpu else "cpu"
-    quiet_trainer(strategy, accelerator=accelerator, max_steps=steps, callbacks=[ends]).fit(
-        module, data
-    )
+    options = {"accelerator": accelerator, "max_steps": steps, "callbacks": [ends], **trainer}
+    quiet_trainer(strategy, **options).fit(module, data)
     return (ends.at_s[1] - ends.at_s[0]) / (steps - first)
 
 
@@ -237,25 +238,79 @@ def layer_profile(name: str, place: Place, report: Report) -> None:
     _report_modelled(name, place, counts, report)
 
 
+def streaming(place: Place, report: Report) -> None:
+    """Frozen layers that are copied from the host for each run, beside layers that stay."""
+    width, tokens, num_layers = (4096, 4096, 24) if place.on_gpu else (64, 16, 4)
+    for mode in ("none", "all"):
+        torch.manual_seed(0)
+        module = AdaptedLayers(width, num_layers)
+        data = DataLoader(torch.randn(20, tokens, width), 1)
+        strategy = DiffPipeStrategy(
+            num_stages=1, num_microbatches=1, checkpointing="all", streaming=mode
+        )
+        place.peak_bytes()
+        step_s = _step_s(module, data, strategy, 20, place, precision="bf16-mixed")
+        weight_bytes = sum(p.nbytes for p in module.parameters() if not p.requires_grad)
+        report(
+            streaming=mode,
+            step_s=step_s,
+            planned_s=module.planned_s,
+            weight_bytes=weight_bytes,
+            peak_bytes=place.peak_bytes(),
+        )
+
+
+class AdaptedLayers(L.LightningModule):
+    """Frozen linear layers in bfloat16, each with a trained scale."""
+
+    planned_s = 0.0
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AdaptedLayer(width) for _ in range(num_layers))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The mean square of what comes out."""
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def on_train_end(self) -> None:
+        """Keeps what was planned."""
+        pipeline = self.trainer.strategy.pipeline  # type: ignore[attr-defined]
+        self.planned_s = pipeline.plan.planned.iteration_s
+
+    def configure_optimizers(self) -> Any:
+        """Plain descent."""
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), 1e-3)
+
+
+class AdaptedLayer(nn.Module):
+    """`x + scale * tanh(W x)`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
+        self.linear.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.linear(x.to(self.linear.weight.dtype)).tanh()
+
+
 @torch.inference_mode()
 def patches(place: Place, report: Report) -> None:
     """What a step in patches costs one process, beside a plain one, at two resolutions."""
     resolutions = (1024, 2048) if place.on_gpu else (64, 128)
     for name in ("pixart", "sd3"):
-        configs = sized(name, not place.on_gpu)
-        kind, config = configs["model_index"]["transformer"][1], configs["transformer"]
-        torch.manual_seed(0)
-        with place.device:
-            import diffusers
-
-            model = getattr(diffusers, kind)(**config).to(place.dtype).eval().requires_grad_(False)
+        config, model = denoiser(name, place)
         for resolution in resolutions:
-            request = _request(config, model, place, resolution)
-            plain_s = _sampling_s(place, PipeFusion(model, num_patches=1), request)
+            request = request_of(config, model, place, resolution)
+            plain_s, _ = step_of(PipeFusion(model, num_patches=1), request)
             place.peak_bytes()
             for num_patches in (2, 4, 8) if place.on_gpu else (2, 4):
                 sampler = PipeFusion(model, num_patches=num_patches)
-                patched_s = _sampling_s(place, sampler, request)
+                patched_s, _ = step_of(sampler, request)
                 report(
                     model=name,
                     resolution=resolution,
@@ -268,38 +323,9 @@ def patches(place: Place, report: Report) -> None:
                 give_back(place.device)
 
 
-def _request(config: Mapping[str, Any], model: nn.Module, place: Place, resolution: int) -> Request:
-    """A square image without guidance, given random texts."""
-    width = config.get("joint_attention_dim") or config["caption_channels"]
-    normal = partial(torch.randn, device=place.device, dtype=place.dtype)
-    if "joint_attention_dim" in config:
-        text = {"encoder_hidden_states": normal(1, 197, width)}
-        text["pooled_projections"] = normal(1, config["pooled_projection_dim"])
-    else:
-        text = {"encoder_hidden_states": normal(1, 120, width)}
-        text["encoder_attention_mask"] = torch.ones(1, 120, device=place.device, dtype=torch.long)
-        text["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
-
-    def denoise(x: Tensor, t: Tensor) -> Tensor:
-        steps = t.expand(1).to(place.device)
-        return model(x.to(place.dtype), timestep=steps, **text).sample[:, : x.shape[1]]
-
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(6, device=place.device)
-    latents = normal(1, config["in_channels"], resolution // 8, resolution // 8)
-    return Request(model, denoise, scheduler, scheduler.timesteps, latents, scale_input=False)
-
-
-def _sampling_s(place: Place, sampler: PipeFusion, request: Request) -> float:
-    """Seconds of a step after the warm-up, in the second of two requests."""
-    for _ in range(2):
-        result = sampler.sample(request)
-    assert torch.isfinite(result).all(), "the result is not finite"
-    return statistics.median(sampler.statistics.step_s[2:])
-
-
 ALL: dict[str, Callable[[Place, Report], None]] = {
     part.__name__: part
-    for part in (environment, tests, gloo, nccl, parity, overhead, frozen_share, patches)
+    for part in (environment, tests, gloo, nccl, parity, overhead, frozen_share, streaming, patches)
 } | {name: partial(layer_profile, name) for name in ("sdxl", "sd3", "flux")}
+ALL |= sampling_parts.ALL
 """By name."""
