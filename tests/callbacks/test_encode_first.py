@@ -148,7 +148,7 @@ def fit_drawing(rank, settings, folder):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["flux", row("sdxl")])
+@pytest.mark.parametrize("name", [row("flux"), row("sdxl")])
 def test_pipelines_of_diffusers_train_and_draw_without_encoders_in_memory(tmp_path, name):
     """Captions are dropped now and then, and prompts that are drawn are encoded where they are asked for."""
     settings = Settings(

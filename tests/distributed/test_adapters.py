@@ -81,7 +81,7 @@ def test_they_go_on_from_a_checkpoint_on_other_stages(store_all, tmp_path):
     assert any(n.endswith(".weight") for n in kept[0]) == store_all
 
 
-@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("averages", [False, row(True)])
 def test_they_go_on_with_averages_of_lightning_and_a_hook_of_ones_own(averages, tmp_path):
     """History: the strategy left weights out that averages have, and that only another hook says where they are."""
     model, folder = tmp_path / "model", tmp_path / "one"

@@ -40,7 +40,7 @@ class InOrder(ImageFolderDataModule):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("flux", "images"), row("sdxl", "images"), row("wan", "clips")]
+    ("name", "kind"), [row("flux", "images"), row("sdxl", "images"), row("wan", "clips")]
 )
 def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
     """SDXL is told sizes and crops of each image."""

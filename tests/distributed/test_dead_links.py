@@ -84,7 +84,7 @@ def fit_on_two_hosts(settings, folder, link, outage_s):
 
 @pytest.mark.parametrize(
     ("outage_s", "delay_s", "bits_per_s"),
-    [(4.0, 0.0, float("inf")), row(0.0, 0.05, 1e7)],
+    [row(4.0, 0.0, float("inf")), row(0.0, 0.05, 1e7)],
     ids=["dead for seconds", "slow"],
 )
 def test_training_over_a_bad_link_has_the_numbers_of_one_process(

@@ -197,7 +197,7 @@ def count(rank, world_size, options, size):
 
 @pytest.mark.parametrize(
     ("world_size", "num_stages", "num_replicas", "pipelines"),
-    [(2, 2, 1, 1), (2, 1, 2, 1), (4, 2, 1, 2)],
+    [row(2, 2, 1, 1), row(2, 1, 2, 1), (4, 2, 1, 2)],
 )
 def test_what_is_logged_is_what_one_process_logs(world_size, num_stages, num_replicas, pipelines):
     """Batches of 8 and 5 samples in each pipeline, of two ranks or two replicas.
@@ -260,7 +260,7 @@ def measure(rank, world_size, options, size):
 
 @pytest.mark.parametrize(
     ("world_size", "num_stages", "num_replicas", "pipelines"),
-    [(2, 2, 1, 1), (2, 1, 2, 1), pytest.param(4, 2, 1, 2, marks=pytest.mark.slow)],
+    [row(2, 2, 1, 1), row(2, 1, 2, 1), pytest.param(4, 2, 1, 2, marks=pytest.mark.slow)],
 )
 def test_metrics_count_every_sample_once(world_size, num_stages, num_replicas, pipelines):
     """History: `compute()` in a step waited for stages that never come there, and a validation counted ranks."""

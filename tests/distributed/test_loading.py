@@ -148,7 +148,6 @@ OPTIONS = {
     ("options", "filling"),
     [
         ("two epochs", "shares"),
-        ("steps", "none"),
         *(row(name, filling) for name in OPTIONS for filling in ("shares", "none")),
     ],
 )

@@ -330,8 +330,8 @@ class HooksWeights(TinyDiffusion):
     ("ranks", "pipelines", "strategy"),
     [
         (2, 1, {"num_stages": 2, "schedule": "zero_bubble"}),
-        (3, 1, {"num_stages": 2, "num_replicas": (1, 2)}),
-        (2, 2, {"num_stages": 1, "num_replicas": 1, "data_parallel": 2}),
+        row(3, 1, {"num_stages": 2, "num_replicas": (1, 2)}),
+        row(2, 2, {"num_stages": 1, "num_replicas": 1, "data_parallel": 2}),
     ],
 )
 def test_hooks_on_weights_see_the_gradient_of_a_batch(ranks, pipelines, strategy):

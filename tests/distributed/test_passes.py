@@ -116,13 +116,13 @@ def test_self_conditioning_with_tied_weights_accumulation_and_clipping_in_two_pi
     [
         row(2, "random", {"filling": "none"}),
         (2, "random", {}),
-        (2, "torch", {}),
-        (2, "bernoulli", {}),
+        row(2, "torch", {}),
+        row(2, "bernoulli", {}),
         (2, "first", {"filling": "none"}),
         (3, "batch_idx", {}),
         row(4, "random", {"num_stages": 4}),
-        (3, "random", {"schedule": "zero_bubble", "filling": "none"}),
-        (2, "global_step", {}),
+        row(3, "random", {"schedule": "zero_bubble", "filling": "none"}),
+        row(2, "global_step", {}),
     ],
 )
 def test_steps_that_throw_a_coin_for_their_estimate(num_ranks, coin, strategy):
@@ -307,7 +307,7 @@ def trains_a_late_form(num_ranks, max_steps, strategy, **module):
 @pytest.mark.parametrize(
     ("num_ranks", "module", "strategy"),
     [
-        (2, {}, {"filling": "shares"}),
+        row(2, {}, {"filling": "shares"}),
         row(2, {"later_p": 1.0}, {"schedule": "interleaved", "num_stages": 4}),
         (3, {"tied": True}, {"schedule": "zero_bubble"}),
     ],
@@ -339,7 +339,7 @@ class SecondLoss(TinyDiffusion):
 @pytest.mark.parametrize(
     ("num_ranks", "module_class", "module", "strategy"),
     [
-        (2, Later, {"form": "both"}, {"filling": "shares"}),
+        row(2, Later, {"form": "both"}, {"filling": "shares"}),
         (3, Later, {"form": "both", "later_p": 1.0, "tied": True}, {"schedule": "zero_bubble"}),
         (2, SecondLoss, {}, {}),
     ],

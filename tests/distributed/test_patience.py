@@ -60,7 +60,7 @@ def fit_while_rank_0_is_busy(rank, hook):
     [
         "on_validation_start",
         row("on_validation_batch_end"),
-        "on_train_epoch_end",
+        row("on_train_epoch_end"),
         "on_train_batch_end",
     ],
 )
@@ -228,7 +228,7 @@ def fit_with_a_stuck_rank(rank, where, stuck_rank, how, folder):
     ("where", "rank", "how"),
     [
         ("the data", 0, "waits"),
-        ("on_validation_batch_end", 1, "waits"),
+        row("on_validation_batch_end", 1, "waits"),
         row("on_train_batch_end", 0, "loops"),
         row("on_train_epoch_end", 0, "waits"),
     ],

@@ -76,7 +76,7 @@ class Experts(TinyPipeline):
 @pytest.mark.parametrize(
     ("lora", "world_size", "strategy"),
     [
-        (True, 2, {"num_stages": 2}),
+        row(True, 2, {"num_stages": 2}),
         row(True, 1, {"num_stages": 1}),
         row(False, 2, {"num_stages": 2}),
         row(False, 2, {"num_stages": 4, "schedule": "bidirectional"}),

@@ -39,6 +39,7 @@ from tests.distributed.stored import LINUX, Opened, Rounded, store_in_8_bits
 from tests.distributed.tiny import Images
 from tests.predictor import tiny_pipelines as tiny
 from tests.ranks import run_ranks
+from tests.rows import row
 
 pytestmark = [pytest.mark.distributed, LINUX]
 
@@ -120,8 +121,10 @@ def settings(tmp_path):
     [
         ({"num_stages": 2, "num_microbatches": 2}, False),
         ({"num_stages": 2, "num_microbatches": 2, "checkpointing": "all"}, True),
-        ({"num_stages": 2, "num_microbatches": 2, "filling": "none", "profile": "measure"}, False),
-        ({"num_stages": 1, "num_microbatches": 2, "data_parallel": 1}, False),
+        row(
+            {"num_stages": 2, "num_microbatches": 2, "filling": "none", "profile": "measure"}, False
+        ),
+        row({"num_stages": 1, "num_microbatches": 2, "data_parallel": 1}, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -178,6 +181,7 @@ def fit_and_save(rank, settings, world_size, path, ckpt_path=None):
     return {n: value for n, value in state.items() if ".lora_" in n}, logger.images
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_checkpoints_and_images_over_a_quantized_base(settings, tmp_path):
     """Checkpoints have adapters alone, and are gone on from where the base is opened plain and quantized again."""

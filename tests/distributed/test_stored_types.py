@@ -35,7 +35,7 @@ def fit_and_look(rank, settings, world_size):
     ("name", "precision", "lora"),
     [
         ("flux", "bf16-mixed", True),
-        ("sdxl", "32-true", False),
+        row("sdxl", "32-true", False),
         row("flux", "32-true", True),
         row("flux", "bf16-true", True),
         row("flux", "bf16-mixed", False),
@@ -112,7 +112,7 @@ class Rewritten(Opened):
                 parameter.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("module_class", [Unseen, Replaced, Rewritten])
+@pytest.mark.parametrize("module_class", [row(Unseen), row(Replaced), Rewritten])
 def test_weights_that_are_written_are_not_taken_from_their_file(module_class, tmp_path):
     """Trained ones stored in float32 are mapped as well, and written in place; users may write frozen ones."""
     folder = str(tmp_path / "flux")

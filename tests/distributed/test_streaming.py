@@ -192,6 +192,7 @@ def train_adapters(rank, world_size, model, folder, epochs=2, resumed=None, **st
     return weights, averages, drawing.drawn, watch.offloaded
 
 
+@pytest.mark.table
 @pytest.mark.slow
 def test_adapters_over_streamed_weights_are_saved_averaged_and_drawn(tmp_path):
     """Checkpoints of either go on with the other; drawings and base weights are those of one process."""

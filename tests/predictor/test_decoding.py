@@ -100,6 +100,7 @@ def decode_each(rank, names):
     return found
 
 
+@pytest.mark.table
 @pytest.mark.distributed
 def test_three_ranks_decode_what_one_does_bit_for_bit():
     """Features that a frame leaves for the next stay on the rank that has the tile."""

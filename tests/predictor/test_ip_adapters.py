@@ -172,6 +172,7 @@ def test_embeddings_take_the_place_of_images(saved, tmp_path):
     assert (found == by_diffusers((path, folder), {FILE: 0.7}, **options)).all()
 
 
+@pytest.mark.table
 @pytest.mark.distributed
 def test_two_ranks_draw_with_adapters_what_one_process_draws(saved, monkeypatch):
     """Prompts, halves of guidance, bands, tokens or layers are divided; displaced bands equal the emulator."""

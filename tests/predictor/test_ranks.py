@@ -136,7 +136,7 @@ def test_generators_go_on_from_request_to_request_as_in_one_process(job, tmp_pat
             torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("is_checkpoint", [row(False), True])
+@pytest.mark.parametrize("is_checkpoint", [row(False), row(True)])
 def test_a_cascade_on_two_ranks_is_that_of_one_process(is_checkpoint, tmp_path):
     """Bit for bit, also with noise in every step: each rank draws the noise of all prompts in both loops."""
     module = tiny_cascade()
@@ -333,7 +333,7 @@ def test_a_choice_in_patches_is_that_method_by_name_and_is_kept(job):
 @pytest.mark.parametrize(
     ("hook", "block", "why", "methods"),
     [
-        (counts_tokens, 1, "in 2 patches this model computes something else than on all tokens",
+        row(counts_tokens, 1, "in 2 patches this model computes something else than on all tokens",
          ["pipefusion", "sequence", "distrifusion", "synchronous"]),
         (expects_all_tokens, 0, "in 2 patches this model fails, most likely because a block expects all tokens",
          ["pipefusion", "sequence", "distrifusion", "synchronous"]),
@@ -467,7 +467,7 @@ def test_a_closed_predictor_and_a_module_in_stages_are_refused_on_all_ranks(job)
     ("name", "options", "kind"),
     [
         ("pixart", {"method": "pipefusion", "num_patches": 4}, KeyboardInterrupt),
-        ("pixart", {"method": "pipefusion", "num_patches": 4}, GraphError),
+        row("pixart", {"method": "pipefusion", "num_patches": 4}, GraphError),
         ("dit", {"method": "single"}, ValueError),
     ],
 )
@@ -504,7 +504,7 @@ def test_nothing_more_is_drawn_over_nccl_after_an_error_in_the_middle(job):
 @pytest.mark.parametrize(
     ("hook", "why", "later"),
     [
-        (
+        row(
             too_large,
             "this model needs more memory in a synchronous step than there is",
             "an earlier request ended in the middle",

@@ -22,6 +22,7 @@ from lightning_diffpipe.sampling.source import call_of
 from tests.modules.tiny_parts import perturbed_latent_diffusion, tiny_latent_diffusion
 from tests.predictor.tiny_pipelines import build
 from tests.ranks import run_in_turn, run_ranks
+from tests.rows import row
 from tests.zoo.case import perturb
 
 PROMPTS = ["a", "b", "c", "d"]
@@ -203,7 +204,7 @@ def train(rank, world_size, name, every_n_steps, options=None):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "draws_by_layers"),
-    [("flux", False), ("sdxl", True), ("sd3", False), ("self-conditioned", True)],
+    [("flux", False), row("sdxl", True), ("sd3", False), row("self-conditioned", True)],
 )
 def test_training_goes_on_as_without_samples(name, draws_by_layers):
     """Also after a refusal of PipeFusion, which leaves a U-Net to be drawn layer by layer.
@@ -223,9 +224,9 @@ def test_training_goes_on_as_without_samples(name, draws_by_layers):
 @pytest.mark.parametrize(
     ("world_size", "options", "draws_by_layers"),
     [
-        (2, {"num_stages": 1, "num_replicas": 2}, False),
+        row(2, {"num_stages": 1, "num_replicas": 2}, False),
         (3, {"num_stages": 2, "num_replicas": (2, 1)}, False),
-        (2, {"num_stages": 4, "schedule": "interleaved"}, True),
+        row(2, {"num_stages": 4, "schedule": "interleaved"}, True),
     ],
     ids=["replicas only", "replicas of a stage", "interleaved"],
 )
