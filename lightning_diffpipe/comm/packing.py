@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.graph.layer import TensorSpec, num_spanned
 
 _DEVICE = "device"  # of a rank, each its own
 _ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any offset
@@ -240,7 +240,7 @@ class _Pickler(pickle.Pickler):
             self._numbers[id(value)] = len(self.tensors)
             self._alive.append(value)
             dense = value.detach()
-            if _reach(dense) > 2 * dense.numel():
+            if num_spanned(dense.shape, dense.stride()) > 2 * dense.numel():
                 dense = dense.contiguous()
             shape, stride = tuple(dense.shape), tuple(dense.stride())
             self.tensors.append(dense)
@@ -261,13 +261,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[stands] if isinstance(stands, int) else stands[0].to(self._device)
 
 
-def _reach(tensor: Tensor) -> int:
-    """Returns from how many elements of memory in a row a tensor takes its own."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Returns the memory in which a tensor lies, with the gaps between its elements; a view."""
-    return tensor.detach().as_strided((_reach(tensor),), (1,)).view(torch.uint8)
+    length = num_spanned(tensor.shape, tensor.stride())
+    return tensor.detach().as_strided((length,), (1,)).view(torch.uint8)

@@ -147,7 +147,7 @@ class _Graph:
 
     def __init__(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         targets = {get_gradient_edge(leaf).node for leaf in inputs}
-        self._order = _post_order([root.grad_fn for root in roots])
+        self._order = nodes_below([root.grad_fn for root in roots])
         self.towards_inputs: set[Node] = set()
         self._weights: dict[Node, frozenset[Tensor]] = {}
         for node in self._order:  # children first
@@ -189,7 +189,7 @@ class _Graph:
                 have = separate.setdefault(node, [])
                 have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
         heads = {child for child, _ in shared}
-        below = _post_order(c for head in heads for c, _ in head.next_functions)
+        below = nodes_below(c for head in heads for c, _ in head.next_functions)
         if not heads.isdisjoint(below):  # their gradients would be counted twice
             raise NestedExits
         return separate, [
@@ -219,8 +219,8 @@ class NestedExits(Exception):
     """The graph cannot be split this way; run the backward as one piece."""
 
 
-def _post_order(roots: Iterable[Node]) -> list[Node]:
-    """Returns all nodes below the roots, each after everything below it."""
+def nodes_below(roots: Iterable[Node]) -> list[Node]:
+    """Returns all nodes of the autograd graph from some roots on, each after everything below it."""
     order: list[Node] = []
     seen: set[Node] = set()
     for root in roots:

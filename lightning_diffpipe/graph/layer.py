@@ -342,6 +342,10 @@ class LayerGraph:
         layer = self.layers[key[0]]
         return self.spec(key).requires_grad and layer.carries_gradient and not layer.frozen
 
+    def output_bytes(self, layer: Layer) -> int:
+        """Returns bytes of all tensors that a layer returns, for the batch that was probed."""
+        return sum(self.spec(key).nbytes for key in layer.tensor_keys)
+
     @cached_property
     def folds(self) -> dict[Any, LayerGraph]:
         """Graphs of the same run with containers as layers, by what these are; see `probe.fold`."""
@@ -386,6 +390,18 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous():
         return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def num_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Returns the number of elements of memory from the first to the last one of a tensor.
+
+    Example:
+        >>> num_spanned((2, 3), (3, 1)), num_spanned((2, 3), (1, 4)), num_spanned((0, 3), (3, 1))
+        (6, 10, 0)
+    """
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def storage_key(tensor: Tensor) -> int:

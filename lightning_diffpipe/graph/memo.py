@@ -169,8 +169,7 @@ def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: floa
         return "returns objects that cannot be stored"
     if not layer.splits_samples:
         return "has arguments or outputs without a dimension of samples"
-    num_bytes = sum(graph.spec(key).nbytes for key in layer.tensor_keys)
-    if layer.cost_flops < min_flops_per_byte * num_bytes:
+    if layer.cost_flops < min_flops_per_byte * graph.output_bytes(layer):
         return "is quicker to compute than to read"
     return ""
 

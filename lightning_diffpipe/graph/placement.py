@@ -45,55 +45,13 @@ readable: ContextVar[bool] = ContextVar("readable", default=False)
 """Whether placeholders are NaN for who reads them, as in steps, and no error."""
 
 _METADATA = {
-    *(
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "stride",
-        "is_contiguous",
-        "element_size",
-        "__len__",
-        "ndimension",
-    ),
-    *(
-        "is_floating_point",
-        "is_complex",
-        "type",
-        "get_device",
-        "untyped_storage",
-        "data_ptr",
-        "is_same_size",
-    ),
-    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
-    *(
-        "retain_grad",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "is_inference",
-        "storage_offset",
-    ),
-    *(
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "is_pinned",
-        "is_shared",
-    ),
-    *(
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_tensor",
-        "result_type",
-        "_is_view",
-        "is_tensor",
-    ),
-}
+    "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__", "ndimension",
+    "is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr", "is_same_size",
+    "__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type", "retain_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "is_inference", "storage_offset", "zeros_like",
+    "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_pinned", "is_shared", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "result_type", "_is_view", "is_tensor",
+}  # fmt: skip
 _MOVES = {"to", "cuda", "cpu", "double", "float", "half", "bfloat16"}
 _VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.fakes import TrackedFakeMode
-from lightning_diffpipe.graph.layer import CONSTANT_TYPES, storage_key
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, SameAs, storage_key
 from lightning_diffpipe.graph.side_effects import num_transforms_around
 from lightning_diffpipe.graph.versions import OF_EVERY_MODULE, autocasts
 
@@ -57,11 +57,6 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Argument:
-    index: int
-
-
-@dataclass(frozen=True)
-class _SameAs:
     index: int
 
 
@@ -215,8 +210,8 @@ class Call:
         for leaf in self.known.leaves:
             if isinstance(leaf, _Argument):
                 out.append(self.leaves[leaf.index])
-            elif isinstance(leaf, _SameAs):
-                out.append(out[leaf.index])
+            elif isinstance(leaf, SameAs):
+                out.append(out[leaf.leaf])
             elif isinstance(leaf, _Made):
                 out.append(self._connected(leaf))
                 new.append(out[-1])
@@ -266,7 +261,7 @@ class Call:
             elif id(leaf) in places:
                 yield _Argument(places[id(leaf)])
             elif id(leaf) in before:
-                yield _SameAs(before[id(leaf)])
+                yield SameAs(before[id(leaf)])
             elif storage_key(leaf) in known:
                 raise _UnlikeError
             else:

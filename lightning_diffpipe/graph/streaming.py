@@ -29,7 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import LayerGraph, num_spanned
 from lightning_diffpipe.graph.placement import (
     host_value,
     is_quantized_later,
@@ -116,7 +116,10 @@ class WeightStream:
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)
             for weights, size in zip(layers.values(), sizes, strict=True):
-                _pin([*weights.values()], size)
+                # To memory from which a GPU can copy by itself.
+                pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                for parameter, view in _laid_out(weights.values(), pinned).items():
+                    keep_on_host(parameter, view.copy_(host_value(parameter)))
         else:
             self._thread = ThreadPoolExecutor(1, "weights")
 
@@ -206,11 +209,8 @@ def _placed(weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int
     """Yields parameters with where their values start and stop in memory for all of them, in bytes."""
     start = 0
     for parameter in weights:
-        last = sum(
-            (size - 1) * stride
-            for size, stride in zip(parameter.shape, true_stride(parameter), strict=True)
-        )
-        stop = start + (last + 1) * parameter.element_size() * bool(parameter.numel())
+        length = num_spanned(parameter.shape, true_stride(parameter))
+        stop = start + length * parameter.element_size()
         yield parameter, start, stop
         start = stop + -stop % _ALIGNMENT
 
@@ -228,10 +228,3 @@ def _laid_out(weights: Iterable[nn.Parameter], memory: Tensor) -> dict[nn.Parame
             p: memory[start:stop].view(p.dtype).as_strided(p.shape, true_stride(p))
             for p, start, stop in _placed(weights)
         }
-
-
-def _pin(weights: Sequence[nn.Parameter], size: int) -> None:
-    """Moves the values of offloaded parameters to memory from which a GPU can copy by itself."""
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    for parameter, view in _laid_out(weights, pinned).items():
-        keep_on_host(parameter, view.copy_(host_value(parameter)))

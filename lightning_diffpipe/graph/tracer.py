@@ -377,16 +377,3 @@ def leading_dims(tree: Any) -> list[Any]:
         else (repr(leaf) if isinstance(leaf, CONSTANT_TYPES) else type(leaf).__name__)
         for leaf in pytree.tree_leaves(tree)
     ]
-
-
-def nodes_below(loss: Tensor) -> set[Any]:
-    """Returns nodes of the autograd graph that a gradient of the loss reaches, found without running it."""
-    seen: set[Any] = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack.extend(child for child, _ in node.next_functions)
-    return seen

@@ -18,12 +18,7 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanErr
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.cut_search import Search, fastest, fits
-from lightning_diffpipe.planning.evaluation import (
-    UNFILLED_SHARE,
-    Evaluator,
-    Proposal,
-    preference,
-)
+from lightning_diffpipe.planning.evaluation import UNFILLED_SHARE, Evaluator, Proposal, preference
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined

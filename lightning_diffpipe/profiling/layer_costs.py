@@ -145,7 +145,7 @@ def _encoding(
     return Encoding(
         tuple(FrozenResult(size // samples, where) for where, size in sorted(read_by.items())),
         cacheable if seen is not None or not cacheable else None,
-        sum(folded.spec(key).nbytes for x in stored for key in x.tensor_keys) // samples,
+        sum(map(folded.output_bytes, stored)) // samples,
         splittable,
     )
 
@@ -245,18 +245,13 @@ def _encoders(
                     layer.name,
                     costs[layer.index].forward_s,
                     sum(sizes.get(key, 0) for key in own),
-                    output_bytes(layer, graph) // samples,
+                    graph.output_bytes(layer) // samples,
                     layer.cost_flops // samples,
                 )
             )
         inputs = tuple(sorted((needed - {name}) & earlier))
         profiles.append(EncoderProfile(name, tuple(entries), inputs))
     return tuple(profiles)
-
-
-def output_bytes(layer: Layer, graph: LayerGraph) -> int:
-    """Returns bytes of all tensors a layer returns, for the batch that was probed."""
-    return sum(graph.spec(key).nbytes for key in layer.tensor_keys)
 
 
 # Only ratios matter without links; this makes the seconds of a profile plausible on one CPU core.
@@ -274,7 +269,7 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
     for layer in graph.layers:
         forward_s = layer.cost_flops / samples / _NOMINAL_FLOPS_PER_S
         trains = bool(layer.parameters & graph.trained) and layer.carries_gradient
-        saved = output_bytes(layer, graph) // samples if layer.carries_gradient else 0
+        saved = graph.output_bytes(layer) // samples if layer.carries_gradient else 0
         costs[layer.index] = LayerCost(
             forward_s=Seconds.per_sample(forward_s),
             backward_s=Seconds.per_sample(forward_s * (1 + trains) * layer.carries_gradient),

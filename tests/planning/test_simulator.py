@@ -16,12 +16,7 @@ from lightning_diffpipe.planning.schedule import Placement
 from lightning_diffpipe.planning.schedules import SCHEDULES
 from lightning_diffpipe.planning.schedules.gpipe import gpipe
 from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, one_f_one_b
-from lightning_diffpipe.planning.simulator import (
-    exchanged_s,
-    makespan,
-    outline_of,
-    simulate,
-)
+from lightning_diffpipe.planning.simulator import exchanged_s, makespan, outline_of, simulate
 
 from .profiles import random_case
 from .ticks import TickCosts

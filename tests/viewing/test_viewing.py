@@ -14,11 +14,7 @@ from lightning_diffpipe.planning.instruction import Staged, Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import (
-    EncoderProfile,
-    ModelProfile,
-    Seconds,
-)
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
