@@ -63,7 +63,7 @@ from .profiles import (
     unet_profile,
 )
 from .sizes import peak_samples
-from .ticks import TickCosts
+from .ticks import tick_costs
 
 
 def seeds(num_seeds, num_fast):
@@ -769,7 +769,8 @@ def expected_s(cut, num_microbatches):
     base = Placement.of_replicas([1, 1])
     placement = Placement(2 * base.stage_ranks, no_grad=frozenset({0, 1}))
     schedule = schedule_of_passes(one_f_one_b, base, placement, num_microbatches)
-    costs = TickCosts(forward, [2 * each for each in forward], no_grad=forward)
+    backward = [2 * each for each in forward]
+    costs = tick_costs(schedule, forward=forward, backward=backward)
     full, bare = (
         simulate(schedule.starting_at([start] * num_microbatches), costs).iteration_s
         for start in (0, 2)
