@@ -237,7 +237,7 @@ class ProcessLinks(Links):
         self.occupies_device = self.backend != "gloo"
         self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not started
         self._streams = SideStreams()
-        self._turns: Counter[tuple[bool, int, str]] = Counter()
+        self._turns: dict[tuple[bool, int, str], Iterator[int]] = defaultdict(itertools.count)
         self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
         # gloo moves host memory only; tensors of a GPU then travel by way of the host.
         self._by_host = self.backend == "gloo" and self.device.type != "cpu"
@@ -442,8 +442,7 @@ class ProcessLinks(Links):
         self.is_under_way = False
 
     def _tag(self, sends: bool, peer: int, kind: MessageKind) -> int:
-        turn = self._turns[sends, peer, kind]
-        self._turns[sends, peer, kind] += 1
+        turn = next(self._turns[sends, peer, kind])
         return _KINDS.index(kind) * _TURNS + turn % _TURNS
 
     def _await(self, work: dist.Work, what: str, source: int | None) -> None:

@@ -137,8 +137,10 @@ class WeightStream:
         slot.lent.close()
         slot.lent.enter_context(lent_to_placeholders(slot.views[layer]))
         self._slots = [other for other in self._slots if other is not slot] + [slot]
-        if (coming := self._after(layer)) is not None:
-            self._slot_of(coming)
+        ahead = [*self._runs[self._next :], *self._runs[: self._next]]
+        if layer in ahead:  # else it comes out of turn
+            self._next = (self._next + ahead.index(layer) + 1) % len(ahead)
+            self._slot_of(self._runs[self._next])
         own = next(iter(slot.views[layer].values())).untyped_storage().data_ptr()
         out = run()
 
@@ -177,14 +179,6 @@ class WeightStream:
             copy()
             copied = self._side.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
-
-    def _after(self, layer: str) -> str | None:
-        """Returns the layer that is expected to run after the one that runs now, if that was expected at all."""
-        ahead = [*self._runs[self._next :], *self._runs[: self._next]]
-        if layer not in ahead:
-            return None
-        self._next = (self._next + ahead.index(layer) + 1) % len(ahead)
-        return self._runs[self._next]
 
     def rest(self) -> None:
         """Makes all parameters placeholders again; the slots keep what they have."""

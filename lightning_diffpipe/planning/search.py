@@ -224,7 +224,9 @@ def _saving_less(
         fewer = _needed(profile, cluster, options, proposal, savings, best)
         faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
         for plan in (faster, best):  # the first of equals counts
-            if fits(plan, cluster) and _fits_hosts(plan, cluster):
+            num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
+            on_host = sum(plan.planned.streamed_bytes) * plan.num_pipelines / num_hosts
+            if fits(plan, cluster) and on_host <= (cluster.host_memory_bytes or math.inf):
                 plans.append(plan)
         if fewer == savings or not any(fewer):
             break
@@ -232,13 +234,6 @@ def _saving_less(
         decided = {name: getattr(best.options, name) for name in names}
         savings, options, most_s = fewer, replace(options, **decided), math.inf
     return plans
-
-
-def _fits_hosts(plan: PipelinePlan, cluster: Cluster) -> bool:
-    """Returns whether hosts have enough memory for what is streamed."""
-    num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
-    on_host = sum(plan.planned.streamed_bytes) * plan.num_pipelines / num_hosts
-    return on_host <= (cluster.host_memory_bytes or math.inf)
 
 
 def _evaluator(
