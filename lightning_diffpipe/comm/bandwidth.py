@@ -1,7 +1,7 @@
-"""How fast the ranks that are present talk to each other, and read host memory: as a `Cluster`.
+"""Speeds at which the ranks that are present talk to each other, and read host memory: as a `Cluster`.
 
 Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
-one way, from tensors to tensors: packing them into one buffer and taking them apart belongs to a message as much
+one way, from tensors to tensors: packing them into one buffer and unpacking them belongs to a message as much
 as the wire does. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the
 first one and between hosts. Through the medians of each size goes the line `latency + bytes / bandwidth`, fitted
 so that relative errors count, since small messages matter as much as large ones. All ranks take part and all

@@ -1,4 +1,4 @@
-"""How the ranks of one sampler talk: tensors of known shapes between positions 0 .. N - 1.
+"""Messages between the ranks of one sampler: tensors of known shapes between positions 0 .. N - 1.
 
 Both ends of a message know its shape, dtype and turn, so no header travels. Receives are posted early and
 sends keep their buffer until it has left. Everything is point-to-point: an all-gather is one message to each
@@ -63,13 +63,7 @@ _TURNS = 1 << 20
 
 @dataclass
 class Traffic:
-    """Bytes and messages of one rank, counted where they are sent and received, by kind.
-
-    Attributes:
-        bytes_sent: Payload bytes put on the wire.
-        bytes_received: Payload bytes taken from it.
-        messages_sent: Messages put on the wire.
-    """
+    """Bytes of payload and messages of one rank, counted where they are sent and received, by kind."""
 
     bytes_sent: Counter[str] = field(default_factory=Counter)
     bytes_received: Counter[str] = field(default_factory=Counter)
@@ -102,10 +96,7 @@ class Links(Protocol):
     """One position's way to all others.
 
     Attributes:
-        rank: This position.
-        num_ranks: All positions.
         device: Where received tensors live.
-        traffic: What was sent and received here.
         occupies_device: Whether receives keep the device busy from when they begin, and so begin late.
     """
 
@@ -126,10 +117,7 @@ class Links(Protocol):
     ) -> dict[int, Incoming]:
         """Starts to send and to receive; all peers concerned do so at the same point of their programs.
 
-        Args:
-            outgoing: Tensors by receiver.
-            shapes: Shapes of what comes, by sender.
-            kind: What it is.
+        `outgoing` are tensors by receiver, `shapes` those of what comes, by sender.
         """
         # One by one, as receives that have started are in nobody's way.
         incoming = {peer: self.receive(shape, peer, kind) for peer, shape in shapes.items()}
@@ -212,9 +200,8 @@ class ProcessLinks(Links):
 
     Attributes:
         ranks: World ranks of the positions, in order.
-        device: Where tensors live.
         backend: "gloo" or "nccl".
-        timeout_s: How long a wait for a message may last.
+        timeout_s: Limit of a wait for a message, in seconds.
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.
@@ -261,9 +248,9 @@ class ProcessLinks(Links):
             groups_of_ranks: Disjoint groups; this rank must be in one of them.
             device: Where tensors of this rank live.
             backend: "gloo" or "nccl".
-            timeout_s: How long a wait for a message may last.
-            patience_s: How long a wait for plain objects may last; long where ranks watch each other, and else as
-                one for a message, if not given.
+            timeout_s: Limit of a wait for a message, in seconds.
+            patience_s: That of a wait for plain objects; long where ranks watch each other, and else as for a
+                message, if not given.
             chained: Messages travel one by one, over NCCL from each position to the next and from the last to all;
                 else it has a communicator only for exchanges of all positions.
 

@@ -38,10 +38,8 @@ class LoopbackNetwork:
     """Positions that are threads of one process.
 
     Attributes:
-        num_ranks: Positions.
-        device: Where tensors live.
-        link: How fast messages leave a rank; None means at once.
-        timeout_s: How long any wait may last.
+        link: Speed at which messages leave a rank; None means at once.
+        timeout_s: Limit of any wait, in seconds.
         links: Of each position.
 
     Example:

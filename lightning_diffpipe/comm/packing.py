@@ -5,7 +5,7 @@ Sending them one by one costs a rendezvous each, so a message packs them into on
 known on both ends beforehand (shapes, dtypes and strides travel with the layer graph), so no header is ever sent.
 
 Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
-laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
+laid a tensor out differently would sample other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
 Batches of a data loader, and results of layers in evaluation, are anything that can be pickled. Their tensors
@@ -33,13 +33,7 @@ _ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any of
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where each tensor lies in the flat buffer of a message.
-
-    Attributes:
-        specs: Shape, strides and dtype of each tensor, in order.
-        offsets_bytes: Start of each tensor in the buffer.
-        num_bytes: Length of the buffer.
-    """
+    """Tensors of a message, in order, with the start of each in its flat buffer, and the length of that."""
 
     specs: tuple[TensorSpec, ...]
     offsets_bytes: tuple[int, ...]
@@ -60,10 +54,6 @@ class MessageLayout:
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Copies tensors into one buffer, or views a single dense tensor without a copy.
-
-        Args:
-            tensors: One tensor for each spec, of its shape and dtype; autograd history is dropped.
-            device: Where the buffer shall live.
 
         Returns:
             A flat `uint8` tensor of `num_bytes` bytes. It may share memory with the only tensor
@@ -133,11 +123,8 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 def unpack(message: Tensor, shapes: Sequence[TensorShape], copy: bool = True) -> list[Tensor]:
     """Returns the tensors of a message.
 
-    Args:
-        message: From `pack`.
-        shapes: Of the tensors.
-        copy: Each in memory of its own, aligned as if it had been computed here; else where they lie, for those who
-            only copy them elsewhere.
+    With `copy` each is in memory of its own, aligned as if it had been computed here; else where they lie, for
+    those who only copy them elsewhere.
     """
     if len(shapes) == 1:
         return [message]

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, and what they must have in common before there is a pipeline.
+"""The meeting of the processes of a run, and what they must have in common before there is a pipeline.
 
 They meet at a store, where rank 0 says how to connect to it (`watcher.py`):
 
@@ -84,7 +84,7 @@ def rendezvous(
     Args:
         rank: This one.
         num_ranks: All ranks.
-        timeout_s: How long one that has come may be silent.
+        timeout_s: Longest silence of one that has come, in seconds.
         patience_s: After so long it is given up.
         notice_s: After so long a warning names the ranks that have not come.
         watcher: Of this process.

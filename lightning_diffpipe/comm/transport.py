@@ -1,4 +1,4 @@
-"""How messages of training travel between processes.
+"""Messages of training between processes.
 
 A message is known by its `MessageKey`: what it is (activation or gradient), the stage that consumes it
 and its microbatch. Both ends derive from the plan when it is sent and how large it is, so no header
@@ -109,7 +109,7 @@ class Transport:
         """Follows a schedule from now on, when nothing is in flight.
 
         Args:
-            num_stages: Stages of the plan; keeps tags apart.
+            num_stages: Stages of the plan, by which tags differ.
             delivered: By message: what this rank has sent that has arrived when the message has. What no
                 message confirms is stored until `finish`.
             due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
@@ -177,7 +177,7 @@ class Transport:
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
         for sent in self._delivered.get(key, ()):
-            # Not every form of a step sends all messages, or the pipeline has been drained since.
+            # Not every call sequence of a step sends all messages, or the pipeline has been drained since.
             if sent in self._sent:
                 work, _ = self._sent.pop(sent)
                 # It is over; on NCCL the stream learns it.

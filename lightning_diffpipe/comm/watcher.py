@@ -1,4 +1,4 @@
-"""Which ranks live, and what each of them does: a thread of every process watches, over one connection to rank 0.
+"""The state of all ranks, and their phases: a thread of every process watches, over one connection to rank 0.
 
     rank 1 ──┐  its status: phase, progress, why it fails, that it leaves
     rank 2 ──┼── rank 0 ──> all others: every status that has changed
@@ -79,11 +79,10 @@ _BROKEN = re.compile(
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank says of itself, or another of one that says nothing any more.
+    """The status of a rank, as it says itself, or another says of one that is silent.
 
     Attributes:
-        rank: Which.
-        phase: What it does.
+        phase: Its work.
         state: It lives; it left with a word; its process ended; it fell silent.
         run: The number of its run; a user may catch a failure, and begin another.
         failure: How it was lost, or why it ends its run.
@@ -184,12 +183,12 @@ class Watcher:
 
     @property
     def phase(self) -> str:
-        """What this rank does."""
+        """The work of this rank."""
         return self.status.phase
 
     @property
     def patience_s(self) -> float:
-        """How long a collective waits in which a rank may be busy, in seconds; the watcher ends it before."""
+        """Limit of a collective in which a rank may be busy, in seconds; the watcher ends it before."""
         return max(self.busy_timeout_s, default_pg_timeout.total_seconds()) + _MARGIN_S
 
     @property
@@ -433,11 +432,7 @@ class Watcher:
     def connect(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
         """Connects to rank 0, for which it may wait as long as the store does, or lets the others connect.
 
-        Args:
-            store: Where ranks meet.
-            rank: This one.
-            num_ranks: All ranks.
-            timeout_s: How long one may be silent.
+        Ranks meet at the store, and may be silent for `timeout_s`.
 
         Returns:
             A prefix of keys in the store that no other call returns.

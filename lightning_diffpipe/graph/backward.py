@@ -11,8 +11,8 @@ halves are two kinds of questions to the same graph:
     first half    gradients of the inputs; what flows into each u is recorded on the way
     second half   for each u, from what was recorded, the gradients of the weights that hang off it
 
-A weight that hangs off several u (tied weights) is asked for where its way leaves the u's: that gradient is noted
-in the first half, and continued in the second. Weights of a group norm are asked for in the first half, as torch's
+A weight that hangs off several u (tied weights) is asked for where its way leaves the u's: that gradient is kept
+from the first half, and continued later. Weights of a group norm are asked for in the first half, as torch's
 kernel for channels-last tensors on CPUs ends the process where those alone are asked for; so are those of compiled
 blocks and of an `autograd.Function`, whose backward would run twice.
 

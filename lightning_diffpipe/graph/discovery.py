@@ -210,7 +210,9 @@ class StepProbe:
             LayerLeakError: One of the layers must be expanded.
         """
         layers, fake = set(layers), self.fake_mode is not None
-        tree = self._tree if self._tree is self._larger else None  # which may be of another form
+        tree = (
+            self._tree if self._tree is self._larger else None
+        )  # which may have another call sequence
         watched = self._callable() if tree else ()
         tracer = Tracer(
             self.module, self.original, layers, containers, known, fake, watched, self._repeats()
@@ -373,7 +375,7 @@ class StepProbe:
     ) -> tuple[_MoreSamples | None, list[_Rows]]:
         """Returns `LayerGraph.of_more_samples` and rows per sample of arguments and outputs of all layers."""
         records, num_samples = tracer.records, count_samples(self.batch, self.form)
-        # Another form of the step may give the same calls other samples.
+        # Another call sequence of the step may give the same calls other samples.
         same_form = known and known.fine_names == tuple(tracer.fine_names)
         found = known.of_more_samples if known and same_form else None
         more: list[_Dims] | None = None

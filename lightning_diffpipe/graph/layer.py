@@ -1,4 +1,4 @@
-"""What a training step is made of, once it has been probed: layers, their outputs, who reads them.
+"""A training step as data, once it has been probed: its layers, their outputs, the readers of these.
 
 A *layer* is one call of a module chosen by the probe. Everything between layers is *glue* and runs on every stage.
 Layers form a directed acyclic graph in call order; a U-Net's skips are just edges of it.
@@ -34,20 +34,17 @@ Attribute = tuple[str, str]
 """(qualified name of a module or parameter, name of its attribute)."""
 
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-"""Outputs of these types are handed out by stubs as the probe saw them, and guarded where they are made."""
+"""Stubs return outputs of these types as the probe saw them; they are compared where they are made."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor looks like, so that memory for it can be reserved before it exists.
+    """Shape and type of a tensor, so that memory for it can be reserved before it exists.
 
     Attributes:
-        shape: Sizes of all dimensions.
-        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers drawn with
-            `*_like` fill memory in this order.
-        dtype: Element type.
+        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers of `*_like`
+            fill memory in this order.
         device: Kind of device ("cpu", "cuda"); the index is this rank's business.
-        requires_grad: Whether autograd tracks it.
         rows: Rows of dimension 0 per sample; 0 if all samples share it, None if unknown.
     """
 
@@ -83,6 +80,10 @@ class TensorSpec:
         strided = torch.empty_strided(shape, self.stride, device="meta")
         return replace(self, shape=shape, stride=dense_stride(strided))
 
+    def rows_of(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Returns the rows of some samples of such a tensor; all of it where they share it, or are unknown."""
+        return tensor[start * self.rows : stop * self.rows] if self.rows else tensor
+
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Reserves memory with the right strides, for receiving into."""
         return torch.empty_strided(
@@ -107,7 +108,7 @@ class SameAs:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """An output leaf of a type that cannot be handed to other stages."""
+    """An output leaf of a type that cannot be sent to other stages."""
 
     type_name: str
 
@@ -117,7 +118,6 @@ class Layer:
     """One call of a chosen module.
 
     Attributes:
-        index: Position in the sequence of layer calls.
         name: Qualified name of the module.
         reads: Tensors read by it, directly or through the glue that feeds it.
         parameters: Names of the parameters read by it or by the glue that feeds it.
@@ -161,7 +161,7 @@ class Layer:
 
     @property
     def draws_random(self) -> bool:
-        """Whether it draws random numbers."""
+        """Whether it samples random numbers."""
         return self.num_seeds > 0
 
     @property
@@ -184,10 +184,8 @@ class ContainerCall:
     """One call of an expanded container: the layers `first` .. `stop - 1` were called inside it.
 
     Attributes:
-        name: Qualified name of the container.
         first: First layer called inside, or the next one to come if there is none.
-        stop: One past the last layer called inside.
-        draws_random: Its own glue draws random numbers, so it must stay expanded (all stages draw them).
+        draws_random: Its own glue samples random numbers, so it must stay expanded (all stages sample them).
     """
 
     name: str
@@ -208,7 +206,6 @@ class FoldedOutput:
     """An output of an expanded container: one tensor, wherever the container lies within one stage.
 
     Attributes:
-        call: The call of the container.
         num_bytes: Its size, for the batch that was probed.
         parts: What it was made of.
     """
@@ -223,21 +220,18 @@ class LayerGraph:
     """Everything the probe found out about one callable and one batch signature.
 
     Attributes:
-        layers: All layers in call order.
         tail_reads: Tensors read by the loss, by what is logged and by other results.
         tail_parameters: Parameters read there.
         trained: Parameters that get a gradient from the loss.
-        calls: Calls of expanded containers.
         fine_names: Module of every layer of the fine graph, in call order: the granularity at which random streams
             are seeded and frozen work can pause. Equal to `layer_names` before folding.
         seeded: Modules of the fine graph that get a private random stream.
         leaky: Containers that must stay expanded, as tensors leave them by other ways than returning.
         watched: Modules with parameters that the probe never saw called as glue or layer.
-        host_random: The step draws from `random` or `numpy.random`, too.
+        host_random: The step samples from `random` or `numpy.random` as well.
         signature: Signature of the batch it was probed with; see `batch_signature`.
         num_samples: Samples in that batch, None if unknown.
         mode: "fake", or "real" with the reason.
-        folded: Outputs of expanded containers.
         streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
             unknown.
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer of the
@@ -247,7 +241,7 @@ class LayerGraph:
         glue_parameter_writes: Names of the parameters that glue changes.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
             trace in a probe on the host.
-        generators: Generators of random numbers besides the global ones from which the step draws.
+        generators: Generators of random numbers besides the global ones that the step samples from.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
         counters: Those of them that are whole numbers and change, with what is added after the last layer. None if
@@ -257,7 +251,7 @@ class LayerGraph:
         changes_gradients: Hooks are put on tensors, by glue or inside of layers, or on modules, which may change
             gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
-        form: Which parts of the batch it was planned with have one entry per sample, or how the module cuts it.
+        form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
         weighted: The step returns a weight besides its loss.
     """
 

@@ -10,7 +10,7 @@ needs a number, and an argument that differs (another crop, a dropped caption) i
 
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
 twice with different seeds; a VAE's posterior is sampled after its layers, so that its moments are stored and every
-epoch draws again.
+epoch samples again.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """What a layer gave for one sample.
+    """The output of a layer for one sample.
 
     Attributes:
         tensors: The sample's rows of each tensor of the output, in order.
@@ -57,7 +57,7 @@ class Entry:
 
 
 class Store(Protocol):
-    """Where entries are stored."""
+    """A place for entries, by key."""
 
     def read(self, key: str) -> Entry | None:
         """Returns the entry of a key; None if there is none."""
@@ -70,7 +70,6 @@ class LayerMemo:
     """Calls frozen layers through a store.
 
     Args:
-        store: Where entries are stored.
         names: Modules that are remembered; calls of others just run.
         num_verified: So many calls of each layer that were found are computed all the same, and compared.
         any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.

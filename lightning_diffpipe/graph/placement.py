@@ -42,7 +42,7 @@ _OFFLOADED, _QUANTIZED = "_diffpipe_offloaded", "_diffpipe_quantized"
 _ALIGNMENT = 64  # bytes, of tensors in a file
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
-"""Whether placeholders are NaN for who reads them, as in steps, and no error."""
+"""Whether reads of placeholders give NaN, as in steps, and no error."""
 
 _METADATA = {
     "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__", "ndimension",
@@ -218,7 +218,7 @@ def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -
 
 def has_own_tensors(module: nn.Module) -> bool:
     """Returns whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
-    # Recurrent layers would lay their weights out anew, which are parameters.
+    # Recurrent layers would lay their weights out again, which are parameters.
     return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
 
 
@@ -238,7 +238,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 class Quantizing(Protocol):
-    """How a parameter is quantized; see `quantization.py`."""
+    """A way to quantize a parameter; see `quantization.py`."""
 
     @property
     def quantize(self) -> Callable[[Tensor], Tensor]:
@@ -356,8 +356,8 @@ def _with_notes(value: Tensor, parameter: Tensor) -> nn.Parameter:
 
 def keep_notes(parameter: Tensor, other: Tensor) -> None:
     """Notes of another tensor how it is quantized and where it is stored, as of a parameter whose value it has."""
-    noted = vars(parameter)
-    vars(other).update({name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted})
+    notes = vars(parameter)
+    vars(other).update({name: notes[name] for name in (_QUANTIZED, _STORED) if name in notes})
 
 
 def keep_stored(root: nn.Module) -> None:
@@ -521,7 +521,7 @@ def load_back(
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
-    """Gives a parameter a value, so that it is no placeholder; returns what it had noted as one."""
+    """Gives a parameter a value, so that it is no placeholder; returns its attributes as one."""
     with torch._C.DisableTorchFunction():
         parameter.data = value
     if type(parameter) is ForeignParameter:

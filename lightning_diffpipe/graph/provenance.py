@@ -1,4 +1,4 @@
-"""Where every value came from: a dispatch mode that tags storages with layers and parameters.
+"""The origin of every value: a dispatch mode that tags storages with layers and parameters.
 
 While the step runs once, every operator passes by. Its outputs get the union of the tags of its inputs, so that,
 when a layer starts, the tags of what it reads tell exactly which outputs of earlier layers and which parameters it
@@ -97,7 +97,7 @@ class EscapeError(Exception):
 
 @dataclass
 class LayerRecord:
-    """What is known about a layer while the probe runs."""
+    """A layer while the probe runs."""
 
     index: int
     name: str
@@ -119,14 +119,7 @@ class LayerRecord:
 
 @dataclass
 class Observed:
-    """What a call inside a layer has done.
-
-    Attributes:
-        read: Storages that it has read.
-        made: Storages that came into being in it.
-        cost: See `operator_cost`.
-        drew: It drew random numbers.
-    """
+    """The work of a call inside a layer: storages it has read and made, `operator_cost`, whether it sampled."""
 
     read: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
@@ -141,7 +134,7 @@ class Provenance(TorchDispatchMode):
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
         folded: What containers returned.
-        generators: Those of its own that the step draws from.
+        generators: Those of its own that the step samples from.
         hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
     """

@@ -7,7 +7,7 @@ gradients are on). So the calls of two modules of a kind run. If they agree, the
 shapes, which autograd connects with the same arguments and parameters, and the observer takes over its notes.
 
 A call is taken for another one only if that has left no trace but its result: it wrote into no tensor, set no
-attribute, drew no number on the host, read no tensor but its arguments and its own weights, and returned nothing
+attribute, sampled no number on the host, read no tensor but its arguments and its own weights, and returned nothing
 but new tensors, arguments and plain values. Modules with hooks, with attributes that are more than plain values and
 objects made of such, or that share modules or parameters with others, run each time.
 """
@@ -62,7 +62,7 @@ class _Argument:
 
 @dataclass(frozen=True)
 class Known:
-    """What calls of a kind return, as leaves of a tree, and what their observer has recorded."""
+    """The output of calls of a kind, as leaves of a tree, and what their observer has recorded."""
 
     spec: Any
     leaves: tuple[Any, ...]

@@ -50,7 +50,7 @@ def is_per_sample(node: Any, num_samples: int) -> bool:
 
 @dataclass(frozen=True)
 class BatchForm:
-    """Which parts of a batch have one entry per sample, whatever their number.
+    """The parts of a batch that have one entry per sample, whatever their number.
 
     Attributes:
         spec: The batch down to those parts.

@@ -76,14 +76,14 @@ class _Slot:
         views: By layer, for each of its parameters the part of the memory where its value goes.
         layer: The layer whose weights it has, or will have when `wait` has returned.
         wait: Waits for the copy.
-        lent: While open, parameters of the layer have their values.
+        values: While open, parameters of the layer have their values.
     """
 
     def __init__(self, memory: Tensor, layers: Mapping[str, Weights]) -> None:
         self.views = {name: _laid_out(weights.values(), memory) for name, weights in layers.items()}
         self.layer: str | None = None
         self.wait: Callable[[], Any] = lambda: None
-        self.lent = contextlib.ExitStack()
+        self.values = contextlib.ExitStack()
 
 
 class WeightStream:
@@ -134,8 +134,8 @@ class WeightStream:
             self._slots = [_Slot(half, self.layers) for half in memory.chunk(2)]
         slot = self._slot_of(layer)
         slot.wait()
-        slot.lent.close()
-        slot.lent.enter_context(lent_to_placeholders(slot.views[layer]))
+        slot.values.close()
+        slot.values.enter_context(lent_to_placeholders(slot.views[layer]))
         self._slots = [other for other in self._slots if other is not slot] + [slot]
         ahead = [*self._runs[self._next :], *self._runs[: self._next]]
         if layer in ahead:  # else it comes out of turn
@@ -157,7 +157,7 @@ class WeightStream:
             if slot.layer == layer:
                 return slot
         slot = self._slots[0]
-        slot.lent.close()
+        slot.values.close()
         slot.layer = layer
         pairs = [(view, host_value(p)) for p, view in slot.views[layer].items()]
         self.num_bytes_copied += sum(value.nbytes for _, value in pairs)
@@ -183,7 +183,7 @@ class WeightStream:
     def rest(self) -> None:
         """Makes all parameters placeholders again; the slots keep what they have."""
         for slot in self._slots:
-            slot.lent.close()
+            slot.values.close()
 
     def forget(self) -> None:
         """Frees the slots, when no copy is under way any more: values on the host may have been written."""

@@ -1,7 +1,7 @@
 """Running a step once, and noting what its layers read, make and change.
 
 A `Tracer` runs the step under `Provenance` and wraps three kinds of modules: layers, whose calls become records;
-expanded containers, whose extent in the sequence of layers is recorded, and whether their own glue draws random
+expanded containers, whose extent in the sequence of layers is recorded, and whether their own glue samples random
 numbers; and, inside a folded layer, layers of the fine graph, which are counted, as each of them seeds a stream of
 its own. Of several equal modules two are run (`repeats.py`).
 """
@@ -56,7 +56,7 @@ _PACKED = {"_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 @dataclass(frozen=True)
 class _CallNotes:
-    """What is recorded of a call inside a layer, to be taken over for an equal one.
+    """The record of a call inside a layer, to be taken over for an equal one.
 
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
@@ -124,7 +124,7 @@ class Tracer:
         module: The module that runs, real or a fake copy of `original`.
         layers: Modules whose outermost calls are layers.
         containers: Expanded modules.
-        known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them draw random
+        known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them sample random
             numbers; None: these are the finest, and that is to be found out.
         watched: Modules whose calls are recorded besides.
         repeats: Recognises calls that have run in other places.

@@ -1,4 +1,4 @@
-"""What results depend on besides arguments, and noticing that it has changed: rounding, code, settings, weights.
+"""Circumstances of results besides arguments, and their changes: rounding, code, settings, weights.
 
 torch has two sets of names for how float32 is rounded. Once the newer ones are used, the older ones (`allow_tf32`,
 `get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer. Before torch

@@ -237,7 +237,7 @@ class StubbedRun(Run):
         )
 
     def _call_fine(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Runs a layer of the fine graph, with a random stream of its own if it draws."""
+        """Runs a layer of the fine graph, with a random stream of its own if it samples."""
         view, self._in_fine = self._view, True
         try:
             self.before_fine_layer(site.name)

@@ -1,4 +1,4 @@
-"""What each rank shall do: pure functions and frozen data, standard library only.
+"""The planner, from a profile to the programs of all ranks: pure functions and frozen data, standard library only.
 
 Read the files in the order in which a plan comes about:
 

@@ -266,7 +266,7 @@ class CostModel:
     @property
     @_remembered
     def encoding_bytes_per_sample(self) -> int:
-        """Bytes that the encoders hand to the backbone."""
+        """Bytes of all encodings that the backbone reads."""
         return sum(encoder.result_bytes_per_sample for encoder in self.profile.encoders)
 
     @property
@@ -473,7 +473,7 @@ class PipelineLinks:
 
     @cached_property
     def slowness(self) -> tuple[float, ...]:
-        """How many times as long as the fastest rank each of a pipeline takes."""
+        """By rank of a pipeline, the factor by which it is slower than the fastest rank."""
         count = self.placement.num_ranks
         return tuple(self.cluster.slowness_of(rank, count) for rank in range(count))
 

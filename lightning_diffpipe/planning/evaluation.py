@@ -323,7 +323,7 @@ class Evaluator:
         return self._steps[proposal]
 
     def _expected_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
-        """Simulates the pipeline over the forms that its microbatches take."""
+        """Returns the mean time of the pipeline over the call sequences of its microbatches, in seconds."""
         frame, seen = self.frame(proposal), self.calls.backbone.seen
         pipeline, start_s = frame.pipeline, exchanged_s(frame.parts, costs) if frame.parts else 0.0
         if len(seen.forms) == 1:
@@ -336,14 +336,14 @@ class Evaluator:
         if seen.shared:
             mixtures = [(start,) * size for start in starts]
         else:
-            draw = random.Random(0)
-            mixtures = [tuple(draw.choices(starts, shares, k=size)) for _ in range(NUM_MIXTURES)]
+            rng = random.Random(0)
+            mixtures = [tuple(rng.choices(starts, shares, k=size)) for _ in range(NUM_MIXTURES)]
             shares = [1 / NUM_MIXTURES] * NUM_MIXTURES
         steps_s = (makespan(pipeline.outline(mixture), costs, start_s) for mixture in mixtures)
         return sum(share * step_s for share, step_s in zip(shares, steps_s, strict=True))
 
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
-        """Returns for each form the first stage that it does not leave out."""
+        """Returns for each call sequence the first stage that it does not leave out."""
         stops = [run.stop for run in self.runs(proposal)]
         forms = self.calls.backbone.seen.forms
         return tuple(bisect_right(stops, first) for _, first in forms)

@@ -46,8 +46,8 @@ from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.timeline import Timeline
 
 LOOKAHEAD_BATCHES = 2
-"""Batches whose frozen work may run before they are due, if bubbles are filled. With one, ranks that have done
-their share of it wait for each other in every step."""
+"""Batches whose frozen work may run ahead, if bubbles are filled. With one, ranks that have done their share of it
+wait for each other in every step."""
 
 SHARES_PERIOD = 16
 """Batches over which the shares of the ranks are whole numbers of groups, where frozen work runs several batches
@@ -57,13 +57,7 @@ to 1/32 of the frozen work in every step, about as long as they waited."""
 
 @dataclass(frozen=True, slots=True)
 class EncodePart:
-    """The frozen work for some samples of one microbatch.
-
-    Attributes:
-        microbatch: The microbatch whose samples these are.
-        start: First sample, counted within the microbatch.
-        stop: One past the last sample, counted within the microbatch.
-    """
+    """The frozen work for samples `start` to `stop` of one microbatch, counted within it."""
 
     index: int
     rank: int
@@ -222,13 +216,9 @@ MARGIN = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class FrozenPiece:
-    """One layer of a frozen encoder for some samples of the next batch, on one rank.
+    """One layer of a frozen encoder for samples `start` to `stop` of a pipeline's next batch, on one rank.
 
-    Attributes:
-        index: Number that `Encode` names.
-        encoder: Position of the encoder in the profile.
-        start: First sample, counted within the pipeline's batch.
-        stop: One past the last sample.
+    `index` is the number that `Encode` names, `encoder` the position of the encoder in the profile.
     """
 
     index: int
@@ -425,7 +415,7 @@ def _fill_rank(
     samples: int,
     index: int,
 ) -> list[Placed]:
-    """Takes one rank's samples through all layers, gap after gap; what is left comes after the pipeline."""
+    """Places the layers for one rank's samples, gap after gap; what is left comes after the pipeline."""
     todo = deque((layer, first_sample) for layer in layers if samples)
     stop, placed = first_sample + samples, list[Placed]()
     after_all: tuple[float | None, float] = None, math.inf

@@ -184,7 +184,7 @@ Due = tuple[dict[Instruction, tuple[Receive, ...]], ...]
 
 
 def lower_for_devices(schedule: Schedule) -> tuple[Schedule, Due]:
-    """Adds communication to a schedule of devices that run receives; returns `receives_due`, too.
+    """Adds communication to a schedule of devices that run receives; returns `receives_due` as well.
 
     A receive that has to begin early needs its buffer by then, so more are posted ahead where ranks hold several
     stages: as few as let hosts wait for their devices anywhere.

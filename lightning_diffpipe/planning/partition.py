@@ -39,8 +39,6 @@ class Stage:
     Attributes:
         index: Position in the pipeline; stage 0 reads the noisy latent.
         backbone: Name of the backbone the layers belong to.
-        first_layer: First layer, inclusive.
-        last_layer: Last layer, inclusive.
         num_replicas: Ranks that hold a copy and take the microbatches in turn.
         ranks: Their positions in the pipeline; empty means those after the ranks of the stage before.
             Named where one rank holds several stages.

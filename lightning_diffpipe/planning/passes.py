@@ -45,7 +45,7 @@ def folded(profile: ModelProfile) -> ModelProfile:
     """Returns a profile whose layers each stand for all calls of theirs; as it is if there is one pass.
 
     The forward is that of the first pass, everything else counts as backward: then bounds hold. Of a step of
-    several forms a call takes what it does on average.
+    several call sequences a call takes what it does on average.
     """
     backbone = profile.backbones[0]
     if len(backbone.seen.forms) > 1:

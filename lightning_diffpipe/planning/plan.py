@@ -55,10 +55,8 @@ class Planned:
     """The numbers a plan promises; times in seconds for one optimizer step.
 
     Attributes:
-        iteration_s: Time of a step.
         bubble_ratio: Share of rank time in which nothing runs.
         unfilled_iteration_s: The same without filling: frozen work before the pipeline.
-        unfilled_bubble_ratio: The same without filling.
         frozen_s: Frozen work of all ranks of a pipeline together.
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
@@ -72,8 +70,8 @@ class Planned:
             are none.
         copied_bytes: By rank: bytes of them that a step copies to the device.
         copied_s: By rank: seconds that the copies take, most of them while layers compute.
-        expected_s: Time of a step over the forms that it takes, with frozen work before the pipeline, where it
-            takes several; the other numbers are of the form with most calls.
+        expected_s: Mean time of a step over its call sequences, with frozen work before the pipeline, where there
+            are several; the other numbers are of the longest.
     """
 
     iteration_s: float
@@ -135,7 +133,7 @@ class PipelinePlan:
         costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
         layers: Names of the layers that are cut, in order; empty where they are not known.
-        forms: `(share, first stage)` of the forms that the step took in trials, where it takes several.
+        forms: `(share, first stage)` of the call sequences that the step had in trials, where there are several.
         changes: Changes that would shorten the step, best first, if they were tried. Advice only:
             it does not count for the digest.
     """

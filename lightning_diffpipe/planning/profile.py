@@ -216,8 +216,8 @@ class FormsSeen:
     """Frequencies of the call sequences of a step, counted in trials.
 
     Attributes:
-        forms: `(share, first call)`: a form calls the layers from this one on, the first one all of them.
-        shared: All microbatches of a batch take the same; else each throws its own coin.
+        forms: `(share, first call)`: a sequence calls the layers from this one on, the first one all of them.
+        shared: All microbatches of a batch have the same; else each throws its own coin.
     """
 
     forms: tuple[tuple[float, int], ...] = ((1.0, 0),)
@@ -230,7 +230,7 @@ class BackboneProfile:
 
     Attributes:
         repeated_s: Seconds that every stage but the first spends again on each microbatch, before its own
-            layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
+            layers: code at the top of the step that belongs to no layer (tokenizing, sampling noise).
             The first layer's `forward_s` has it once. None if unknown.
         split_s: Time by which the backward of all layers grows when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
@@ -238,7 +238,7 @@ class BackboneProfile:
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
         chains: Names and first layers of joined backbones that run in opposite directions; see `joined`.
-        seen: The forms of the step, of which this is the one with most calls.
+        seen: The call sequences of the step, of which this is the longest.
     """
 
     name: str
@@ -301,7 +301,7 @@ class EncoderLayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class FrozenResult:
-    """Tensors that a frozen encoder hands to the backbone.
+    """Tensors of a frozen encoder that the backbone reads.
 
     Attributes:
         readers: Positions of the backbone's layers that read them, ascending; those of several backbones are

@@ -12,7 +12,7 @@ its way has it (`route`): with V placement a U-Net's skip not at all. What comes
 way back.
 
     stages on 2 ranks, V      0      1      2      3        made by stage 0, read by stage 3
-    rank                      0      1      1      0        handed on from stage 0 to 3, on rank 0
+    rank                      0      1      1      0        passed from stage 0 to 3, on rank 0
 
 Round robin over replicas is PipeDream's 1F1B-RR, Narayanan et al. (2019): a microbatch is never
 split inside a stage, so that results stay exact for modules that mix samples.
@@ -289,8 +289,7 @@ class Schedule:
 
     Attributes:
         num_microbatches: Microbatches of each backbone.
-        starts: By microbatch the first stage it runs, where steps have several forms, and some
-            microbatches leave passes out; empty: stage 0.
+        starts: By microbatch the first stage it runs, where some leave passes out; empty: stage 0.
     """
 
     placement: Placement
@@ -298,29 +297,25 @@ class Schedule:
     programs: tuple[Program, ...]
     starts: tuple[int, ...] = ()
 
+    def only(self, keep: Callable[[Instruction], bool]) -> Schedule:
+        """Returns the same with some of its instructions, in the same order."""
+        return replace(self, programs=tuple(tuple(filter(keep, p)) for p in self.programs))
+
     def starting_at(self, starts: Sequence[int]) -> Schedule:
-        """Returns the same in the same order, where microbatches leave out the stages before these."""
+        """Returns the same where microbatches leave out the stages before these."""
         if not any(starts):
             return self
-        programs = tuple(
-            tuple(
-                i for i in program if not isinstance(i, Staged) or i.stage >= starts[i.microbatch]
-            )
-            for program in self.programs
-        )
-        return replace(self, programs=programs, starts=tuple(starts))
+        runs = lambda i: not isinstance(i, Staged) or i.stage >= starts[i.microbatch]
+        return replace(self.only(runs), starts=tuple(starts))
 
     def runs(self, stage: int, microbatch: int) -> bool:
         """Returns whether a microbatch does not leave a stage out."""
         return not self.starts or stage >= self.starts[microbatch]
 
     def of_first_microbatches(self, count: int) -> Schedule:
-        """Returns the same for fewer microbatches, as the last batch of an epoch may have; in the same order."""
-        programs = tuple(
-            tuple(i for i in program if getattr(i, "microbatch", 0) < count)
-            for program in self.programs
-        )
-        return replace(self, num_microbatches=count, programs=programs, starts=self.starts[:count])
+        """Returns the same for fewer microbatches, as the last batch of an epoch may have."""
+        first = self.only(lambda i: getattr(i, "microbatch", 0) < count)
+        return replace(first, num_microbatches=count, starts=self.starts[:count])
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:

@@ -9,7 +9,7 @@ If no rank can go on before all are done, the schedule is refused with an image 
 Where a schedule is cut decides what its instructions cost, not which of them waits for which. So an `Outline` is
 made once for all cuts: one row for each instruction, in an order in which all can run, with the message it reads
 and the one it makes. `makespan` goes once over these rows, which is all that the search asks of thousands of
-proposals; `simulate` draws the timeline from the same pass. Programs with communication and without give the same.
+proposals; `simulate` makes the timeline in the same pass. Programs with communication and without give the same.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def simulate(
 
 
 def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Timeline:
-    """Notes what happens, in the order of the rows; each rank does what stands in its program."""
+    """Returns what happens, in the order of the rows; each rank does what stands in its program."""
     starts_s: list[float] = []
     _run(outline, costs, 0.0, starts_s)
     todo = [
@@ -208,7 +208,7 @@ def makespan(outline: Outline, costs: PipelineCosts, start_s: float = 0.0) -> fl
 def _run(
     outline: Outline, costs: PipelineCosts, start_s: float, starts_s: list[float] | None = None
 ) -> float:
-    """Returns when the last rank is done, and notes when each row begins: the inner loop of the search."""
+    """Returns when the last rank is done, and adds the start of each row: the inner loop of the search."""
     clock = [start_s] * outline.num_ranks
     link_free = [0.0] * outline.num_edges
     arrival = [0.0] * outline.num_sent

@@ -1,4 +1,4 @@
-"""From costs of layers to a profile: which bytes count where, which layers form an encoder, what it hands over.
+"""From costs of layers to a profile: where bytes count, the layers of each encoder, the results of these.
 
 However costs were found (measured, modelled, estimated from operation counts), `assemble` puts a profile together.
 
@@ -51,7 +51,7 @@ MIN_FLOPS_PER_BYTE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of the layers of a folded graph while they ran.
+    """Observations of the layers of a folded graph while they ran.
 
     Attributes:
         steady: Names of those whose arguments do not follow noise or timesteps.
@@ -66,7 +66,7 @@ Look = Callable[[LayerGraph], Seen]
 
 
 class Encoding(NamedTuple):
-    """What is known of an encoder's results; see `EncoderProfile`."""
+    """An encoder's results, as far as they are known; see `EncoderProfile`."""
 
     results: tuple[FrozenResult, ...]
     cacheable: bool | None
@@ -91,7 +91,7 @@ def encodings(
     try:
         folded, positions = fold(module, step, batch, graph, range(1, len(graph.path)))
     except GraphError as error:
-        _log.info("what frozen layers hand over stays unknown: %s", error)
+        _log.info("results of frozen layers stay unknown: %s", error)
         return {}
     seen: Seen | None = None
     try:
@@ -152,7 +152,7 @@ def _encoding(
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs, glue included; see `step_run.py`.
+    """Costs of one layer, glue included; see `step_run.py`.
 
     Attributes:
         backward_s: Whole backward; of a frozen layer nothing.

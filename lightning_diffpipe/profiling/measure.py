@@ -92,10 +92,9 @@ _MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and with how much effort; times its layers.
+    """A step whose layers are timed, and the effort for it.
 
     Attributes:
-        step: Module and batch to loss.
         batch: A batch at least as large as the largest sample count.
         graph: Its layers, unfolded, as `probe` found them.
         device: Where to measure.
@@ -106,9 +105,8 @@ class Subject:
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
             at least.
         name: Name of the profile; the module's class if not given.
-        progress: Is called with how far it is.
         least_samples: Fewer than these the step cannot be run on.
-        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
+        looks_at_results: Also find results of frozen layers, and whether they could be stored and split.
         splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
     """
 

@@ -50,12 +50,11 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a step takes as long as it does.
+    """The parts of a planned step, and changes that would make it shorter.
 
     Attributes:
-        plan: The plan explained.
-        parts: What would be saved without each part, largest first. Parts overlap, so that they need not add up.
-        changes: What could be changed, best first; only what helps. Empty without a profile.
+        parts: Seconds saved without each part, largest first. Parts overlap, so that they need not add up.
+        changes: Those that help, best first. Empty without a profile.
     """
 
     plan: PipelinePlan
@@ -81,7 +80,7 @@ class Explanation:
             forms = ((percent(share), first) for share, first in self.plan.forms)
             seen = ", ".join(f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in forms)
             lines.append(
-                f"That is its form with most calls. Over the forms seen (of microbatches, {seen}) a "
+                f"That is its longest call sequence. Over all that were seen (of microbatches, {seen}) a "
                 f"step is expected to take {seconds(planned.expected_s)} without filling; plans are chosen by that."
             )
         if self.plan.costs is not None:

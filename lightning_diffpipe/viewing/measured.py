@@ -61,9 +61,6 @@ class Occupation:
 
     Attributes:
         iteration_s: From the first instruction of any rank to the last.
-        bubble_ratio: Idle time of all ranks over iteration time times ranks.
-        busy_s: Time at work.
-        idle_s: Time with nothing to do.
         before_s: Frozen work before the pipeline begins anywhere.
         filled_s: Frozen work while the pipeline runs: in its bubbles.
         leftover_s: Frozen work after the pipeline has ended everywhere.
@@ -263,11 +260,9 @@ class Gap:
     """The difference between a planned and a measured step.
 
     Attributes:
-        planned_s: Step time of the plan.
         pipeline_s: The measured timeline's length.
         step_s: The whole measured step.
         planned_ratio: Bubble ratio of the plan.
-        measured_ratio: Bubble ratio of the measured timeline.
         parts: They add up to `step_s - planned_s`.
         unfilled_s: Step time of the pipeline without filling, simulated with the measured
             times; None if nothing is filled.
@@ -401,10 +396,7 @@ def _with_measured(
 
 def _unfilled_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
     """Returns the same pipeline with all frozen work before it, shared by all ranks."""
-    programs = tuple(
-        tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
-    )
-    bare = replace(plan.schedule, programs=programs)
+    bare = plan.schedule.only(lambda i: isinstance(i, Staged))
     frozen_s = sum(costs.compute_s(Encode(piece.index)) for piece in plan.pieces)
     share_s = frozen_s / plan.ranks_per_pipeline
     return share_s + costs.exchange_s() + simulate(bare, costs).iteration_s
@@ -464,11 +456,9 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def number_table(numbers: Mapping[str, float]) -> str:
-    """Draws a table of the numbers that a monitor logs, planned and measured.
+    """Returns a table of the numbers that a monitor logs, planned and measured.
 
-    Args:
-        numbers: By name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with
-            `planned_`.
+    They are by name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with `planned_`.
     """
     planned = {
         name.removeprefix("planned_"): x for name, x in numbers.items() if "planned_" in name

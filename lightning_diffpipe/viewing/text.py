@@ -34,12 +34,7 @@ def side_by_side(planned: Timeline, measured: Timeline, max_columns: int = 120) 
 
 
 def waiting(schedule: Schedule, at: int, rank: int) -> str:
-    """Draws where a rank stands that waits too long.
-
-    Args:
-        schedule: The schedule of the pipeline, with communication.
-        at: Index into the waiting rank's program of the instruction it stands at.
-        rank: The waiting rank of the pipeline.
+    """Draws where a rank stands that waits too long: at instruction number `at` of its lowered program.
 
     Returns:
         The planned timeline of all ranks, in ticks (forward 1, backward 2), with the waiting rank's row ending

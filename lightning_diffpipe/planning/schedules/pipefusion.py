@@ -23,11 +23,9 @@ class Turn:
 
     Attributes:
         index: Among all turns of the request.
-        step: Denoising step.
-        patch: Which; None in a synchronous step.
+        patch: None in a synchronous step.
         microbatch: `(k, n)`: the k-th of n equal shares of the samples.
-        is_first: First of its step.
-        is_last: Last of its step.
+        is_first: First of its denoising step.
     """
 
     index: int
