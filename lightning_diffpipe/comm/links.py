@@ -145,9 +145,8 @@ def start_all_gather(
     peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
     expected = {rank: shapes[rank] for rank in peers}
     incoming = links.start_exchange(dict.fromkeys(peers, tensor), expected, kind)
-    return lambda: [
-        tensor if rank == links.rank else incoming[rank].wait() for rank in range(links.num_ranks)
-    ]
+    ranks = range(links.num_ranks)
+    return lambda: [tensor if rank == links.rank else incoming[rank].wait() for rank in ranks]
 
 
 def exchange(
@@ -310,13 +309,9 @@ class ProcessLinks(Links):
         """Starts sending; the buffer lives until it has left."""
         self.is_under_way = True
         buffer = as_bytes(tensor.cpu() if self._by_host else tensor)
+        group, tag = self.groups[self.rank, to], self._tag(True, to, kind)
         with self._naming(kind, to):  # the peer may have gone since the last message
-            work = dist.isend(
-                buffer,
-                dst=self.ranks[to],
-                group=self.groups[self.rank, to],
-                tag=self._tag(True, to, kind),
-            )
+            work = dist.isend(buffer, self.ranks[to], group=group, tag=tag)
         self._count_sent(buffer, kind)
         self._hold(work, [buffer])
 
@@ -378,13 +373,9 @@ class ProcessLinks(Links):
         """Begins the first posted receive of an edge that has not started."""
         incoming = self._posted[source].popleft()
         memory = self._streams.receiving(source, incoming.buffer, incoming.memory)
+        group, tag = self.groups[source, self.rank], self._tag(False, source, incoming.kind)
         with self._naming(incoming.kind, source), memory:
-            work = dist.irecv(
-                incoming.buffer,
-                src=self.ranks[source],
-                group=self.groups[source, self.rank],
-                tag=self._tag(False, source, incoming.kind),
-            )
+            work = dist.irecv(incoming.buffer, self.ranks[source], group=group, tag=tag)
         incoming.works = [work]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
@@ -412,9 +403,8 @@ class ProcessLinks(Links):
         padded[: len(packed)] = packed
         found = [torch.empty_like(padded) for _ in self.ranks]
         self._collective(lambda: dist.all_gather(found, padded, group=self.control, async_op=True))
-        return [
-            value_of(_unpickled(each[: int(size)])) for each, size in zip(found, sizes, strict=True)
-        ]
+        values = (each[: int(size)] for each, size in zip(found, sizes, strict=True))
+        return [value_of(_unpickled(each)) for each in values]
 
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
         with self._naming("plain data", None if self.rank == 0 else 0):

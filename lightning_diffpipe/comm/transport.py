@@ -121,13 +121,9 @@ class Transport:
         """Starts sending to a position of this pipeline; the buffer lives until it has left."""
         if self._stages_on_host:
             buffer = buffer.cpu()
-        mesh = self._mesh
-        work = dist.isend(
-            buffer,
-            dst=mesh.world_rank(to),
-            group=mesh.messages[mesh.local_rank, to],
-            tag=key.tag(self._num_stages),
-        )
+        mesh, tag = self._mesh, key.tag(self._num_stages)
+        group = mesh.messages[mesh.local_rank, to]
+        work = dist.isend(buffer, mesh.world_rank(to), group=group, tag=tag)
         self.num_bytes_sent += buffer.numel()
         self._sent[key] = work, buffer
 
@@ -153,13 +149,11 @@ class Transport:
                 f"rank {mesh.rank} begins to receive {key} of rank {mesh.world_rank(posted.source)} before "
                 f"{first}, which is sent first; the lowering of this schedule is wrong"
             )
+        target = posted.buffer if posted.staging is None else posted.staging
+        source, tag = mesh.world_rank(posted.source), key.tag(self._num_stages)
+        group = mesh.messages[posted.source, mesh.local_rank]
         with self._streams.receiving(posted.source, posted.buffer, posted.memory):
-            work = dist.irecv(
-                posted.buffer if posted.staging is None else posted.staging,
-                src=mesh.world_rank(posted.source),
-                group=mesh.messages[posted.source, mesh.local_rank],
-                tag=key.tag(self._num_stages),
-            )
+            work = dist.irecv(target, source, group=group, tag=tag)
         what = f"{key.kind} of microbatch {key.microbatch}"
         posted.started = _AwaitedWork(self, [work], what, source=posted.source)
         return posted.started
@@ -205,13 +199,10 @@ class Transport:
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
         """Starts sending and receiving many messages at once, as one group of operations."""
-        staging = [
-            torch.empty_like(parcel.buffer, device="cpu") if self._stages_on_host else parcel.buffer
-            for parcel in receives
-        ]
-        outgoing = [
-            parcel.buffer.cpu() if self._stages_on_host else parcel.buffer for parcel in sends
-        ]
+        staging, outgoing = [parcel.buffer for parcel in receives], [each.buffer for each in sends]
+        if self._stages_on_host:
+            staging = [torch.empty_like(buffer, device="cpu") for buffer in staging]
+            outgoing = [buffer.cpu() for buffer in outgoing]
         operations = [
             *map(self._operation, [dist.isend] * len(sends), sends, outgoing),
             *map(self._operation, [dist.irecv] * len(receives), receives, staging),
@@ -231,13 +222,9 @@ class Transport:
         return self.awaited(works, "frozen results", unstage)
 
     def _operation(self, operation: Any, parcel: Parcel, buffer: Tensor) -> dist.P2POp:
-        return dist.P2POp(
-            operation,
-            buffer,
-            self._mesh.world_rank(parcel.peer),
-            self._mesh.pipeline_group,
-            parcel.key.tag(self._num_stages),
-        )
+        mesh, tag = self._mesh, parcel.key.tag(self._num_stages)
+        peer = mesh.world_rank(parcel.peer)
+        return dist.P2POp(operation, buffer, peer, mesh.pipeline_group, tag)
 
     def finish(self) -> None:
         """Waits until every send has left, and drops their buffers."""

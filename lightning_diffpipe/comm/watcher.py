@@ -528,9 +528,8 @@ class Watcher:
             self._wake, self._woken = socket.socketpair()
             self._wake.setblocking(False)
             self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
-            self._thread = threading.Thread(
-                target=self._watch, name="diffpipe-watcher", daemon=True
-            )
+            name = "diffpipe-watcher"
+            self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
             self._thread.start()
 
     def _watch(self) -> None:
@@ -725,10 +724,9 @@ class Watcher:
 
 def _process(number: int) -> str:
     """Returns the name of a process of this host among those of all hosts and containers."""
-    namespace = Path("/proc/self/ns/pid")
-    return (
-        f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''} {number}"
-    )
+    path = Path("/proc/self/ns/pid")
+    namespace = path.stat().st_ino if path.exists() else ""
+    return f"{socket.gethostname()} {namespace} {number}"
 
 
 def _connected(names: list[str], port: int, within_s: float) -> socket.socket:

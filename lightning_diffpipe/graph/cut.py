@@ -135,9 +135,8 @@ def cut(
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
     ways = _ways(graph, own, reads, ends, stage_ranks)
-    stages = tuple(
-        _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
-    )
+    of_stages = enumerate(zip(own, reads, strict=True))
+    stages = tuple(_stage_cut(graph, s, *both, ways, s in ends) for s, both in of_stages)
     if len(ends) > 1:
         parts = {s: tuple(sorted(k for k in read_at_end[s] if k[0] not in frozen)) for s in ends}
         stages = tuple(

@@ -128,9 +128,8 @@ class FormView(View):
         bears_nan: bool = False,
         by_reads: bool = False,
     ) -> None:
-        super().__init__(
-            root, graph, replace(tail(graph), needed=frozenset()), interception, memory
-        )
+        glue = replace(tail(graph), needed=frozenset())
+        super().__init__(root, graph, glue, interception, memory)
         self._lenient = lenient
         self._goes_on = bears_nan and not graph.needs_values
         self.by_reads = by_reads and (lenient or self._goes_on)
@@ -228,10 +227,8 @@ class FormView(View):
             host = rng.host_state() != before
             # Not of an exemplar's step, which puts its counters back.
             if self._lenient:
-                shown = zip(
-                    self.graph.counters, self._counters.capture(), self.counted, strict=True
-                )
-                for (owner, name), value, expected in shown:
+                shown = self._counters.capture(), self.counted
+                for (owner, name), value, expected in zip(self.graph.counters, *shown, strict=True):
                     if value != expected:
                         raise GraphError(
                             f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, "
@@ -495,6 +492,5 @@ def _repeated(reads: Sequence[_Number]) -> _Operators:
     values: dict[_Line, deque[Any]] = defaultdict(deque)
     for line, value in reads:
         values[line].append(value)
-    return _Operators(
-        None, lambda take: of_line.popleft() if (of_line := values[_line()]) else take()
-    )
+    answer = lambda take: of_line.popleft() if (of_line := values[_line()]) else take()
+    return _Operators(None, answer)

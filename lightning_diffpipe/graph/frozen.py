@@ -261,10 +261,8 @@ class FrozenRun(StubbedRun):
         whole: dict[int, Tensor] = {}  # by leaf of the output
         flat, out_spec = list[Any](), None
         for start, stop in self._groups:
-            own_args, own_kwargs = pytree.tree_unflatten(
-                rows_of(layer, arguments, (start, stop)), spec
-            )
-            out = super().execute(layer, site, own_args, own_kwargs)
+            rows = rows_of(layer, arguments, (start, stop))
+            out = super().execute(layer, site, *pytree.tree_unflatten(rows, spec))
             flat, out_spec = pytree.tree_flatten(out)
             for leaf, (value, expected) in enumerate(zip(flat, layer.outputs, strict=False)):
                 if isinstance(expected, TensorSpec) and expected.rows and isinstance(value, Tensor):

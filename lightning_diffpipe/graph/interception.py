@@ -292,12 +292,10 @@ def _checkpoints_intercepted(interception: Interception) -> Iterator[None]:
     with _lock:
         _attached.append(interception)
         if not _originals:
-            for name, own in (
-                (generator_name(), _generator),
-                ("CheckpointFunction", _ReentrantCheckpoint),
-            ):
+            ours = {generator_name(): _generator, "CheckpointFunction": _ReentrantCheckpoint}
+            for name, replacement in ours.items():
                 _originals[name] = getattr(module, name)
-                setattr(module, name, own)
+                setattr(module, name, replacement)
     try:
         yield
     finally:

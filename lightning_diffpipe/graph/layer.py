@@ -86,9 +86,8 @@ class TensorSpec:
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Reserves memory with the right strides, for receiving into."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=device or self.device
-        )
+        place = device or self.device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
     def mismatch(self, tensor: Tensor) -> str:
         """Says in which way a tensor differs in shape or type; empty if it does not."""
@@ -167,9 +166,8 @@ class Layer:
     @property
     def tensor_keys(self) -> tuple[TensorKey, ...]:
         """Keys of all tensors among its outputs."""
-        return tuple(
-            (self.index, i) for i, o in enumerate(self.outputs) if isinstance(o, TensorSpec)
-        )
+        leaves = (i for i, out in enumerate(self.outputs) if isinstance(out, TensorSpec))
+        return tuple((self.index, i) for i in leaves)
 
     @property
     def splits_samples(self) -> bool:
@@ -357,11 +355,9 @@ class LayerGraph:
             lines.append(repr(layer.carries_gradient))
             lines.append(repr(tuple(map(sorted, (layer.reads, layer.parameters, layer.mutated)))))
             for out in layer.outputs:
-                is_tensor = isinstance(out, TensorSpec)
-                about = (
-                    (out.shape, out.stride, str(out.dtype), out.requires_grad) if is_tensor else out
-                )
-                lines.append(repr(about))
+                if isinstance(out, TensorSpec):
+                    out = out.shape, out.stride, str(out.dtype), out.requires_grad
+                lines.append(repr(out))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def __str__(self) -> str:

@@ -326,10 +326,8 @@ def quantize_all(root: nn.Module, device: torch.device) -> Callable[[], None]:
 
 def make_plain(root: nn.Module) -> None:
     """Makes parameters plain again that were quantized when they were placed: those of their files, if from one."""
-    held = [p for p in root.parameters() if hasattr(p, _QUANTIZED)]
-    replace_parameters(
-        root, {p: _plain(p) for p in held if not (is_quantized_later(p) or is_placeholder(p))}
-    )
+    held = (p for p in root.parameters() if hasattr(p, _QUANTIZED) and not is_placeholder(p))
+    replace_parameters(root, {p: _plain(p) for p in held if not is_quantized_later(p)})
 
 
 def quantized_of(parameter: Tensor, value: Tensor) -> nn.Parameter:

@@ -158,9 +158,8 @@ def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph
     for old, new in zip(graph.layers, now.layers, strict=True):
         _require_known_reads(f"layer {new.name}", new.reads - old.reads, graph)
         _require_same("parameters read by layer " + new.name, old.parameters, new.parameters)
-        _require_same(
-            "buffers written by layer " + new.name, old.written_buffers, new.written_buffers
-        )
+        buffers = old.written_buffers, new.written_buffers
+        _require_same("buffers written by layer " + new.name, *buffers)
     _require_known_reads("the loss, or what is logged,", now.tail_reads - graph.tail_reads, graph)
     _require_same("parameters read by the loss", graph.tail_parameters, now.tail_parameters)
     seeded = probe(root, step, batch, layer_names=graph.fine_names, form=graph.form).seeded

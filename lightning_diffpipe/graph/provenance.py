@@ -162,11 +162,8 @@ class Provenance(TorchDispatchMode):
         self._parameter: dict[int, str] = {}
         self._parameters = {id(p) for p in module.parameters()}
         # Storages of the module a fake copy was made from: reading one means that the copy leaks.
-        self._originals = (
-            {storage_key(t) for t in [*original.parameters(), *original.buffers()]}
-            if original
-            else set()
-        )
+        states = [*original.parameters(), *original.buffers()] if original else ()
+        self._originals = set(map(storage_key, states))
         for name, buffer in module.named_buffers():
             self.set_tags(buffer, self._tags_of(buffer) | {Buffer(name)})
             self._buffer[storage_key(buffer)] = name
@@ -182,10 +179,8 @@ class Provenance(TorchDispatchMode):
 
     def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
         """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
-        self._tags[storage_key(tensor)] = (
-            StorageWeakRef(tensor.untyped_storage()),
-            frozenset(tags),
-        )
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._tags[storage_key(tensor)] = storage, frozenset(tags)
 
     def _tags_of(self, tensor: Tensor) -> frozenset[Any]:
         return self._tags.get(storage_key(tensor), (None, frozenset()))[1]
@@ -275,9 +270,8 @@ class Provenance(TorchDispatchMode):
         read = self._outside(raw)
         name = func.overloadpacket.__name__
         # Reads the shape only; random ones depend on strides, too.
-        of_shape = name.startswith("new_") or (
-            name.endswith("_like") and not name.startswith("rand")
-        )
+        is_like = name.endswith("_like") and not name.startswith("rand")
+        of_shape = name.startswith("new_") or is_like
         if of_shape:
             read = set()
         if draws(func, args, kwargs):
@@ -342,9 +336,7 @@ class Provenance(TorchDispatchMode):
 
     def note_parameter_writes(self, tensors: list[Tensor]) -> None:
         """Notes the parameters among tensors that glue or a layer changes."""
-        names = {
-            self._parameter[storage_key(t)] for t in tensors if storage_key(t) in self._parameter
-        }
+        names = {self._parameter[k] for k in map(storage_key, tensors) if k in self._parameter}
         writer = self.current
         (self.glue_parameter_writes if writer is None else writer.written_parameters).update(names)
 

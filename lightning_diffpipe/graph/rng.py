@@ -253,14 +253,11 @@ class Extremes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sample = functools.partial(func, *args, **(kwargs or {}))
-        out, is_large = sample(), None
-        if (
-            isinstance(out, Tensor)
-            and out.numel() <= _MOST_NUMBERS
-            and draws(func, args, kwargs or {})
-        ):
-            is_large = next(self._sides, None)
-        if is_large is None:
+        out = sample()
+        is_few = isinstance(out, Tensor) and out.numel() <= _MOST_NUMBERS
+        if not (is_few and draws(func, args, kwargs or {})):
+            return out
+        if (is_large := next(self._sides, None)) is None:
             return out
         sampled = torch.stack([sample().clone() for _ in range(_NUM_SAMPLED)])
         return out.copy_(sampled.amax(0) if is_large else sampled.amin(0))

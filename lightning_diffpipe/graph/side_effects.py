@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -247,10 +248,7 @@ def _is_generator(value: Any) -> bool:
 def _is_host(value: Any) -> bool:
     if isinstance(value, random.Random | SobolEngine):
         return not isinstance(value, random.SystemRandom)  # which has no state
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        value, numpy.random.Generator | numpy.random.RandomState
-    )
+    return isinstance(value, np.random.Generator | np.random.RandomState)
 
 
 def _state_of(generator: Any) -> bytes:
@@ -381,9 +379,8 @@ class AttributeWrites:
             if type(now) is int and isinstance(before, int) and before != now and counts:
                 # Where layers are stubs, what they count is there after the last one only.
                 is_stubbed = attribute in self._of_layers
-                found[attribute] = now - (
-                    before if is_stubbed else self._at_layer.get(attribute, before)
-                )
+                last = before if is_stubbed else self._at_layer.get(attribute, before)
+                found[attribute] = now - last
         return found
 
     def _now(self, attribute: Attribute) -> Any:

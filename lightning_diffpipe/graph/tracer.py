@@ -88,9 +88,8 @@ class _Functions(TorchFunctionMode):
         if name in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
         if name in _PACKED:
-            self._provenance.value_read(
-                [t for t in tensors_in(args[1:2]) if t.dtype == torch.int64]
-            )
+            lengths = [t for t in tensors_in(args[1:2]) if t.dtype == torch.int64]
+            self._provenance.value_read(lengths)
         # `.to()` sets what is there.
         if func == _SET_DATA and storage_key(args[0]) != storage_key(args[1]):
             self._provenance.note_parameter_writes([args[0]])
@@ -289,10 +288,8 @@ class Tracer:
         if self._functions.depth:
             raise GraphError(inside_function(f"the code around {name}"))
         refuse_transformed(name)
-        mode = self.provenance
-        record = LayerRecord(
-            len(self.records), name, set(mode.control), fine_start=len(self.fine_names)
-        )
+        mode, fine_start = self.provenance, len(self.fine_names)
+        record = LayerRecord(len(self.records), name, set(mode.control), fine_start=fine_start)
         record.argument_dims = leading_dims((args, kwargs))
         self.autocast.update(map(" ".join, autocasts()))
         self.records.append(record)

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
@@ -232,9 +232,7 @@ class StubbedRun(Run):
         if site.name not in view.recomputed or not torch.is_grad_enabled():
             return self._call_fine(site, args, kwargs)
         self.checkpointed = True
-        return torch.utils.checkpoint.checkpoint(
-            self._call_fine, site, args, kwargs, use_reentrant=False
-        )
+        return checkpoint(self._call_fine, site, args, kwargs, use_reentrant=False)
 
     def _call_fine(self, site: Site, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the fine graph, with a random stream of its own if it samples."""
@@ -268,9 +266,7 @@ class StubbedRun(Run):
         try:
             with rng.only_seeds_drawn(layer.name, layer.num_seeds):
                 if checkpointing:
-                    return torch.utils.checkpoint.checkpoint(
-                        self.call_inside, site, args, kwargs, use_reentrant=False
-                    )
+                    return checkpoint(self.call_inside, site, args, kwargs, use_reentrant=False)
                 return self.call_inside(site, args, kwargs)
         finally:
             self._inside = False
@@ -568,9 +564,8 @@ class StageRun(StubbedRun):
         self, grads: Mapping[TensorKey, Tensor], loss_scale: float | Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which the backward starts, and their gradients."""
-        keys = [
-            k for k in self._view.cut.sent_gradients if k in grads and self.outputs[k].requires_grad
-        ]
+        sent = filter(grads.__contains__, self._view.cut.sent_gradients)
+        keys = [key for key in sent if self.outputs[key].requires_grad]
         roots, flows = [self.outputs[key] for key in keys], [grads[key] for key in keys]
         if self.loss is not None and self.loss.requires_grad:
             roots.append(self.loss)
@@ -582,9 +577,8 @@ class StageRun(StubbedRun):
         result: dict[TensorKey, Tensor] = {}
         for key in self._view.cut.received_gradients:
             leaf = self._leaves.get(key)
-            found = [
-                g for g in (None if leaf is None else leaf.grad, grads.get(key)) if g is not None
-            ]
+            both = None if leaf is None else leaf.grad, grads.get(key)
+            found = [gradient for gradient in both if gradient is not None]
             if found:  # from layers here, and passed through
                 result[key] = found[0] if len(found) == 1 else found[0] + found[1]
             else:

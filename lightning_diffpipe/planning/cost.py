@@ -213,10 +213,9 @@ class CostModel:
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Returns bytes of all tensors that are alive across the cut after the run."""
-        last = run.stop == self.num_layers
-        return (
-            0.0 if last else samples * self.backbone.layers[run.stop - 1].boundary_bytes_per_sample
-        )
+        if run.stop == self.num_layers:
+            return 0.0
+        return samples * self.backbone.layers[run.stop - 1].boundary_bytes_per_sample
 
     def crossing_bytes(self, runs: Sequence[LayerRun], placement: Placement) -> tuple[int, ...]:
         """Returns bytes of a sample that travel after every stage: without what later ranks have already."""
@@ -225,9 +224,8 @@ class CostModel:
             return tuple(crossing)
         stops = [run.stop for run in runs]
         for skip in self.backbone.skips:
-            maker, *readers = (
-                min(bisect_right(stops, at), len(runs) - 1) for at in (skip.made, *skip.readers)
-            )
+            layers = skip.made, *skip.readers
+            maker, *readers = (min(bisect_right(stops, at), len(runs) - 1) for at in layers)
             later = tuple(sorted({stage for stage in readers if stage > maker}))
             if later:
                 way = route(maker, later, placement.stage_ranks)

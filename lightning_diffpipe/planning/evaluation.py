@@ -89,10 +89,9 @@ class Proposal:
             plan.options.schedule,
         )
         stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
-        start, units = (
-            (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
-        )
-        edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
+        start, stop = passes[0] if passes else (0, plan.num_layers)
+        firsts = (first - start for first in plan.first_layers[1 : plan.num_stages])
+        edges = [0, *firsts, stop - start]
         replicas = (stage.num_replicas for stage in stages)
         return cls(shape, tuple((*ab, r) for ab, r in zip(pairwise(edges), replicas, strict=True)))
 
@@ -255,9 +254,8 @@ class Evaluator:
         microbatches.
         """
         group = self.group_size(shape)
-        return group_samples(
-            shape.sizes, max(1, group // SHARES_PERIOD) if group else max(shape.sizes)
-        )
+        size = max(1, group // SHARES_PERIOD) if group else max(shape.sizes)
+        return group_samples(shape.sizes, size)
 
     def frame(self, proposal: Proposal) -> Frame:
         """Returns what does not depend on where a proposal cuts."""
@@ -466,10 +464,8 @@ class Evaluator:
         if shape.spec.place and not shape.spec.opposite:
             work = model.work_s(shape.sizes)
             firsts = minimax_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
-            runs = [LayerRun(0, first) for first in firsts[1:]]
-            sent["chain_sent_bytes"] = samples * round(
-                sum(model.boundary_bytes(r, 1) for r in runs)
-            )
+            boundaries = (model.boundary_bytes(LayerRun(0, first), 1) for first in firsts[1:])
+            sent["chain_sent_bytes"] = samples * round(sum(boundaries))
         return sent
 
     def _copies(

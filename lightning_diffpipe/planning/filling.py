@@ -198,9 +198,8 @@ def encode_parts(
     if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
         raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
     owners = (rank for rank, count in enumerate(groups) for _ in range(count))
-    starts = [
-        (m, at) for m, size in enumerate(microbatch_sizes) for at in range(0, size, group_size)
-    ]
+    microbatches = enumerate(microbatch_sizes)
+    starts = [(m, start) for m, size in microbatches for start in range(0, size, group_size)]
     runs = groupby(zip(owners, starts, strict=True), key=lambda each: (each[0], each[1][0]))
     parts: list[EncodePart] = []
     for index, ((rank, microbatch), run) in enumerate(runs):

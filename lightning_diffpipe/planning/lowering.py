@@ -67,9 +67,8 @@ def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
     first, those of gradients as soon as the activation was sent.
     """
     schedule = replace(schedule, num_microbatches=ring)
-    program = tuple(
-        replace(i, microbatch=i.microbatch % ring) if isinstance(i, Staged) else i for i in program
-    )
+    in_ring = lambda i: replace(i, microbatch=i.microbatch % ring) if isinstance(i, Staged) else i
+    program = tuple(map(in_ring, program))
     reads = tuple(schedule.inputs_of(program))
     out: list[Instruction] = [
         message.receive()

@@ -230,9 +230,8 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
     ends = [0.0, *accumulate(times)]
 
     def within(limit: float) -> tuple[int, ...] | None:
-        return greedy_cuts(
-            len(times), num_stages, lambda _, first: bisect_right(ends, ends[first] + limit) - 1
-        )
+        reach = lambda _, first: bisect_right(ends, ends[first] + limit) - 1
+        return greedy_cuts(len(times), num_stages, reach)
 
     found = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
     assert found is not None
@@ -332,13 +331,11 @@ def nested_cuts(
                         reached[c, d] = dearer, (*edges, c, d)
         level = reached
     ways = [
-        (cost, ab, edges)
-        for ab, (cost, edges) in level.items()
-        if ends[ab[1]] - ends[ab[0]] <= most
+        (cost, a, b, edges) for (a, b), (cost, edges) in level.items() if ends[b] - ends[a] <= most
     ]
     if not ways:
         return None
-    _, (a, b), edges = min(ways)
+    _, a, b, edges = min(ways)
     turn = min(max(bisect_left(ends, (ends[a] + ends[b]) / 2), a + 1), b - 1)
     return (0, *sorted({*edges, turn}))
 

@@ -60,12 +60,8 @@ def folded(profile: ModelProfile) -> ModelProfile:
     first, stop = backbone.passes[0]
     calls = [_calls(backbone, unit, unit + 1) for unit in range(stop - first)]
     layers = tuple(_unit(backbone, runs) for runs in calls)
-    unit_of = {
-        i: unit
-        for unit, runs in enumerate(calls)
-        for run in runs
-        for i in range(run.first, run.stop)
-    }
+    runs_of_units = ((unit, run) for unit, runs in enumerate(calls) for run in runs)
+    unit_of = {i: unit for unit, run in runs_of_units for i in range(run.first, run.stop)}
     read_by = lambda readers: tuple(sorted({unit_of[reader] for reader in readers}))
     encoders = tuple(encoder.read_at(read_by) for encoder in profile.encoders)
     chain = replace(backbone, layers=layers, passes=(), skips=())

@@ -263,9 +263,7 @@ class PipelinePlan:
     @cached_property
     def frozen_parts(self) -> tuple[EncodePart, ...]:
         """Without filling, the frozen parts of this batch that `Encode` names."""
-        if self.pieces or not any(
-            isinstance(i, Encode) for program in self.programs for i in program
-        ):
+        if self.pieces or not self._encodes:
             return ()
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
         group = self.options.frozen_group_size
@@ -273,6 +271,10 @@ class PipelinePlan:
         splits, wanted = self.options.frozen_splittable, self.options.encoding_ranks
         num_encoding = None if wanted == "auto" else wanted
         return encode_parts(sizes, ranks, splits, group, num_encoding=num_encoding)
+
+    @property
+    def _encodes(self) -> bool:
+        return any(isinstance(i, Encode) for program in self.programs for i in program)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -494,8 +496,7 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     decided["streaming"] = options.streaming if streams else "none"
     if any(num_pipelines * len(ranks) > 1 for ranks in plan.placement.stage_ranks):
         decided["shard_optimizer"] = options.shard_optimizer is True
-    encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
-    if encodes and plan.ranks_per_pipeline > 1:
+    if plan._encodes and plan.ranks_per_pipeline > 1:
         decided["filling"] = options.filling
         decided["encoding_ranks"] = options.encoding_ranks
         if options.frozen_splittable and options.frozen_group_size != "auto":

@@ -275,9 +275,8 @@ class BackboneProfile:
                 "two ranges of layers or more, [first, stop], equally long, one after the other, "
                 f"{num_layers} at most"
             )
-        for skip, at in zip(
-            backbone.skips, node["skips"].elements() if backbone.skips else (), strict=True
-        ):
+        nodes = node["skips"].elements() if backbone.skips else ()
+        for skip, at in zip(backbone.skips, nodes, strict=True):
             readers = list(skip.readers)
             if readers != sorted(set(readers)) or not (
                 readers and skip.made < readers[0] <= readers[-1] <= num_layers
@@ -498,7 +497,6 @@ def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
         if not name or name in {b.name for b in backbones} | {e.name for e in profile.encoders}:
             name = f"{name or 'backbone'}_{len(backbones)}"
         split_s = whole.split_s and whole.split_s.scaled(share)
-        backbones.append(
-            BackboneProfile(name, tuple(layers), whole.repeated_s, split_s, tuple(skips))
-        )
+        more = whole.repeated_s, split_s, tuple(skips)
+        backbones.append(BackboneProfile(name, tuple(layers), *more))
     return replace(profile, backbones=tuple(backbones))

@@ -97,9 +97,8 @@ def find_plan(
         raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
         model = Evaluator(CostModel.of(profile, cluster, options), options).model
-        raise nothing_proposed(model, options) or nothing_fits(
-            profile, cluster, options, _within_memory
-        )
+        no_proposal = nothing_proposed(model, options)
+        raise no_proposal or nothing_fits(profile, cluster, options, _within_memory)
     return min(plans, key=_with_effort)
 
 

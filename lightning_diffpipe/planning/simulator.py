@@ -83,9 +83,7 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
     """Returns what happens, in the order of the rows; each rank does what stands in its program."""
     starts_s: list[float] = []
     _run(outline, costs, 0.0, starts_s)
-    todo = [
-        zip(program, schedule.outputs_of(program), strict=True) for program in schedule.programs
-    ]
+    todo = [zip(p, schedule.outputs_of(p), strict=True) for p in schedule.programs]
     link_free_s = [0.0] * outline.num_edges
     spans, transfers = list[Span](), list[Transfer]()
     for (rank, work, meeting, makes, like, edge), now_s in zip(

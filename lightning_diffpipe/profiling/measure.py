@@ -222,10 +222,8 @@ class Subject:
             results = {count: ([], []) for count in self._runnable(warm_up)}
             splits: dict[int, list[float]] = {count: [] for count in results}
             for turn in range(repeats or _MAX_ROUNDS):
-                spent_s = time.perf_counter() - start_s
-                share = max(
-                    turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
-                )
+                spent = 0 if repeats else (time.perf_counter() - start_s) / self.budget_s
+                share = max(turn / (repeats or _MAX_ROUNDS), spent)
                 steps = [whole for whole, _ in results.values()]
                 agree = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
                 if repeats is None and agree:
@@ -356,9 +354,8 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
 
 def _agree(steps: Sequence[StepTimes]) -> bool:
     """Returns whether the middle half of the runs differs by little; a single slow one decides nothing."""
-    first, _, third = statistics.quantiles(
-        [step.total_s for step in steps], n=4, method="inclusive"
-    )
+    seconds = [step.total_s for step in steps]
+    first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
     return third <= (1 + _NOISE) * first
 
 

@@ -39,8 +39,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import GraphError
@@ -305,9 +305,7 @@ class StepRun(Run):
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         if self.checkpointing:
-            return torch.utils.checkpoint.checkpoint(
-                self._seeded, site, args, kwargs, use_reentrant=False
-            )
+            return checkpoint(self._seeded, site, args, kwargs, use_reentrant=False)
         return self._seeded(site, args, kwargs)
 
     def _seeded(self, site: Site, args: Any, kwargs: Any) -> Any:

@@ -234,9 +234,8 @@ def _tries(
     same: dict[str, Any] = {"frozen_group_size": "auto"}
     options = replace(plan.options, **same)
     evaluator = Evaluator(CostModel(joined(profile), cluster), options)
-    chosen = evaluator.group_size(Proposal.of(plan, joined(profile)).shape) or max(
-        plan.microbatch_sizes
-    )
+    shape = Proposal.of(plan, joined(profile)).shape
+    chosen = evaluator.group_size(shape) or max(plan.microbatch_sizes)
     if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs again
         same, options = {}, plan.options
     free = {**same, "num_replicas": "auto", "partition": "auto"}

@@ -82,14 +82,11 @@ class Occupation:
                 (self.filled_s, "in bubbles"),
                 (self.leftover_s, "left over"),
             )
-            frozen = [
-                f"{seconds(by_rank[rank])} {where}" for by_rank, where in parts if by_rank[rank]
-            ]
+            frozen = [f"{seconds(each[rank])} {where}" for each, where in parts if each[rank]]
             text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
             share = percent(idle_s / self.iteration_s) if self.iteration_s else "0%"
-            lines.append(
-                f"{text} ({share}){', frozen work ' + ', '.join(frozen) if frozen else ''}"
-            )
+            work = f", frozen work {', '.join(frozen)}" if frozen else ""
+            lines.append(f"{text} ({share}){work}")
         return "\n".join(lines)
 
 
@@ -460,9 +457,7 @@ def number_table(numbers: Mapping[str, float]) -> str:
 
     They are by name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with `planned_`.
     """
-    planned = {
-        name.removeprefix("planned_"): x for name, x in numbers.items() if "planned_" in name
-    }
+    planned = {n.removeprefix("planned_"): x for n, x in numbers.items() if "planned_" in n}
     rows = []
     for name, (what, shown) in _NUMBERS.items():
         for key in (key for key in numbers if key.partition("/")[0] == name):
