@@ -349,9 +349,7 @@ class Mesh:
     def naming(self, ranks: Iterable[int], patient: bool = True) -> Iterator[None]:
         """Turns what a broken connection or a wait in vain raises into an error that names those waited for.
 
-        Args:
-            ranks: World ranks that take part; this one may be among them.
-            patient: They are waited for in a group with `patience_s`, between steps.
+        World ranks take part, this one perhaps among them; `patient`, in a group with `patience_s`, between steps.
         """
         started_s, limit_s = time.monotonic(), self.patience_s if patient else self.timeout_s
         try:
@@ -485,7 +483,7 @@ def connected_group(
     Args:
         ranks: World ranks of the group; None for all.
         backend: "gloo", or "nccl", whose communicators are made by their first message.
-        timeout: How long a wait in the group may last.
+        timeout: Limit of a wait in the group.
         members_only: Only these ranks call it; else every rank of the world must.
     """
     if backend != "gloo":

@@ -186,12 +186,8 @@ def pickled_value(
 ) -> tuple[PickledValue, list[Tensor]]:
     """Returns a value for other ranks: a pickle, and its tensors, which travel outside it.
 
-    Tensors that are not dense, and those of classes of their own, stay in the pickle.
-
-    Args:
-        value: Whatever can be pickled.
-        device: Of this rank, for which receivers take theirs.
-        keeps_gradients: Tensors need gradients where they do here; else none does.
+    Tensors that are not dense, and those of classes of their own, stay in the pickle. Receivers take their device
+    for that of this rank. With `keeps_gradients` tensors need gradients where they do here; else none does.
 
     Raises:
         Exception: It cannot be pickled; of any type, from code of the value's own.

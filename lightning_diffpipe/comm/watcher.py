@@ -287,12 +287,8 @@ class Watcher:
             failure = f"{text}; its own error says more"
         if self._signal_phase:
             failure = "it got SIGTERM"
-        self.publish(
-            failure=failure,
-            follows=follows,
-            phase=getattr(error, "_phase", self.phase),
-            signal=self._signal_phase,
-        )
+        phase = getattr(error, "_phase", self.phase)
+        self.publish(failure=failure, follows=follows, phase=phase, signal=self._signal_phase)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -374,12 +370,7 @@ class Watcher:
     def wait(
         self, arrived: Callable[[], bool], what: str, give_up: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits, for as long as the other ranks live.
-
-        Args:
-            arrived: Whether the wait is over.
-            what: Is waited for, for messages.
-            give_up: Called once, if the others have not arrived a little later.
+        """Waits for `what` while the other ranks live; calls `give_up` once if that takes a little longer.
 
         Raises:
             PipelineTimeoutError: A rank is lost; or it lives, but has made no step for `timeout_s`, or no sign of

@@ -41,12 +41,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 def in_own_memory(
     parameters: Iterable[Tensor], others: Callable[[], Sequence[Tensor | None]]
 ) -> Iterator[None]:
-    """Runs a backward inside; copies first gradients that share memory afterwards.
-
-    Args:
-        parameters: Get gradients inside.
-        others: Asked afterwards for tensors that must not change with a gradient.
-    """
+    """Runs a backward inside; then copies first gradients of parameters that share memory, also with `others`."""
     first = [parameter for parameter in parameters if parameter.grad is None]
     yield
     taken = set(map(_memory, others())) if first else set()
@@ -111,14 +106,10 @@ def input_gradients(
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
     others = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
+    ends, given = [r for r, _ in starts], [f for _, f in starts]
+    wanted = [*inputs, *edges, *early]
     try:
-        found = torch.autograd.grad(
-            [r for r, _ in starts],
-            [*inputs, *edges, *early],
-            [f for _, f in starts],
-            retain_graph=True,
-            allow_unused=True,
-        )
+        found = torch.autograd.grad(ends, wanted, given, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

@@ -228,8 +228,7 @@ class CallTree(TorchDispatchMode):
     """Records the tree of module calls and their costs.
 
     Args:
-        look: What shall be recorded of arguments and output of a call.
-        repeats: Recognises calls that have run in other places.
+        look: Returns the record of a call, from its arguments and output.
 
     Attributes:
         names: The modules that were called, in order.

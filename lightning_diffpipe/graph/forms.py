@@ -183,8 +183,8 @@ class FormView(View):
     ) -> StepForm | None:
         """Returns the call sequence if random numbers are extremes; None if they cannot be, or on an error."""
         extremes = rng.Extremes(sides)
-        with rng.preserved(host=True), self.restored.preserved(), contextlib.suppress(Exception):
-            rng.seed_all(seed, host=True)
+        sampling = rng.isolated_random_numbers(seed)
+        with sampling, self.restored.preserved(), contextlib.suppress(Exception):
             with extremes:
                 form = self._walked(self._run(None), call, seed)
             return form if extremes.sees_all else None
@@ -211,8 +211,7 @@ class FormView(View):
     ) -> tuple[StepForm, Exemplar]:
         """Returns the call sequence of one microbatch, and its exemplar; arguments as for `form_of`."""
         run, counted = self._run(None), self._counters.capture()
-        with rng.preserved(host=True), self.restored.preserved():
-            rng.seed_all(seed, host=True)
+        with rng.isolated_random_numbers(seed), self.restored.preserved():
             before = rng.host_state()
             reads: list[tuple[int, bool, _Number]] = []
 

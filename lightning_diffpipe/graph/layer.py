@@ -58,14 +58,8 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor, rows: int | None = None) -> TensorSpec:
         """Describes a tensor."""
-        return cls(
-            tuple(tensor.shape),
-            dense_stride(tensor),
-            tensor.dtype,
-            tensor.device.type,
-            tensor.requires_grad,
-            rows,
-        )
+        layout = tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device.type
+        return cls(*layout, tensor.requires_grad, rows)
 
     @property
     def nbytes(self) -> int:

@@ -530,11 +530,7 @@ def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Gives placeholders values inside; after it they are the placeholders that they were.
-
-    Args:
-        values: By placeholder, of its shape and dtype, on its device.
-    """
+    """Gives placeholders values inside, of their shape and dtype and on their device."""
     with torch._C.DisableTorchFunction():
         empty = [parameter.data for parameter in values]
     before = {parameter: _hold(parameter, value) for parameter, value in values.items()}

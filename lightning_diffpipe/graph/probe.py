@@ -190,11 +190,9 @@ def _traced(
     seed: int = 0,
 ) -> LayerGraph:
     """Traces the step of a known graph with other layers; random streams are seeded as in that graph."""
-    return _in_some_mode(
-        _how_known(graph),
-        StepProbe(root, step, batch, seed, form=graph.form),
-        lambda run: run.trace(layers, containers, known=graph),
-    )
+    subject = StepProbe(root, step, batch, seed, form=graph.form)
+    trace = lambda run: run.trace(layers, containers, known=graph)
+    return _in_some_mode(_how_known(graph), subject, trace)
 
 
 def _how_known(graph: LayerGraph) -> Mode:

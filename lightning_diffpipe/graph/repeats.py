@@ -70,10 +70,7 @@ class Known:
 
 
 class Repeats:
-    """Recognises calls of modules that have run with equal ones in their place.
-
-    Args:
-        names: The modules whose calls may be seen.
+    """Recognises calls of modules, of those in `names`, that have run with equal ones in their place.
 
     Attributes:
         candidates: Names of the modules of which there are others that are equal: outermost ones.

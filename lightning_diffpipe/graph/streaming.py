@@ -92,11 +92,8 @@ class WeightStream:
     Args:
         layers: Offloaded parameters by layer, whose values are pinned if the device is a GPU.
         stages: Streamed layers by stage, in the order of the forward.
-        device: Where layers run.
 
     Attributes:
-        layers: As given.
-        stages: As given.
         slot_bytes: Bytes of both slots.
         num_bytes_copied: Bytes copied to the device so far.
     """

@@ -120,13 +120,11 @@ class Tracer:
     """Runs a step once and keeps what its layers read.
 
     Args:
-        module: The module that runs, real or a fake copy of `original`.
+        module: Real, or a fake copy of `original`.
         layers: Modules whose outermost calls are layers.
-        containers: Expanded modules.
         known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them sample random
             numbers; None: these are the finest, and that is to be found out.
         watched: Modules whose calls are recorded besides.
-        repeats: Recognises calls that have run in other places.
 
     Attributes:
         names: The modules that were called, in order.
@@ -356,14 +354,9 @@ def _notes_of(
     read = observed.read | set(map(storage_key, tensors_in(out)))  # also what is passed through
     if read - observed.made - {*leaves.values(), *state.values()}:
         return None
-    return _CallNotes(
-        tuple(i for i, key in leaves.items() if key in read),
-        tuple(name for name, key in state.items() if key in read),
-        observed.cost,
-        observed.drew,
-        names,
-        fine_names,
-    )
+    arguments = tuple(i for i, key in leaves.items() if key in read)
+    own = tuple(name for name, key in state.items() if key in read)
+    return _CallNotes(arguments, own, observed.cost, observed.drew, names, fine_names)
 
 
 def leading_dims(tree: Any) -> list[Any]:

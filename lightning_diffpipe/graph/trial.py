@@ -38,8 +38,7 @@ _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class _Forwarding(OrderedDict[int, Callable[..., Any]]):
     """A mapping that is empty for torch, and forwards what is registered or removed to the hooks that it replaces.
 
-    Args:
-        hooks: Those replaced. They refer to this, as the handles that `register_hook` returns do so weakly.
+    These refer to it, as the handles that `register_hook` returns do so weakly.
     """
 
     def __init__(self, hooks: Any) -> None:

@@ -13,12 +13,6 @@ from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
-__all__ = [
-    "Cluster",
-    "Link",
-    "ModelProfile",
-    "PipelinePlan",
-    "PlanOptions",
-    "find_plan",
-    "simulate",
-]
+__all__ = (
+    "Cluster", "Link", "ModelProfile", "PipelinePlan", "PlanOptions", "find_plan", "simulate",
+)  # fmt: skip

@@ -321,12 +321,8 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
     for p in placed:
         if p.gap_s is None:
             after[p.piece.rank] += p.duration_s
-    return Filled(
-        replace(schedule, programs=tuple(programs)),
-        tuple(p.piece for p in placed),
-        tuple(p.duration_s for p in placed),
-        max(after),
-    )
+    pieces, piece_s = tuple(p.piece for p in placed), tuple(p.duration_s for p in placed)
+    return Filled(replace(schedule, programs=tuple(programs)), pieces, piece_s, max(after))
 
 
 def fill_by_shares(

@@ -96,11 +96,8 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
                 if stop_s > now_s:
                     spans.append(Span(peer, met, now_s, stop_s))
             continue
-        instruction, made = next(
-            pair
-            for pair in todo[rank]
-            if not isinstance(pair[0], (ExchangeFrozen, ReduceGradients))
-        )
+        alone = (pair for pair in todo[rank] if not isinstance(pair[0], _COLLECTIVES))
+        instruction, made = next(alone)
         stop_s = now_s
         if isinstance(instruction, (Staged, Encode)):
             stop_s += costs.compute_s(outline.works[work])
@@ -164,6 +161,7 @@ Meeting = tuple[Instruction, tuple[int, ...]]
 """A collective and the ranks that take part."""
 
 _NO_WORK, _MEETS = -1, -2
+_COLLECTIVES = (ExchangeFrozen, ReduceGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +257,10 @@ def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
         for rank, (program, at) in enumerate(zip(schedule.programs, position, strict=True))
         if at < len(program)
     }
+    works, counts = tuple(numbers.works), (numbers.num_sent, len(numbers.edges))
+    messages = tuple(message for _, message in numbers.messages.values())
     return Outline(
-        schedule.num_ranks,
-        tuple(order),
-        tuple(numbers.works),
-        tuple(message for _, message in numbers.messages.values()),
-        meetings,
-        numbers.num_sent,
-        len(numbers.edges),
-        stuck,
+        schedule.num_ranks, tuple(order), works, messages, meetings, *counts, stuck=stuck
     )
 
 

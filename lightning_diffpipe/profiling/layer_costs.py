@@ -240,15 +240,9 @@ def _encoders(
         entries, claimed = [], set[str]()
         for layer in layers:
             own, claimed = layer.parameters - claimed, claimed | layer.parameters
-            entries.append(
-                EncoderLayerProfile(
-                    layer.name,
-                    costs[layer.index].forward_s,
-                    sum(sizes.get(key, 0) for key in own),
-                    graph.output_bytes(layer) // samples,
-                    layer.cost_flops // samples,
-                )
-            )
+            held, forward_s = sum(sizes.get(key, 0) for key in own), costs[layer.index].forward_s
+            per_sample = graph.output_bytes(layer) // samples, layer.cost_flops // samples
+            entries.append(EncoderLayerProfile(layer.name, forward_s, held, *per_sample))
         inputs = tuple(sorted((needed - {name}) & earlier))
         profiles.append(EncoderProfile(name, tuple(entries), inputs))
     return tuple(profiles)

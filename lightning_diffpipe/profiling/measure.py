@@ -510,16 +510,9 @@ def equal_layers(graph: LayerGraph, module: nn.Module) -> list[list[int]]:
         ]
         # The first trained layer passes no gradient on, which saves a third of its work.
         passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
-        work = (
-            layer.cost_flops,
-            layer.frozen,
-            layer.carries_gradient,
-            passes_gradient,
-            tuple(sorted(shapes)),
-            tuple(outputs),
-            len(graph.stream(layer.index)),
-        )
-        groups.setdefault(work, []).append(layer.index)
+        kind = layer.cost_flops, layer.frozen, layer.carries_gradient, passes_gradient
+        tensors = tuple(sorted(shapes)), tuple(outputs), len(graph.stream(layer.index))
+        groups.setdefault((kind, tensors), []).append(layer.index)
     return list(groups.values())
 
 

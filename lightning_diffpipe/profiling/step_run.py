@@ -169,13 +169,8 @@ def middle(steps: Sequence[StepTimes]) -> StepTimes:
     num_layers = len(steps[0].inside)
     *forward, tail = typical([(*step.before, *step.inside, step.tail) for step in steps])
     *backward, backward_tail = typical([(*step.backward, step.backward_tail) for step in steps])
-    return StepTimes(
-        tuple(forward[:num_layers]),
-        tuple(forward[num_layers:]),
-        tail,
-        tuple(backward),
-        backward_tail,
-    )
+    before, inside = tuple(forward[:num_layers]), tuple(forward[num_layers:])
+    return StepTimes(before, inside, tail, tuple(backward), backward_tail)
 
 
 def typical(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -440,12 +435,8 @@ class OneByOneRun(StepRun):
 
     def _steps(self, backward: int) -> list[StepTimes]:
         nothing = (0.0,) * len(self._names)
-        return [
-            StepTimes(
-                nothing, tuple(s[0] for s in step), 0.0, tuple(s[backward] for s in step), 0.0
-            )
-            for step in zip(*self._seconds, strict=True)
-        ]
+        steps = (tuple(zip(*step, strict=True)) for step in zip(*self._seconds, strict=True))
+        return [StepTimes(nothing, step[0], 0.0, step[backward], 0.0) for step in steps]
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))

@@ -77,11 +77,8 @@ class Occupation:
     def __str__(self) -> str:
         lines = []
         for rank, (busy_s, idle_s) in enumerate(zip(self.busy_s, self.idle_s, strict=True)):
-            parts = (
-                (self.before_s, "before the pipeline"),
-                (self.filled_s, "in bubbles"),
-                (self.leftover_s, "left over"),
-            )
+            places = "before the pipeline", "in bubbles", "left over"
+            parts = zip((self.before_s, self.filled_s, self.leftover_s), places, strict=True)
             frozen = [f"{seconds(each[rank])} {where}" for each, where in parts if each[rank]]
             text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
             share = percent(idle_s / self.iteration_s) if self.iteration_s else "0%"
@@ -423,12 +420,9 @@ def typical_step(samples: Sequence[MeasuredStep]) -> MeasuredStep:
 def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
     """Returns the difference in words, what each rank did, and both timelines, of a typical step."""
     measured = typical_step(samples).timeline
-    gap = explain_gap(
-        plan,
-        measured,
-        statistics.median(sample.after_s for sample in samples),
-        statistics.median(sample.loading_s for sample in samples),
-    )
+    after_s = statistics.median(sample.after_s for sample in samples)
+    loading_s = statistics.median(sample.loading_s for sample in samples)
+    gap = explain_gap(plan, measured, after_s, loading_s)
     lines = [str(gap), "", str(occupation(measured))]
     if plan.costs is None:
         return "\n".join(lines)

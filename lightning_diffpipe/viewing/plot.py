@@ -39,12 +39,7 @@ COLORS: dict[type[Instruction], str] = {
 
 
 def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -> None:
-    """Draws timelines below each other, on one scale of time.
-
-    Args:
-        timelines: By name, for example `{"planned": ..., "measured": ...}`.
-        path: File to write; the ending chooses the format.
-        title: Written above the image.
+    """Draws timelines, by name, below each other on one scale of time, to a file whose ending chooses the format.
 
     Raises:
         ConfigurationError: No image is written with that ending.

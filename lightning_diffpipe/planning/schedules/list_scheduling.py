@@ -153,12 +153,12 @@ class ListScheduling:
         return needs is None or self.ended.get(needs, math.inf) <= self.now
 
 
-def _down_and_up(num_stages: int, num_ranks: int, *, apart: bool = False) -> Placement:
-    """Places stages down the ranks and up again; `apart`, each way is a chain of its own."""
+def _down_and_up(num_stages: int, num_ranks: int, *, opposite: bool = False) -> Placement:
+    """Places stages down the ranks and up again; if `opposite`, each way is a chain of its own."""
     starts, down = range(0, num_stages, num_ranks), range(num_ranks)
     ways = [(down, down[::-1])[number % 2] for number in range(len(starts))]
     stage_ranks = tuple((rank,) for way in ways for rank in way)
-    return Placement(stage_ranks, first_stages=tuple(starts) if apart else (0,))
+    return Placement(stage_ranks, first_stages=tuple(starts) if opposite else (0,))
 
 
 def _found_once(programs: Callable[..., Programs]) -> Callable[..., Program]:
@@ -263,7 +263,7 @@ def _bidirectional_program(
 bidirectional = ScheduleSpec(
     "bidirectional",
     _bidirectional_program,
-    place=partial(_down_and_up, apart=True),
+    place=partial(_down_and_up, opposite=True),
     stages_per_rank=(2,),
     opposite=True,
     timed=True,
