@@ -38,7 +38,7 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.versions import bytes_of, circumstances, module_digest, weights_state
+from lightning_diffpipe.graph.versions import bytes_of, circumstances, module_digest, version_of
 
 _VERSION = 2
 
@@ -136,7 +136,9 @@ class LayerMemo:
         """Returns the digest of a layer; None from when its weights change, as each step would need another one."""
         if id(module) in self._digests and _is_away(module):
             return self._digests[id(module)][0]
-        state = weights_state(module)
+        tensors = [*module.parameters(), *module.buffers()]
+        # What changes when one is written, replaced or moved.
+        state = [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
         if id(module) not in self._digests:
             self._digests[id(module)] = module_digest(module), state
         digest, known = self._digests[id(module)]

@@ -92,12 +92,6 @@ def settings_digest(module: nn.Module) -> str:
     return hashlib.sha256(";".join(parts).encode()).hexdigest()
 
 
-def weights_state(module: nn.Module) -> list[tuple[int, int, int]]:
-    """Returns what changes when a weight or buffer is written, replaced or moved."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
-
-
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_A_PLACE = ("name_or_path", "_name_or_path")  # the same weights in another folder are the same
 

@@ -161,10 +161,6 @@ class Cluster:
         """Returns the memory of the ranks at one position of all pipelines: of the smallest of them."""
         return min(self.rank_memory_bytes[position::ranks_per_pipeline], default=self.memory_bytes)
 
-    def slowness_of(self, position: int, ranks_per_pipeline: int) -> float:
-        """Returns how many times as long as the fastest rank those at one position of all pipelines take."""
-        return 1 / min(self.rank_speeds[position::ranks_per_pipeline], default=1.0)
-
     def host_of(self, rank: int) -> int:
         """Returns the host of a rank."""
         return rank // self.ranks_per_host if self.ranks_per_host else 0

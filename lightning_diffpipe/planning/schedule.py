@@ -274,15 +274,6 @@ def _shortest(
     return min(ways)[2] if ways else []
 
 
-def as_placement(stages: int | Placement) -> Placement:
-    """Takes a number of stages for one rank each."""
-    if isinstance(stages, Placement):
-        return stages
-    if stages < 1:
-        raise ScheduleError(f"a pipeline needs at least one stage; got num_stages={stages}")
-    return Placement.of_replicas([1] * stages)
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The programs of all ranks of one pipeline.
@@ -458,9 +449,11 @@ class ScheduleSpec:
         """Makes the programs of all ranks, of stages with one rank each or placed ones.
 
         Raises:
-            ScheduleError: `num_microbatches` is no multiple of the ranks, and has to be.
+            ScheduleError: No stage; or `num_microbatches` is no multiple of the ranks, and has to be.
         """
-        placement = as_placement(stages)
+        if isinstance(stages, int) and stages < 1:
+            raise ScheduleError(f"a pipeline needs at least one stage; got num_stages={stages}")
+        placement = Placement.of_replicas([1] * stages) if isinstance(stages, int) else stages
         num_ranks = placement.num_ranks
         if self.whole_groups and num_microbatches % num_ranks:
             raise ScheduleError(
