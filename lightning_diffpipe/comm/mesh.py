@@ -38,12 +38,7 @@ _CLOCK_TAG, _CLOCK_ROUNDS = 3_888_888, 6
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Pure arithmetic of ranks: who is in which pipeline and holds which stages.
-
-    Attributes:
-        world_size: All ranks.
-        placement: Ranks of each stage, counted inside one pipeline.
-    """
+    """Pure arithmetic of ranks: the pipeline and the stages of each, given the placement inside one pipeline."""
 
     world_size: int
     placement: Placement
@@ -94,9 +89,6 @@ class Mesh:
     """This rank's place in the layout, with the process groups it belongs to.
 
     Attributes:
-        layout: Who is where.
-        rank: World rank of this process.
-        device: Where this rank computes.
         backend: `"gloo"` or `"nccl"`.
         timeout_s: Limit of a wait inside a step, in seconds.
         control: This pipeline's ranks on the host.

@@ -156,11 +156,9 @@ def as_received(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PickledValue:
-    """A value without its tensors, on its way to other ranks.
+    """A value on its way to other ranks, with numbers in place of tensors.
 
-    Attributes:
-        pickled: The value, with numbers in place of tensors.
-        specs: Of these tensors, strides as they are; on the host, or on the device of each rank.
+    Specs of these have strides as they are, on the host, or on the device of each rank.
     """
 
     pickled: bytes

@@ -193,9 +193,7 @@ def close_group(group: dist.ProcessGroup | None) -> None:
 
 def agree(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Returns rank 0's value on every rank."""
-    if group is None:
-        return value
-    return broadcast_object(value, 0, group)
+    return value if group is None else broadcast_object(value, 0, group)
 
 
 def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:

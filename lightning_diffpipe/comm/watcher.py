@@ -93,7 +93,6 @@ class Status:
         refuses: It raised in this turn, and will say what.
         waits: It has been in one wait for other ranks for as long as a rank may be silent.
         process: Its process, by host, processes that see each other, and number.
-        parent: The process that started it.
     """
 
     rank: int = 0
@@ -148,7 +147,6 @@ class Watcher:
     Attributes:
         status: This rank's.
         num_ranks: All that are connected, or shall be.
-        children: Processes that this one has started, by rank.
         at_sigterm: What the handler does: another's; it ends the run; it waits for the other ranks.
         seconds: By phase; until the last one was entered or left by `inside`.
         busy_timeout_s: Longest time in which a rank may give no sign of progress while another waits, in seconds.

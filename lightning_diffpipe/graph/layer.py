@@ -119,7 +119,6 @@ class Layer:
         frozen: Its value depends on no trained parameter, and neither it nor what it reads keeps state, so it may
             be computed in advance, anywhere.
         mutated: Output leaves that code outside writes in place.
-        spec: Tree structure of the output.
         outputs: The leaves of the output: `TensorSpec`, `SameAs`, `Opaque` or a constant.
         argument_rows: For each leaf of (args, kwargs): rows per sample, 0 if shared by all samples, None if no
             tensor. None instead of the tuple if the layer cannot be cut into samples.
@@ -195,12 +194,7 @@ Value = TensorKey | int
 
 @dataclass(frozen=True, slots=True)
 class FoldedOutput:
-    """An output of an expanded container: one tensor, wherever the container lies within one stage.
-
-    Attributes:
-        num_bytes: Its size, for the batch that was probed.
-        parts: What it was made of.
-    """
+    """An output of an expanded container, and its parts: one tensor, where the container lies within one stage."""
 
     call: ContainerCall
     num_bytes: int
@@ -212,8 +206,7 @@ class LayerGraph:
     """Everything the probe found out about one callable and one batch signature.
 
     Attributes:
-        tail_reads: Tensors read by the loss, by what is logged and by other results.
-        tail_parameters: Parameters read there.
+        tail_reads: Tensors read by the loss, by what is logged and by other results; likewise `tail_parameters`.
         trained: Parameters that get a gradient from the loss.
         fine_names: Module of every layer of the fine graph, in call order: the granularity at which random streams
             are seeded and frozen work can pause. Equal to `layer_names` before folding.
@@ -221,8 +214,7 @@ class LayerGraph:
         leaky: Containers that must stay expanded, as tensors leave them by other ways than returning.
         watched: Modules with parameters that the probe never saw called as glue or layer.
         host_random: The step samples from `random` or `numpy.random` as well.
-        signature: Signature of the batch it was probed with; see `batch_signature`.
-        num_samples: Samples in that batch, None if unknown.
+        num_samples: Samples of the batch that was probed, None if unknown.
         mode: "fake", or "real" with the reason.
         streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
             unknown.
@@ -230,7 +222,6 @@ class LayerGraph:
             fine graph inside and one past the last; None if the step runs otherwise then, or fails, or if that of
             another batch told the rows per sample.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
-        glue_parameter_writes: Names of the parameters that glue changes.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
             trace in a probe on the host.
         generators: Generators of random numbers besides the global ones that the step samples from.

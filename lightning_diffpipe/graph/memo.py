@@ -45,12 +45,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """The output of a layer for one sample.
-
-    Attributes:
-        tensors: The sample's rows of each tensor of the output, in order.
-        strides: Strides of each in the output of the whole group.
-    """
+    """The rows of each tensor of a layer's output for one sample, and its strides in that of the whole group."""
 
     tensors: tuple[Tensor, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -77,7 +72,6 @@ class LayerMemo:
     Attributes:
         found: Samples whose output was taken from the store, by layer.
         made: Samples that were computed, by layer.
-        stores: Whether what is computed is stored.
         loaded: Gives the parameters of a layer their values inside, if they are offloaded.
     """
 

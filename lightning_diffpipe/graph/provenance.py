@@ -57,12 +57,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Hooked:
-    """Tag of what glue put a gradient hook on.
+    """Tag of a tensor with a gradient hook of glue; hooks are numbered.
 
-    Attributes:
-        made: The layer that was to come when the tensor was made, or an earlier one.
-        hooked: The layer that was to come when the hook was put.
-        number: Distinguishes hooks.
+    `made` is the layer that was to come when the tensor was made, or an earlier one, `hooked` that when the hook
+    was put.
     """
 
     made: int
@@ -72,12 +70,7 @@ class Hooked:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Folded:
-    """Tag of what a container returned.
-
-    Attributes:
-        index: Position in `Provenance.folded`.
-        tags: What it was made of, down to layers and parameters.
-    """
+    """Tag of an output of a container, number `index` of `Provenance.folded`, with the tags of layers in it."""
 
     index: int
     tags: frozenset[Any]
@@ -133,7 +126,6 @@ class Provenance(TorchDispatchMode):
     Attributes:
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
-        folded: What containers returned.
         generators: Those of its own that the step samples from.
         hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.

@@ -443,7 +443,6 @@ class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
-        loss: The loss, on the last stage.
         weight: How much it counts, on the last stage of a step that says so.
         result: All that the step returned, on the last stage.
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
@@ -464,9 +463,7 @@ class StageRun(StubbedRun):
         """Passes logged values on where all that the loss reads is real."""
         if not self._view.cut.is_last or not self._view.cut.sees_all:
             return None
-        if self._log is None:
-            return original(*args, **kwargs)
-        return self._log(method, args, kwargs)
+        return original(*args, **kwargs) if self._log is None else self._log(method, args, kwargs)
 
     def received(self, layer: Layer, leaf: int) -> Tensor:
         """Returns a received tensor as a leaf of this stage's autograd graph."""

@@ -80,11 +80,9 @@ class CostModel:
     """A profile on a cluster.
 
     Attributes:
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, 2 for Adam; likewise averages.
         is_folded: Layers stand for all calls of theirs in several passes.
-        averages_bytes_factor: Bytes of averaged weights for each byte of gradient.
         shards_optimizer: The ranks that hold a stage share its optimizer state.
-        recomputes: Some layer is recomputed.
     """
 
     profile: ModelProfile
@@ -361,7 +359,6 @@ class PipelineCosts:
     """Costs of one of several equal pipelines, in seconds.
 
     Attributes:
-        sizes: Samples of each microbatch.
         forward_s: By stage and microbatch, as all tables here.
         weight_gradient_s: The part of it that is `BackwardWeight`.
         activation_s: Time on the link of the activation that this stage reads.

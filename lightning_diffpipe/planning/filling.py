@@ -261,7 +261,6 @@ class Filled:
 
     Attributes:
         schedule: The programs, with `Encode` and a final `ExchangeFrozen`.
-        pieces: The pieces that `Encode` names.
         leftover_s: Time after the pipeline, on the rank with most of it.
     """
 

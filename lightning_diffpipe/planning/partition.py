@@ -38,7 +38,6 @@ class Stage:
 
     Attributes:
         index: Position in the pipeline; stage 0 reads the noisy latent.
-        backbone: Name of the backbone the layers belong to.
         num_replicas: Ranks that hold a copy and take the microbatches in turn.
         ranks: Their positions in the pipeline; empty means those after the ranks of the stage before.
             Named where one rank holds several stages.
@@ -121,12 +120,7 @@ StageCost = Callable[[int, int, int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A way to cut a chain.
-
-    Attributes:
-        slowest_s: W, the largest stage time.
-        sync_s: Y, the longest synchronisation that nothing hides.
-    """
+    """A way to cut a chain, with W, the time of the slowest stage, and Y, the longest sum that nothing hides."""
 
     slowest_s: float
     sync_s: float

@@ -61,7 +61,6 @@ class Planned:
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
         peak_memory_bytes: By rank of a pipeline; empty where it is not known, in plans written by hand.
-        samples_per_s: Samples of all pipelines per second.
         sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None where it is
             not known.
         chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
@@ -128,7 +127,6 @@ class PipelinePlan:
 
     Attributes:
         options: All choices, none of them `"auto"`.
-        stages: The stages of one pipeline, in order.
         programs: Compute instructions of the ranks of one pipeline; frozen work included.
         costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.

@@ -37,10 +37,9 @@ FORMAT = "diffpipe-profile/1"
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A time that depends on the number of samples: measured points, linear between and beyond.
+    """A time that depends on the number of samples: points `(samples, seconds)`, linear between and beyond.
 
-    Attributes:
-        points: `(samples, seconds)`, ascending in samples. One point alone means proportional.
+    They ascend in samples. One point alone means proportional.
 
     Example:
         >>> Seconds(((1, 0.002), (4, 0.008))).at(2)
@@ -118,8 +117,7 @@ class LayerProfile:
 
     Attributes:
         name: Dotted name of the module, or several joined by `+`.
-        backward_s: Whole backward of a microbatch.
-        weight_gradient_s: The part of it that only makes weight gradients; None if not measured.
+        weight_gradient_s: The part of the backward that only makes weight gradients; None if not measured.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
@@ -300,12 +298,7 @@ class EncoderLayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class FrozenResult:
-    """Tensors of a frozen encoder that the backbone reads.
-
-    Attributes:
-        readers: Positions of the backbone's layers that read them, ascending; those of several backbones are
-            counted on.
-    """
+    """Tensors of a frozen encoder, and positions of their readers, ascending; several backbones are counted on."""
 
     bytes_per_sample: int
     readers: tuple[int, ...]

@@ -45,12 +45,7 @@ from lightning_diffpipe.planning.instruction import (
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One tensor list that travels between ranks.
-
-    Attributes:
-        stage: The stage that reads it.
-        to_rank: Rank that reads it; equal to `from_rank` when nothing has to travel.
-    """
+    """Tensors that travel to the rank and the stage that read them; nowhere where that is the rank they are on."""
 
     kind: Kind
     stage: int
@@ -192,12 +187,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of one tensor.
-
-    Attributes:
-        sent_to: Stages to which the stage before sends it.
-        handed: Pairs of stages on one rank: the second has it from the first.
-    """
+    """The way of one tensor: stages to which that before sends it, and pairs on one rank that have it together."""
 
     sent_to: tuple[int, ...]
     handed: tuple[tuple[int, int], ...]
@@ -278,9 +268,7 @@ def _shortest(
 class Schedule:
     """The programs of all ranks of one pipeline.
 
-    Attributes:
-        num_microbatches: Microbatches of each backbone.
-        starts: By microbatch the first stage it runs, where some leave passes out; empty: stage 0.
+    `starts` are by microbatch the first stage it runs, where some leave passes out; empty: stage 0.
     """
 
     placement: Placement
@@ -399,7 +387,6 @@ class ScheduleSpec:
     """One schedule; calling it with stages, or a placement, and a number of microbatches makes a `Schedule`.
 
     Attributes:
-        name: As options and plans write it.
         program: The program of one rank alone, given where stages run, how many microbatches there are, and
             the rank; if `timed` also `ticks=`, the times of the stages.
         place: Where so many stages run on so many ranks; None if every stage has ranks of its own, in

@@ -51,11 +51,9 @@ MIN_FLOPS_PER_BYTE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Observations of the layers of a folded graph while they ran.
+    """Names of layers of a folded graph, by what was seen of them.
 
-    Attributes:
-        steady: Names of those whose arguments do not follow noise or timesteps.
-        mixing: Names of those that give other values for single samples than for all.
+    Arguments of `steady` ones do not follow noise or timesteps; `mixing` ones differ for single samples.
     """
 
     steady: frozenset[str]

@@ -96,8 +96,6 @@ class Subject:
 
     Attributes:
         batch: A batch at least as large as the largest sample count.
-        graph: Its layers, unfolded, as `probe` found them.
-        device: Where to measure.
         sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.

@@ -59,9 +59,7 @@ class StepTimes:
     """Seconds of one step, layer by layer.
 
     Attributes:
-        before: Glue before each layer.
-        inside: Forward of each layer.
-        tail: Glue after the last one.
+        before: Glue before each layer; `tail` after the last.
         backward: Backward of each layer with the glue that feeds it; 0 where no gradient arrives.
         backward_tail: Backward of the glue after the last layer.
     """

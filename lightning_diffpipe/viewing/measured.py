@@ -255,7 +255,6 @@ class Gap:
 
     Attributes:
         pipeline_s: The measured timeline's length.
-        step_s: The whole measured step.
         planned_ratio: Bubble ratio of the plan.
         parts: They add up to `step_s - planned_s`.
         unfilled_s: Step time of the pipeline without filling, simulated with the measured

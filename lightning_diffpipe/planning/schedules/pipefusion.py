@@ -75,9 +75,7 @@ class PipeFusionPlan:
     @property
     def num_synchronous(self) -> int:
         """Steps that compute all tokens at once."""
-        if self.num_patches == 1:
-            return self.num_steps
-        return min(self.warmup_steps, self.num_steps)
+        return self.num_steps if self.num_patches == 1 else min(self.warmup_steps, self.num_steps)
 
     def may_be_last_synchronous(self, step: int) -> bool:
         """Returns whether patches may flow in the step after this one, which then reads what this one leaves."""
