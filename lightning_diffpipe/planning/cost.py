@@ -472,6 +472,11 @@ class PipelineLinks:
         count, speeds = self.placement.num_ranks, self.cluster.rank_speeds
         return tuple(1 / min(speeds[position::count], default=1.0) for position in range(count))
 
+    @cached_property
+    def stage_slowness(self) -> tuple[float, ...]:
+        """The same of each stage: of its slowest rank."""
+        return tuple(max(self.slowness[rank] for rank in own) for own in self.placement.stage_ranks)
+
     def all_gather_s(self, num_bytes: float) -> float:
         """Returns seconds for bytes from all ranks of a pipeline to all of them: half an all-reduce."""
         group = tuple(range(self.placement.num_ranks))
@@ -496,10 +501,8 @@ def pipeline_costs(
         of_size = {size: slowness * seconds(size) for size in distinct}
         return tuple([of_size[size] for size in sizes])
 
-    slowest = [max(links.slowness[rank] for rank in own) for own in placement.stage_ranks]
-
     def table(seconds: Callable[[LayerRun, float], float]) -> Table:
-        pairs = zip(runs, slowest, strict=True)
+        pairs = zip(runs, links.stage_slowness, strict=True)
         return tuple([row(partial(seconds, run), factor) for run, factor in pairs])
 
     crossing = model.crossing_bytes(runs, placement)
