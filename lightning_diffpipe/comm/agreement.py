@@ -1,4 +1,4 @@
-"""How all ranks of a run decide together between two steps: yes or no, whether to stop, whether to validate.
+"""Decisions of all ranks of a run between two steps: yes or no, whether to stop, whether to validate.
 
 The answer travels along a tree, on the host, and comes from rank 0:
 
@@ -10,8 +10,8 @@ The answer travels along a tree, on the host, and comes from rank 0:
 Every rank waits for the answer from above, and none for requests from below: they are read in the next round, when
 they have long arrived. So a rank that is still busy with the step before delays none that has work to do.
 
-Between steps ranks may be busy for long, saving or drawing. Rank 0, which does most of that, is waited for here, as
-patiently as for weights; another rank is missed in the step, after `timeout_s`. One that is gone is missed at once.
+Between steps ranks may be busy for long, saving or sampling. Rank 0, which does most of that, is waited for as
+patiently as for weights here; another is missed in the step, after `timeout_s`. One that is gone is missed at once.
 """
 
 import datetime

@@ -1,7 +1,7 @@
-"""How fast the ranks that are present talk to each other, and read host memory: as a `Cluster`.
+"""Speeds at which the ranks that are present talk to each other, and read host memory: as a `Cluster`.
 
 Point-to-point: a message goes there and back again between two ranks, in several sizes; half of that is
-one way, from tensors to tensors: packing them into one buffer and taking them apart belongs to a message as much
+one way, from tensors to tensors: packing them into one buffer and unpacking them belongs to a message as much
 as the wire does. All-reduce: all ranks sum a buffer. Where there are several hosts, either is timed inside the
 first one and between hosts. Through the medians of each size goes the line `latency + bytes / bandwidth`, fitted
 so that relative errors count, since small messages matter as much as large ones. All ranks take part and all
@@ -84,9 +84,8 @@ def measure_cluster(
     )
     cluster = with_memory(cluster, group, device)
     dist.barrier(group)  # all copy at once, as they do in training
-    cluster = replace(
-        cluster, host_bytes_per_s=min(gathered_objects(host_bytes_per_s(device), group))
-    )
+    rate = min(gathered_objects(host_bytes_per_s(device), group))
+    cluster = replace(cluster, host_bytes_per_s=rate)
     return broadcast_object(cluster, dist.get_global_rank(group, 0), group)
 
 
@@ -142,9 +141,8 @@ class _TensorSets:
         self.device = device
         sets = max(1, min(_MAX_REPEATS, _CACHED_BYTES // size))
         shape = (_NUM_TENSORS, size // (4 * _NUM_TENSORS))
-        self._sets = itertools.cycle(
-            [torch.zeros(shape, device=device).unbind() for _ in range(sets)]
-        )
+        tensors = [torch.zeros(shape, device=device).unbind() for _ in range(sets)]
+        self._sets = itertools.cycle(tensors)
         self.layout = MessageLayout.of([TensorSpec.of(tensor) for tensor in next(self._sets)])
 
     def packed(self) -> torch.Tensor:
@@ -195,9 +193,8 @@ class _LinkBench:
                 if self._rank < num_ranks:
                     dist.all_reduce(buffer, group=group)
 
-            times = self._times(
-                summed, lambda size: torch.zeros(size // 4, device=self._device), budget_s
-            )
+            make = lambda size: torch.zeros(size // 4, device=self._device)
+            times = self._times(summed, make, budget_s)
         return fit_link([(2 * (num_ranks - 1) / num_ranks * size, s) for size, s in times])
 
     @contextlib.contextmanager
@@ -229,9 +226,8 @@ class _LinkBench:
             timed_s = partial(self._timed_s, partial(run, make(size)))
             timed_s()  # warm-up: connections are made
             wanted = int(each_s / max(timed_s(), 1e-6))
-            repeats = torch.tensor(
-                [min(max(wanted, _MIN_REPEATS), _MAX_REPEATS)], device=self._device
-            )
+            wanted = min(max(wanted, _MIN_REPEATS), _MAX_REPEATS)
+            repeats = torch.tensor([wanted], device=self._device)
             dist.broadcast(repeats, src=self._ranks[0], group=self._group)
             medians_s.append((size, statistics.median(timed_s() for _ in range(int(repeats)))))
             del timed_s  # and its load, before the next one is made

@@ -1,4 +1,4 @@
-"""How the ranks of one sampler talk: tensors of known shapes between positions 0 .. N - 1.
+"""Messages between the ranks of one sampler: tensors of known shapes between positions 0 .. N - 1.
 
 Both ends of a message know its shape, dtype and turn, so no header travels. Receives are posted early and
 sends keep their buffer until it has left. Everything is point-to-point: an all-gather is one message to each
@@ -63,13 +63,7 @@ _TURNS = 1 << 20
 
 @dataclass
 class Traffic:
-    """Bytes and messages of one rank, counted where they are sent and received, by kind.
-
-    Attributes:
-        bytes_sent: Payload bytes put on the wire.
-        bytes_received: Payload bytes taken from it.
-        messages_sent: Messages put on the wire.
-    """
+    """Bytes of payload and messages of one rank, counted where they are sent and received, by kind."""
 
     bytes_sent: Counter[str] = field(default_factory=Counter)
     bytes_received: Counter[str] = field(default_factory=Counter)
@@ -102,10 +96,7 @@ class Links(Protocol):
     """One position's way to all others.
 
     Attributes:
-        rank: This position.
-        num_ranks: All positions.
         device: Where received tensors live.
-        traffic: What was sent and received here.
         occupies_device: Whether receives keep the device busy from when they begin, and so begin late.
     """
 
@@ -126,10 +117,7 @@ class Links(Protocol):
     ) -> dict[int, Incoming]:
         """Starts to send and to receive; all peers concerned do so at the same point of their programs.
 
-        Args:
-            outgoing: Tensors by receiver.
-            shapes: Shapes of what comes, by sender.
-            kind: What it is.
+        `outgoing` are tensors by receiver, `shapes` those of what comes, by sender.
         """
         # One by one, as receives that have started are in nobody's way.
         incoming = {peer: self.receive(shape, peer, kind) for peer, shape in shapes.items()}
@@ -157,9 +145,8 @@ def start_all_gather(
     peers = [rank for rank in range(links.num_ranks) if rank != links.rank]
     expected = {rank: shapes[rank] for rank in peers}
     incoming = links.start_exchange(dict.fromkeys(peers, tensor), expected, kind)
-    return lambda: [
-        tensor if rank == links.rank else incoming[rank].wait() for rank in range(links.num_ranks)
-    ]
+    ranks = range(links.num_ranks)
+    return lambda: [tensor if rank == links.rank else incoming[rank].wait() for rank in ranks]
 
 
 def exchange(
@@ -212,9 +199,8 @@ class ProcessLinks(Links):
 
     Attributes:
         ranks: World ranks of the positions, in order.
-        device: Where tensors live.
         backend: "gloo" or "nccl".
-        timeout_s: How long a wait for a message may last.
+        timeout_s: Limit of a wait for a message, in seconds.
         groups: Group of each directed edge (from, to) between positions.
         control: A gloo group of all positions.
         together: A group of all positions in the given backend.
@@ -237,7 +223,7 @@ class ProcessLinks(Links):
         self.occupies_device = self.backend != "gloo"
         self._posted: dict[int, deque[_FromProcess]] = defaultdict(deque)  # not started
         self._streams = SideStreams()
-        self._turns: Counter[tuple[bool, int, str]] = Counter()
+        self._turns: dict[tuple[bool, int, str], Iterator[int]] = defaultdict(itertools.count)
         self._held: deque[tuple[dist.Work, Sequence[Tensor]]] = deque()
         # gloo moves host memory only; tensors of a GPU then travel by way of the host.
         self._by_host = self.backend == "gloo" and self.device.type != "cpu"
@@ -261,9 +247,9 @@ class ProcessLinks(Links):
             groups_of_ranks: Disjoint groups; this rank must be in one of them.
             device: Where tensors of this rank live.
             backend: "gloo" or "nccl".
-            timeout_s: How long a wait for a message may last.
-            patience_s: How long a wait for plain objects may last; long where ranks watch each other, and else as
-                one for a message, if not given.
+            timeout_s: Limit of a wait for a message, in seconds.
+            patience_s: That of a wait for plain objects; long where ranks watch each other, and else as for a
+                message, if not given.
             chained: Messages travel one by one, over NCCL from each position to the next and from the last to all;
                 else it has a communicator only for exchanges of all positions.
 
@@ -323,13 +309,9 @@ class ProcessLinks(Links):
         """Starts sending; the buffer lives until it has left."""
         self.is_under_way = True
         buffer = as_bytes(tensor.cpu() if self._by_host else tensor)
+        group, tag = self.groups[self.rank, to], self._tag(True, to, kind)
         with self._naming(kind, to):  # the peer may have gone since the last message
-            work = dist.isend(
-                buffer,
-                dst=self.ranks[to],
-                group=self.groups[self.rank, to],
-                tag=self._tag(True, to, kind),
-            )
+            work = dist.isend(buffer, self.ranks[to], group=group, tag=tag)
         self._count_sent(buffer, kind)
         self._hold(work, [buffer])
 
@@ -391,13 +373,9 @@ class ProcessLinks(Links):
         """Begins the first posted receive of an edge that has not started."""
         incoming = self._posted[source].popleft()
         memory = self._streams.receiving(source, incoming.buffer, incoming.memory)
+        group, tag = self.groups[source, self.rank], self._tag(False, source, incoming.kind)
         with self._naming(incoming.kind, source), memory:
-            work = dist.irecv(
-                incoming.buffer,
-                src=self.ranks[source],
-                group=self.groups[source, self.rank],
-                tag=self._tag(False, source, incoming.kind),
-            )
+            work = dist.irecv(incoming.buffer, self.ranks[source], group=group, tag=tag)
         incoming.works = [work]
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
@@ -425,9 +403,8 @@ class ProcessLinks(Links):
         padded[: len(packed)] = packed
         found = [torch.empty_like(padded) for _ in self.ranks]
         self._collective(lambda: dist.all_gather(found, padded, group=self.control, async_op=True))
-        return [
-            value_of(_unpickled(each[: int(size)])) for each, size in zip(found, sizes, strict=True)
-        ]
+        values = (each[: int(size)] for each, size in zip(found, sizes, strict=True))
+        return [value_of(_unpickled(each)) for each in values]
 
     def _collective(self, start: Callable[[], dist.Work | None]) -> None:
         with self._naming("plain data", None if self.rank == 0 else 0):
@@ -442,8 +419,7 @@ class ProcessLinks(Links):
         self.is_under_way = False
 
     def _tag(self, sends: bool, peer: int, kind: MessageKind) -> int:
-        turn = self._turns[sends, peer, kind]
-        self._turns[sends, peer, kind] += 1
+        turn = next(self._turns[sends, peer, kind])
         return _KINDS.index(kind) * _TURNS + turn % _TURNS
 
     def _await(self, work: dist.Work, what: str, source: int | None) -> None:

@@ -7,10 +7,11 @@ after the other, whoever they are for: as with one network card in each host, or
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +38,8 @@ class LoopbackNetwork:
     """Positions that are threads of one process.
 
     Attributes:
-        num_ranks: Positions.
-        device: Where tensors live.
-        link: How fast messages leave a rank; None means at once.
-        timeout_s: How long any wait may last.
+        link: Speed at which messages leave a rank; None means at once.
+        timeout_s: Limit of any wait, in seconds.
         links: Of each position.
 
     Example:
@@ -117,13 +116,11 @@ class LoopbackLinks(Links):
         self.num_ranks, self.device = network.num_ranks, torch.device(network.device)
         self.traffic = Traffic()
         self.occupies_device = False
-        self._turns: Counter[tuple[bool, int, str]] = Counter()
+        self._turns: dict[tuple[bool, int, str], Iterator[int]] = defaultdict(itertools.count)
 
     def send(self, tensor: Tensor, to: int, kind: MessageKind) -> None:
         """Puts a copy into the peer's mail."""
-        turn = self._turns[True, to, kind]
-        self._turns[True, to, kind] += 1
-        nbytes = TensorShape.of(tensor).nbytes
+        turn, nbytes = next(self._turns[True, to, kind]), TensorShape.of(tensor).nbytes
         copy = tensor.clone(memory_format=torch.contiguous_format)
         self._network.put((self.rank, to, kind, turn), copy, nbytes)
         self.traffic.bytes_sent[kind] += nbytes
@@ -131,14 +128,12 @@ class LoopbackLinks(Links):
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """Remembers which message is meant."""
-        turn = self._turns[False, source, kind]
-        self._turns[False, source, kind] += 1
-        return _FromThread(self, (source, self.rank, kind, turn), shape, kind)
+        key = source, self.rank, kind, next(self._turns[False, source, kind])
+        return _FromThread(self, key, shape, kind)
 
     def broadcast_object(self, make: Callable[[], Any]) -> Any:
         """Makes an object on position 0 and returns it on all."""
-        turn = self._turns[True, -1, "control"]
-        self._turns[True, -1, "control"] += 1
+        turn = next(self._turns[True, -1, "control"])
         if self.rank == 0:
             outcome = outcome_of(make)
             for peer in range(1, self.num_ranks):

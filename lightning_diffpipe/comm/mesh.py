@@ -1,4 +1,4 @@
-"""Which ranks do what, and the process groups they talk in.
+"""The layout of ranks, and the process groups in which they communicate.
 
 A world of ranks is one or more identical pipelines side by side (data parallelism), and each pipeline
 places its stages on its ranks, a stage perhaps on several:
@@ -32,20 +32,13 @@ from lightning_diffpipe.planning.schedule import Placement
 
 ProcessGroup, Work = dist.ProcessGroup, dist.Work
 
-_WATCHDOG_S = (
-    30.0  # NCCL's, which ends the process, comes after our own error, which says who did not come
-)
+_WATCHDOG_S = 30.0  # after our own error, which names a rank, NCCL's ends the process
 _CLOCK_TAG, _CLOCK_ROUNDS = 3_888_888, 6
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Pure arithmetic of ranks: who is in which pipeline and holds which stages.
-
-    Attributes:
-        world_size: All ranks.
-        placement: Ranks of each stage, counted inside one pipeline.
-    """
+    """Pure arithmetic of ranks: the pipeline and the stages of each, given the placement inside one pipeline."""
 
     world_size: int
     placement: Placement
@@ -83,10 +76,7 @@ class RankLayout:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the stages that a world rank holds."""
-        local = self.local_rank(rank)
-        return tuple(
-            stage for stage, ranks in enumerate(self.placement.stage_ranks) if local in ranks
-        )
+        return self.placement.stages_of(self.local_rank(rank))
 
     def ranks_of_stages(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Returns world ranks, over all pipelines, that hold any of the given stages."""
@@ -99,11 +89,8 @@ class Mesh:
     """This rank's place in the layout, with the process groups it belongs to.
 
     Attributes:
-        layout: Who is where.
-        rank: World rank of this process.
-        device: Where this rank computes.
         backend: `"gloo"` or `"nccl"`.
-        timeout_s: How long any wait of a step may last.
+        timeout_s: Limit of a wait inside a step, in seconds.
         control: This pipeline's ranks on the host.
         transfers: ... where one may be busy for long: for all their weights, and between steps. The others wait
             there for half an hour. One that is gone is missed at once.
@@ -111,7 +98,7 @@ class Mesh:
         pipeline_group: This pipeline's ranks on their devices.
         data_parallel: The ranks at this position in all pipelines, on the host; None of one pipeline.
         evaluation: ... for metrics, as pipelines come to the end of an evaluation at their own pace; none of one.
-        background: All ranks on the host, for a thread of each beside training; None until it is asked for.
+        background: All ranks on the host, for a thread of each during training; None until it is asked for.
         messages: By edge.
     """
 
@@ -138,7 +125,7 @@ class Mesh:
 
     @property
     def patience_s(self) -> float:
-        """How long ranks wait for each other where one may be busy for long, such as between steps."""
+        """Limit of waits for a rank that may be busy for long, as between steps, in seconds."""
         return max(self.timeout_s, watcher.patience_s)
 
     @property
@@ -190,7 +177,7 @@ class Mesh:
     def connect_edges(self, edges: Iterable[tuple[int, int]]) -> None:
         """Makes the groups of edges that this rank has not; every rank of the pipeline must call it at one time.
 
-        A step that takes a form with more calls than were planned sends messages along new edges.
+        A step with more calls than were planned sends messages along new edges.
         """
         assert self.pipeline_group is not None
         for edge in sorted(set(edges) - set(self.messages)):
@@ -265,10 +252,7 @@ class Mesh:
     def put_together(self, pickled: PickledValue, tensors: Sequence[Tensor], owner: int) -> Any:
         """Returns a value that the rank at a position has pickled, on all other ranks of the pipeline; collective.
 
-        Args:
-            pickled: On all ranks.
-            tensors: On the rank that has pickled it; not read elsewhere.
-            owner: That rank.
+        `tensors` are read on that rank, the `owner`, only.
         """
         watcher.note_batch()
         is_owner, works = self.local_rank == owner, []
@@ -307,11 +291,8 @@ class Mesh:
         Returns:
             By position on the first rank of the pipeline; empty elsewhere. A collective call.
         """
-        clock, buffer, group = (
-            time.perf_counter,
-            torch.zeros(1, dtype=torch.float64),
-            self.transfers,
-        )
+        clock, buffer = time.perf_counter, torch.zeros(1, dtype=torch.float64)
+        group = self.transfers
         first, *others = self.pipeline_ranks
         if self.local_rank:
             for _ in range(_CLOCK_ROUNDS):
@@ -360,9 +341,7 @@ class Mesh:
     def naming(self, ranks: Iterable[int], patient: bool = True) -> Iterator[None]:
         """Turns what a broken connection or a wait in vain raises into an error that names those waited for.
 
-        Args:
-            ranks: World ranks that take part; this one may be among them.
-            patient: They are waited for in a group with `patience_s`, between steps.
+        World ranks take part, this one perhaps among them; `patient`, in a group with `patience_s`, between steps.
         """
         started_s, limit_s = time.monotonic(), self.patience_s if patient else self.timeout_s
         try:
@@ -496,7 +475,7 @@ def connected_group(
     Args:
         ranks: World ranks of the group; None for all.
         backend: "gloo", or "nccl", whose communicators are made by their first message.
-        timeout: How long a wait in the group may last.
+        timeout: Limit of a wait in the group.
         members_only: Only these ranks call it; else every rank of the world must.
     """
     if backend != "gloo":
@@ -539,17 +518,11 @@ def is_first_process() -> bool:
 
 
 def open_edge(group: dist.ProcessGroup, source: int, target: int, device: torch.device) -> None:
-    """Passes one byte along a directed edge, so that its communicator exists.
+    """Passes one byte along a directed edge between world ranks, so that its communicator exists.
 
     On NCCL the first message makes it, and the call returns when the other end has made its own. In a
     step one rank may stand in its first receive while the other stands in another one. Called for
     all edges in one order by every rank, it cannot hang.
-
-    Args:
-        group: The group of the edge; not used on other ranks.
-        source: World rank that sends.
-        target: World rank that receives.
-        device: Where messages live.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     if dist.get_rank() == source:

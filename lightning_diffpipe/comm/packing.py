@@ -5,7 +5,7 @@ Sending them one by one costs a rendezvous each, so a message packs them into on
 known on both ends beforehand (shapes, dtypes and strides travel with the layer graph), so no header is ever sent.
 
 Strides stay: `torch.randn_like(x)` fills memory in the order of `x`'s strides, so a receiver that
-laid a tensor out differently would draw other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
+laid a tensor out differently would sample other noise. Sampling needs no strides: its messages (`pack`, `unpack`)
 have no padding either, so that the bytes counted are those of the papers' formulas.
 
 Batches of a data loader, and results of layers in evaluation, are anything that can be pickled. Their tensors
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_diffpipe.graph.layer import TensorSpec
+from lightning_diffpipe.graph.layer import TensorSpec, num_spanned
 
 _DEVICE = "device"  # of a rank, each its own
 _ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any offset
@@ -33,13 +33,7 @@ _ALIGNMENT_BYTES = 16  # the widest element (complex128) may be viewed at any of
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where each tensor lies in the flat buffer of a message.
-
-    Attributes:
-        specs: Shape, strides and dtype of each tensor, in order.
-        offsets_bytes: Start of each tensor in the buffer.
-        num_bytes: Length of the buffer.
-    """
+    """Tensors of a message, in order, with the start of each in its flat buffer, and the length of that."""
 
     specs: tuple[TensorSpec, ...]
     offsets_bytes: tuple[int, ...]
@@ -60,10 +54,6 @@ class MessageLayout:
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Copies tensors into one buffer, or views a single dense tensor without a copy.
-
-        Args:
-            tensors: One tensor for each spec, of its shape and dtype; autograd history is dropped.
-            device: Where the buffer shall live.
 
         Returns:
             A flat `uint8` tensor of `num_bytes` bytes. It may share memory with the only tensor
@@ -133,11 +123,8 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 def unpack(message: Tensor, shapes: Sequence[TensorShape], copy: bool = True) -> list[Tensor]:
     """Returns the tensors of a message.
 
-    Args:
-        message: From `pack`.
-        shapes: Of the tensors.
-        copy: Each in memory of its own, aligned as if it had been computed here; else where they lie, for those who
-            only copy them elsewhere.
+    With `copy` each is in memory of its own, aligned as if it had been computed here; else where they lie, for
+    those who only copy them elsewhere.
     """
     if len(shapes) == 1:
         return [message]
@@ -169,11 +156,9 @@ def as_received(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PickledValue:
-    """A value without its tensors, on its way to other ranks.
+    """A value on its way to other ranks, with numbers in place of tensors.
 
-    Attributes:
-        pickled: The value, with numbers in place of tensors.
-        specs: Of these tensors, strides as they are; on the host, or on the device of each rank.
+    Specs of these have strides as they are, on the host, or on the device of each rank.
     """
 
     pickled: bytes
@@ -199,12 +184,8 @@ def pickled_value(
 ) -> tuple[PickledValue, list[Tensor]]:
     """Returns a value for other ranks: a pickle, and its tensors, which travel outside it.
 
-    Tensors that are not dense, and those of classes of their own, stay in the pickle.
-
-    Args:
-        value: Whatever can be pickled.
-        device: Of this rank, for which receivers take theirs.
-        keeps_gradients: Tensors need gradients where they do here; else none does.
+    Tensors that are not dense, and those of classes of their own, stay in the pickle. Receivers take their device
+    for that of this rank. With `keeps_gradients` tensors need gradients where they do here; else none does.
 
     Raises:
         Exception: It cannot be pickled; of any type, from code of the value's own.
@@ -240,7 +221,7 @@ class _Pickler(pickle.Pickler):
             self._numbers[id(value)] = len(self.tensors)
             self._alive.append(value)
             dense = value.detach()
-            if _reach(dense) > 2 * dense.numel():
+            if num_spanned(dense.shape, dense.stride()) > 2 * dense.numel():
                 dense = dense.contiguous()
             shape, stride = tuple(dense.shape), tuple(dense.stride())
             self.tensors.append(dense)
@@ -261,13 +242,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[stands] if isinstance(stands, int) else stands[0].to(self._device)
 
 
-def _reach(tensor: Tensor) -> int:
-    """Returns from how many elements of memory in a row a tensor takes its own."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Returns the memory in which a tensor lies, with the gaps between its elements; a view."""
-    return tensor.detach().as_strided((_reach(tensor),), (1,)).view(torch.uint8)
+    length = num_spanned(tensor.shape, tensor.stride())
+    return tensor.detach().as_strided((length,), (1,)).view(torch.uint8)

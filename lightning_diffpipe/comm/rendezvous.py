@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, and what they must have in common before there is a pipeline.
+"""The meeting of the processes of a run, and what they must have in common before there is a pipeline.
 
 They meet at a store, where rank 0 says how to connect to it (`watcher.py`):
 
@@ -84,7 +84,7 @@ def rendezvous(
     Args:
         rank: This one.
         num_ranks: All ranks.
-        timeout_s: How long one that has come may be silent.
+        timeout_s: Longest silence of one that has come, in seconds.
         patience_s: After so long it is given up.
         notice_s: After so long a warning names the ranks that have not come.
         watcher: Of this process.
@@ -193,9 +193,7 @@ def close_group(group: dist.ProcessGroup | None) -> None:
 
 def agree(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Returns rank 0's value on every rank."""
-    if group is None:
-        return value
-    return broadcast_object(value, 0, group)
+    return value if group is None else broadcast_object(value, 0, group)
 
 
 def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:

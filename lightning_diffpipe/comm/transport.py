@@ -1,4 +1,4 @@
-"""How messages of training travel between processes.
+"""Messages of training between processes.
 
 A message is known by its `MessageKey`: what it is (activation or gradient), the stage that consumes it
 and its microbatch. Both ends derive from the plan when it is sent and how large it is, so no header
@@ -109,7 +109,7 @@ class Transport:
         """Follows a schedule from now on, when nothing is in flight.
 
         Args:
-            num_stages: Stages of the plan; keeps tags apart.
+            num_stages: Stages of the plan, by which tags differ.
             delivered: By message: what this rank has sent that has arrived when the message has. What no
                 message confirms is stored until `finish`.
             due: By instruction: the receives that begin before it, over NCCL. Others begin when they are
@@ -121,13 +121,9 @@ class Transport:
         """Starts sending to a position of this pipeline; the buffer lives until it has left."""
         if self._stages_on_host:
             buffer = buffer.cpu()
-        mesh = self._mesh
-        work = dist.isend(
-            buffer,
-            dst=mesh.world_rank(to),
-            group=mesh.messages[mesh.local_rank, to],
-            tag=key.tag(self._num_stages),
-        )
+        mesh, tag = self._mesh, key.tag(self._num_stages)
+        group = mesh.messages[mesh.local_rank, to]
+        work = dist.isend(buffer, mesh.world_rank(to), group=group, tag=tag)
         self.num_bytes_sent += buffer.numel()
         self._sent[key] = work, buffer
 
@@ -153,13 +149,11 @@ class Transport:
                 f"rank {mesh.rank} begins to receive {key} of rank {mesh.world_rank(posted.source)} before "
                 f"{first}, which is sent first; the lowering of this schedule is wrong"
             )
+        target = posted.buffer if posted.staging is None else posted.staging
+        source, tag = mesh.world_rank(posted.source), key.tag(self._num_stages)
+        group = mesh.messages[posted.source, mesh.local_rank]
         with self._streams.receiving(posted.source, posted.buffer, posted.memory):
-            work = dist.irecv(
-                posted.buffer if posted.staging is None else posted.staging,
-                src=mesh.world_rank(posted.source),
-                group=mesh.messages[posted.source, mesh.local_rank],
-                tag=key.tag(self._num_stages),
-            )
+            work = dist.irecv(target, source, group=group, tag=tag)
         what = f"{key.kind} of microbatch {key.microbatch}"
         posted.started = _AwaitedWork(self, [work], what, source=posted.source)
         return posted.started
@@ -177,7 +171,7 @@ class Transport:
         if posted.staging is not None:
             posted.buffer.copy_(posted.staging)
         for sent in self._delivered.get(key, ()):
-            # Not every form of a step sends all messages, or the pipeline has been drained since.
+            # Not every call sequence of a step sends all messages, or the pipeline has been drained since.
             if sent in self._sent:
                 work, _ = self._sent.pop(sent)
                 # It is over; on NCCL the stream learns it.
@@ -205,13 +199,10 @@ class Transport:
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> PendingWork:
         """Starts sending and receiving many messages at once, as one group of operations."""
-        staging = [
-            torch.empty_like(parcel.buffer, device="cpu") if self._stages_on_host else parcel.buffer
-            for parcel in receives
-        ]
-        outgoing = [
-            parcel.buffer.cpu() if self._stages_on_host else parcel.buffer for parcel in sends
-        ]
+        staging, outgoing = [parcel.buffer for parcel in receives], [each.buffer for each in sends]
+        if self._stages_on_host:
+            staging = [torch.empty_like(buffer, device="cpu") for buffer in staging]
+            outgoing = [buffer.cpu() for buffer in outgoing]
         operations = [
             *map(self._operation, [dist.isend] * len(sends), sends, outgoing),
             *map(self._operation, [dist.irecv] * len(receives), receives, staging),
@@ -231,13 +222,9 @@ class Transport:
         return self.awaited(works, "frozen results", unstage)
 
     def _operation(self, operation: Any, parcel: Parcel, buffer: Tensor) -> dist.P2POp:
-        return dist.P2POp(
-            operation,
-            buffer,
-            self._mesh.world_rank(parcel.peer),
-            self._mesh.pipeline_group,
-            parcel.key.tag(self._num_stages),
-        )
+        mesh, tag = self._mesh, parcel.key.tag(self._num_stages)
+        peer = mesh.world_rank(parcel.peer)
+        return dist.P2POp(operation, buffer, peer, mesh.pipeline_group, tag)
 
     def finish(self) -> None:
         """Waits until every send has left, and drops their buffers."""

@@ -133,12 +133,9 @@ class SideStreams:
     def receiving(
         self, peer: int, buffer: Tensor, memory: torch.cuda.Event | None
     ) -> Iterator[None]:
-        """Begins operations inside in a stream that waits for the memory of a buffer, and for nothing else.
+        """Begins operations inside in the stream of a peer, which waits for nothing but `memory_of` their buffer.
 
-        Args:
-            peer: Whose stream.
-            buffer: What will be written. Whoever reads it waits for the operation first.
-            memory: From `memory_of`.
+        Whoever reads the buffer waits for the operation first.
         """
         if memory is None:
             yield

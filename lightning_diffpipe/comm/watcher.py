@@ -1,4 +1,4 @@
-"""Which ranks live, and what each of them does: a thread of every process watches, over one connection to rank 0.
+"""The state of all ranks, and their phases: a thread of every process watches, over one connection to rank 0.
 
     rank 1 ──┐  its status: phase, progress, why it fails, that it leaves
     rank 2 ──┼── rank 0 ──> all others: every status that has changed
@@ -79,11 +79,10 @@ _BROKEN = re.compile(
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank says of itself, or another of one that says nothing any more.
+    """The status of a rank, as it says itself, or another says of one that is silent.
 
     Attributes:
-        rank: Which.
-        phase: What it does.
+        phase: Its work.
         state: It lives; it left with a word; its process ended; it fell silent.
         run: The number of its run; a user may catch a failure, and begin another.
         failure: How it was lost, or why it ends its run.
@@ -94,7 +93,6 @@ class Status:
         refuses: It raised in this turn, and will say what.
         waits: It has been in one wait for other ranks for as long as a rank may be silent.
         process: Its process, by host, processes that see each other, and number.
-        parent: The process that started it.
     """
 
     rank: int = 0
@@ -149,7 +147,6 @@ class Watcher:
     Attributes:
         status: This rank's.
         num_ranks: All that are connected, or shall be.
-        children: Processes that this one has started, by rank.
         at_sigterm: What the handler does: another's; it ends the run; it waits for the other ranks.
         seconds: By phase; until the last one was entered or left by `inside`.
         busy_timeout_s: Longest time in which a rank may give no sign of progress while another waits, in seconds.
@@ -184,12 +181,12 @@ class Watcher:
 
     @property
     def phase(self) -> str:
-        """What this rank does."""
+        """The work of this rank."""
         return self.status.phase
 
     @property
     def patience_s(self) -> float:
-        """How long a collective waits in which a rank may be busy, in seconds; the watcher ends it before."""
+        """Limit of a collective in which a rank may be busy, in seconds; the watcher ends it before."""
         return max(self.busy_timeout_s, default_pg_timeout.total_seconds()) + _MARGIN_S
 
     @property
@@ -288,12 +285,8 @@ class Watcher:
             failure = f"{text}; its own error says more"
         if self._signal_phase:
             failure = "it got SIGTERM"
-        self.publish(
-            failure=failure,
-            follows=follows,
-            phase=getattr(error, "_phase", self.phase),
-            signal=self._signal_phase,
-        )
+        phase = getattr(error, "_phase", self.phase)
+        self.publish(failure=failure, follows=follows, phase=phase, signal=self._signal_phase)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -375,12 +368,7 @@ class Watcher:
     def wait(
         self, arrived: Callable[[], bool], what: str, give_up: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits, for as long as the other ranks live.
-
-        Args:
-            arrived: Whether the wait is over.
-            what: Is waited for, for messages.
-            give_up: Called once, if the others have not arrived a little later.
+        """Waits for `what` while the other ranks live; calls `give_up` once if that takes a little longer.
 
         Raises:
             PipelineTimeoutError: A rank is lost; or it lives, but has made no step for `timeout_s`, or no sign of
@@ -433,11 +421,7 @@ class Watcher:
     def connect(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
         """Connects to rank 0, for which it may wait as long as the store does, or lets the others connect.
 
-        Args:
-            store: Where ranks meet.
-            rank: This one.
-            num_ranks: All ranks.
-            timeout_s: How long one may be silent.
+        Ranks meet at the store, and may be silent for `timeout_s`.
 
         Returns:
             A prefix of keys in the store that no other call returns.
@@ -533,9 +517,8 @@ class Watcher:
             self._wake, self._woken = socket.socketpair()
             self._wake.setblocking(False)
             self._selector.register(self._woken, selectors.EVENT_READ, self._woken)
-            self._thread = threading.Thread(
-                target=self._watch, name="diffpipe-watcher", daemon=True
-            )
+            name = "diffpipe-watcher"
+            self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
             self._thread.start()
 
     def _watch(self) -> None:
@@ -730,10 +713,9 @@ class Watcher:
 
 def _process(number: int) -> str:
     """Returns the name of a process of this host among those of all hosts and containers."""
-    namespace = Path("/proc/self/ns/pid")
-    return (
-        f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''} {number}"
-    )
+    path = Path("/proc/self/ns/pid")
+    namespace = path.stat().st_ino if path.exists() else ""
+    return f"{socket.gethostname()} {namespace} {number}"
 
 
 def _connected(names: list[str], port: int, within_s: float) -> socket.socket:

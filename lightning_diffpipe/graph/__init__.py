@@ -1,4 +1,4 @@
-"""What we pipeline: any callable that calls modules, probed into a graph of layers, run as stages.
+"""The step as a graph: any callable that calls modules, probed into layers, run as stages.
 
 The door is `probe`: a step and a batch to a `LayerGraph`. Behind it, in this order: `layer` (the data), `step`
 (what a step takes, returns and leaves), `calltree` (which calls become layers), `provenance` and `tracer` (what

@@ -11,8 +11,8 @@ halves are two kinds of questions to the same graph:
     first half    gradients of the inputs; what flows into each u is recorded on the way
     second half   for each u, from what was recorded, the gradients of the weights that hang off it
 
-A weight that hangs off several u (tied weights) is asked for where its way leaves the u's: that gradient is noted
-in the first half, and continued in the second. Weights of a group norm are asked for in the first half, as torch's
+A weight that hangs off several u (tied weights) is asked for where its way leaves the u's: that gradient is kept
+from the first half, and continued later. Weights of a group norm are asked for in the first half, as torch's
 kernel for channels-last tensors on CPUs ends the process where those alone are asked for; so are those of compiled
 blocks and of an `autograd.Function`, whose backward would run twice.
 
@@ -41,12 +41,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 def in_own_memory(
     parameters: Iterable[Tensor], others: Callable[[], Sequence[Tensor | None]]
 ) -> Iterator[None]:
-    """Runs a backward inside; copies first gradients that share memory afterwards.
-
-    Args:
-        parameters: Get gradients inside.
-        others: Asked afterwards for tensors that must not change with a gradient.
-    """
+    """Runs a backward inside; then copies first gradients of parameters that share memory, also with `others`."""
     first = [parameter for parameter in parameters if parameter.grad is None]
     yield
     taken = set(map(_memory, others())) if first else set()
@@ -111,14 +106,10 @@ def input_gradients(
     pairs = list(zip(roots, flows, strict=True))
     starts = [(r, f) for r, f in pairs if r.grad_fn in graph.towards_inputs]
     others = [(r, f) for r, f in pairs if r.grad_fn not in graph.towards_inputs]
+    ends, given = [r for r, _ in starts], [f for _, f in starts]
+    wanted = [*inputs, *edges, *early]
     try:
-        found = torch.autograd.grad(
-            [r for r, _ in starts],
-            [*inputs, *edges, *early],
-            [f for _, f in starts],
-            retain_graph=True,
-            allow_unused=True,
-        )
+        found = torch.autograd.grad(ends, wanted, given, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -147,7 +138,7 @@ class _Graph:
 
     def __init__(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         targets = {get_gradient_edge(leaf).node for leaf in inputs}
-        self._order = _post_order([root.grad_fn for root in roots])
+        self._order = nodes_below([root.grad_fn for root in roots])
         self.towards_inputs: set[Node] = set()
         self._weights: dict[Node, frozenset[Tensor]] = {}
         for node in self._order:  # children first
@@ -189,7 +180,7 @@ class _Graph:
                 have = separate.setdefault(node, [])
                 have += [w for w in self.weights_below([child]) if not any(w is h for h in have)]
         heads = {child for child, _ in shared}
-        below = _post_order(c for head in heads for c, _ in head.next_functions)
+        below = nodes_below(c for head in heads for c, _ in head.next_functions)
         if not heads.isdisjoint(below):  # their gradients would be counted twice
             raise NestedExits
         return separate, [
@@ -219,8 +210,8 @@ class NestedExits(Exception):
     """The graph cannot be split this way; run the backward as one piece."""
 
 
-def _post_order(roots: Iterable[Node]) -> list[Node]:
-    """Returns all nodes below the roots, each after everything below it."""
+def nodes_below(roots: Iterable[Node]) -> list[Node]:
+    """Returns all nodes of the autograd graph from some roots on, each after everything below it."""
     order: list[Node] = []
     seen: set[Node] = set()
     for root in roots:

@@ -1,4 +1,4 @@
-"""Which module calls become layers: the frontier of the tree of calls, by cost.
+"""The module calls that become layers: the frontier of the tree of calls, by cost.
 
 One run of the step records the tree of module calls and what each costs. From the top, a call dearer than
 `max_share` of the whole is replaced by the calls inside it, until no layer dominates:
@@ -228,8 +228,7 @@ class CallTree(TorchDispatchMode):
     """Records the tree of module calls and their costs.
 
     Args:
-        look: What shall be recorded of arguments and output of a call.
-        repeats: Recognises calls that have run in other places.
+        look: Returns the record of a call, from its arguments and output.
 
     Attributes:
         names: The modules that were called, in order.

@@ -28,14 +28,13 @@ _SKIP_SHARE = 16
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """What one stage does. Tuples of keys are sorted, so that both ends of a message agree.
+    """The work of one stage. Tuples of keys are sorted, so that both ends of a message agree.
 
     Attributes:
         index: Position in the pipeline; -1 for the frozen layers.
-        layers: Layers executed here.
         received: Tensors that come from earlier stages, including those only passed on.
         message: Those of them that the stage before sends.
-        handed: Those that an earlier stage of the same rank hands on, by that stage.
+        handed: Those that an earlier stage of the same rank has, by that stage.
         sent: Tensors that go to later stages, including those passed through; for the frozen layers: all results
             that some stage reads.
         frozen_received: Results of frozen layers that are read here.
@@ -44,7 +43,6 @@ class StageCut:
         sent_gradients: Those of `sent` for which a gradient comes back.
         parameters: Parameters that must be resident, trained or not.
         written_buffers: Buffers that change here and nowhere else.
-        is_last: Whether the loss is computed here.
         sees_all: All that the loss reads is real here. With several chains each computes its own part of the loss,
             and what the others give is missing; `sent` is what the rank that joins the parts reads of it.
     """
@@ -137,9 +135,8 @@ def cut(
         keys = read_at_end.get(s, frozenset()).union(*(graph.layers[i].reads for i in layers))
         reads.append(frozenset(key for key in keys if key[0] not in layers))
     ways = _ways(graph, own, reads, ends, stage_ranks)
-    stages = tuple(
-        _stage_cut(graph, s, layers, reads[s], ways, s in ends) for s, layers in enumerate(own)
-    )
+    of_stages = enumerate(zip(own, reads, strict=True))
+    stages = tuple(_stage_cut(graph, s, *both, ways, s in ends) for s, both in of_stages)
     if len(ends) > 1:
         parts = {s: tuple(sorted(k for k in read_at_end[s] if k[0] not in frozen)) for s in ends}
         stages = tuple(
@@ -189,7 +186,7 @@ def tail(graph: LayerGraph) -> StageCut:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a tensor gets to its readers, and the stages from which a gradient of it comes back."""
+    """The route of a tensor to its readers, and the stages from which a gradient of it comes back."""
 
     route: Route
     returned_by: frozenset[int]
@@ -305,7 +302,7 @@ def skips(graph: LayerGraph) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
             value = stack.pop()
             output = graph.folded[value] if isinstance(value, int) else None
             if output and (len(output.parts) == 1 or output.call not in foldable):
-                stack += output.parts - seen  # handed through as it is, or never whole
+                stack += output.parts - seen  # passed through as it is, or never whole
                 seen |= output.parts
             else:
                 readers.setdefault(value, set()).add(position)

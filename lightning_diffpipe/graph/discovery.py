@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.backward import nodes_below
 from lightning_diffpipe.graph.calltree import (
     CallNode,
     CallTree,
@@ -58,7 +59,7 @@ from lightning_diffpipe.graph.step import (
     output_rows,
     weight_of,
 )
-from lightning_diffpipe.graph.tracer import Tracer, calls_replaced, leading_dims, nodes_below
+from lightning_diffpipe.graph.tracer import Tracer, calls_replaced, leading_dims
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +210,9 @@ class StepProbe:
             LayerLeakError: One of the layers must be expanded.
         """
         layers, fake = set(layers), self.fake_mode is not None
-        tree = self._tree if self._tree is self._larger else None  # which may be of another form
+        tree = (
+            self._tree if self._tree is self._larger else None
+        )  # which may have another call sequence
         watched = self._callable() if tree else ()
         tracer = Tracer(
             self.module, self.original, layers, containers, known, fake, watched, self._repeats()
@@ -217,9 +220,11 @@ class StepProbe:
         out, returned, tail = self._followed(tracer)
         if tree is not None and tree.names != tracer.names:
             raise _OtherCallsError
-        reached = nodes_below(loss_of(out))
+        reached = set(nodes_below([loss_of(out).grad_fn]))
         tail_tags, trained = unfolded(tail), self._trained(reached)
-        seeded = known.seeded if known else _give_seeds(tracer.records)
+        seeded = known.seeded if known else {it.name for it in tracer.records if it.drew}
+        for record in () if known else tracer.records:
+            record.num_seeds = int(record.name in seeded)
         of_more_samples, rows = self._rows(tracer, layers, containers, known)
         found = _layers(tracer.records, trained, rows, reached)
         return LayerGraph(
@@ -370,7 +375,7 @@ class StepProbe:
     ) -> tuple[_MoreSamples | None, list[_Rows]]:
         """Returns `LayerGraph.of_more_samples` and rows per sample of arguments and outputs of all layers."""
         records, num_samples = tracer.records, count_samples(self.batch, self.form)
-        # Another form of the step may give the same calls other samples.
+        # Another call sequence of the step may give the same calls other samples.
         same_form = known and known.fine_names == tuple(tracer.fine_names)
         found = known.of_more_samples if known and same_form else None
         more: list[_Dims] | None = None
@@ -484,14 +489,6 @@ def _layers(
             )
         )
     return tuple(layers)
-
-
-def _give_seeds(records: Sequence[LayerRecord]) -> set[str]:
-    """Gives the layers that drew random numbers a seed each, and names them."""
-    names = {record.name for record in records if record.drew}
-    for record in records:
-        record.num_seeds = int(record.name in names)
-    return names
 
 
 def _readers_of_hooked(

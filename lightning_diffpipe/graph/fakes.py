@@ -183,7 +183,7 @@ class TrackedFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF:
             return args[0].device
-        if (value := _drawn(func, args, kwargs or {})) is not None:
+        if (value := _sampled(func, args, kwargs or {})) is not None:
             return value
         out = self.dispatch(func, types, args, kwargs or {})
         for leaf in out if isinstance(out, list | tuple) else (out,):
@@ -197,8 +197,8 @@ class TrackedFakeMode(FakeTensorMode):
         return bool(self._made)
 
 
-def _drawn(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
-    """Draws a single random number, of which steps make coins: `torch.rand(()) < p`.
+def _sampled(func: Any, args: Sequence[Any], kwargs: Any) -> Tensor | None:
+    """Samples a single random number, of which steps make coins: `torch.rand(()) < p`.
 
     Returns:
         A number from the generator of the host, as a constant that fake tensors know the value of; None if the

@@ -1,13 +1,13 @@
-"""Forms of a step: the sequences of layer calls that a coin, a counter or a flag chooses between.
+"""Call sequences of a step: a coin, a counter or a flag chooses which layers it calls.
 
     random() < 0.5      a b c   or   a b c a b c        (self-conditioning: estimate first, or do not)
 
 Some call the same layers and read other things between them, such as a term of the loss that a coin adds; those
-that trials find are forms, too.
+that trials find count as sequences of their own.
 
-Which form a microbatch takes is known before any of its layers runs: the step's own code is run from the
-microbatch's seed with a stub for every layer, to its end, as a layer may be called after all those of a known form.
-Every rank does so from the same seed, and finds the same.
+That of a microbatch is known before any of its layers runs: the step's own code is run from the microbatch's seed
+with a stub for every layer, to its end, as a layer may be called after all those of a known sequence. Every rank
+does so from the same seed, and finds the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Read = tuple[int, Any]
 
 
 class StepForm(NamedTuple):
-    """What distinguishes two call sequences of a step.
+    """A call sequence of a step.
 
     Attributes:
         calls: The layers that it calls, in order, each with whether gradients were on.
@@ -65,22 +65,22 @@ _Number = tuple[_Line, Any]
 
 
 def names_of(form: StepForm) -> tuple[str, ...]:
-    """Returns the modules of the layers of a form, in call order."""
+    """Returns the modules of the layers of a call sequence, in order."""
     return tuple(name for name, _ in form.calls)
 
 
 @dataclass(frozen=True)
 class Exemplar:
-    """How to make a step take a form again: what its coins showed, what it had counted, and its arguments.
+    """The values with which a step has a call sequence again: of its coins, its counters and its arguments.
 
     Attributes:
         seed: Seed of the microbatch.
         arguments: Further arguments of the step, such as `batch_idx`.
         reads: The numbers that it took out of tensors before its last layer call (`bool(coin)`, `.item()`), and
             later out of random numbers, in order, each with the line that did.
-        host: It drew from `random` or `numpy.random`, too.
+        host: It sampled from `random` or `numpy.random` as well.
         counted: Attributes that count, as they were.
-        tossed: It drew from these, or took a number out of random numbers and of no layer.
+        tossed: It sampled from these, or took a number out of random numbers and of no layer.
     """
 
     seed: int
@@ -106,16 +106,16 @@ class Exemplar:
 
 
 class FormView(View):
-    """Recognises the forms of a step, for microbatches of one signature; other arguments are those of `View`.
+    """Recognises the call sequences of a step, for microbatches of one signature; other arguments as of `View`.
 
     Args:
         lenient: Layers that were not called when the step was probed are run, instead of refused.
-        bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a form
-            that begins with all calls of a known one is taken for that.
+        bears_nan: The code after the last layer is known to run on NaN, too. Else runs end before it, and a
+            sequence that begins with all calls of a known one is taken for that.
         by_reads: Distinguishes call sequences by what the code between layers reads, too.
 
     Attributes:
-        counted: What counters of the step (`LayerGraph.counters`) show after the batch whose form was found last.
+        counted: Counters of the step (`LayerGraph.counters`) after the latest batch.
     """
 
     def __init__(
@@ -128,9 +128,8 @@ class FormView(View):
         bears_nan: bool = False,
         by_reads: bool = False,
     ) -> None:
-        super().__init__(
-            root, graph, replace(tail(graph), needed=frozenset()), interception, memory
-        )
+        glue = replace(tail(graph), needed=frozenset())
+        super().__init__(root, graph, glue, interception, memory)
         self._lenient = lenient
         self._goes_on = bears_nan and not graph.needs_values
         self.by_reads = by_reads and (lenient or self._goes_on)
@@ -149,7 +148,7 @@ class FormView(View):
 
         Args:
             call: Runs the user's step on it.
-            seed: Seeds what the step samples between layers.
+            seed: Seed of random numbers between layers.
             known: Where a run ends before the code after the last layer, it does so where only one of these is
                 possible, and complete; the graph's, if there are none.
 
@@ -182,17 +181,17 @@ class FormView(View):
     def extreme_form(
         self, call: Callable[[], Any], seed: int, sides: Sequence[bool]
     ) -> StepForm | None:
-        """Returns the form of a microbatch whose draws are extremes; None if they cannot be, or on an error."""
+        """Returns the call sequence if random numbers are extremes; None if they cannot be, or on an error."""
         extremes = rng.Extremes(sides)
-        with rng.preserved(host=True), self.restored.preserved(), contextlib.suppress(Exception):
-            rng.seed_all(seed, host=True)
+        sampling = rng.isolated_random_numbers(seed)
+        with sampling, self.restored.preserved(), contextlib.suppress(Exception):
             with extremes:
                 form = self._walked(self._run(None), call, seed)
             return form if extremes.sees_all else None
         return None
 
     def count(self) -> None:
-        """Goes on to the next batch: counters show what they do after the batch whose form was found last."""
+        """Sets counters of the step to what they are after the latest batch."""
         if self.counted:
             self._counters.restore(self.counted)
 
@@ -210,10 +209,9 @@ class FormView(View):
     def exemplar(
         self, call: Callable[[], Any], seed: int, arguments: tuple[Any, ...] = ()
     ) -> tuple[StepForm, Exemplar]:
-        """Finds the form of one microbatch, and how to make the step take it again; arguments as for `form_of`."""
+        """Returns the call sequence of one microbatch, and its exemplar; arguments as for `form_of`."""
         run, counted = self._run(None), self._counters.capture()
-        with rng.preserved(host=True), self.restored.preserved():
-            rng.seed_all(seed, host=True)
+        with rng.isolated_random_numbers(seed), self.restored.preserved():
             before = rng.host_state()
             reads: list[tuple[int, bool, _Number]] = []
 
@@ -226,12 +224,10 @@ class FormView(View):
                 form = self._walked(run, call, seed)
             assert form is not None
             host = rng.host_state() != before
-            # Not of a step that is made to take a form again, which puts its counters back.
+            # Not of an exemplar's step, which puts its counters back.
             if self._lenient:
-                shown = zip(
-                    self.graph.counters, self._counters.capture(), self.counted, strict=True
-                )
-                for (owner, name), value, expected in shown:
+                shown = self._counters.capture(), self.counted
+                for (owner, name), value, expected in zip(self.graph.counters, *shown, strict=True):
                     if value != expected:
                         raise GraphError(
                             f"the step sets {owner + '.' if owner else ''}{name} to {value} after its last layer, "
@@ -248,13 +244,12 @@ class FormView(View):
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms that a step took in some trials.
+    """The call sequences of a step in some trials, the longest first, which calls all layers.
 
     Attributes:
-        exemplars: Makes it take each of them again, the one with most calls first; it calls all layers.
-        shares: How often each was taken.
+        shares: Frequencies.
         names: The layers that each calls.
-        is_shared: All microbatches of a batch took the same.
+        is_shared: All microbatches of a batch had the same.
         throws_coins: The step read something that may have been a coin, for each microbatch by itself.
         by_reads: Some call the same layers, and read other things between them.
         read: Parameters that the code between layers read in some of them, and not in others.
@@ -270,7 +265,7 @@ class Forms:
 
     @property
     def widest(self) -> Exemplar | None:
-        """The exemplar of the form that is planned; None if there is one form only."""
+        """The exemplar of the sequence that is planned; None if there is only one."""
         return self.exemplars[0] if len(self.exemplars) > 1 else None
 
 
@@ -336,7 +331,7 @@ def _of_trials(found: Sequence[tuple[StepForm, Exemplar]]) -> tuple[StepForm, Fo
     for form in forms[1:]:
         if more := sorted(set(names_of(form)) - known):
             raise GraphError(
-                f"the step takes {len(forms)} forms, none of which calls all layers: the one with most calls "
+                f"the step has {len(forms)} call sequences, none of which has all layers: the longest "
                 f"({len(forms[0].calls)}) does not call {more[0]}, which another does. Let one of them call all "
                 "(multiply by 0 what shall not count), or move the branch inside the forward of one module"
             )
@@ -357,7 +352,7 @@ class _FormRun(StubbedRun):
     """One walk through a step with a stub for every layer.
 
     Attributes:
-        counted: What its counters showed at the latest call of a layer.
+        counted: Its counters at the latest call of a layer.
         takes_coin: The operator that runs takes a number out of random numbers, and of no layer.
     """
 
@@ -388,7 +383,7 @@ class _FormRun(StubbedRun):
         return len(self._calls)
 
     def form_of(self, call: Callable[[], Any]) -> StepForm | None:
-        """Returns the form; None if it is none of those that are known."""
+        """Returns the call sequence; None if it is none of those that are known."""
         hooks = NoHooksWithoutGradients() if self._view.graph.hooks else contextlib.nullcontext()
         with contextlib.suppress(Stop), torch.enable_grad(), hooks:
             self.see(call())
@@ -398,7 +393,7 @@ class _FormRun(StubbedRun):
         return StepForm(tuple(self._calls), frozenset(self._reads))
 
     def see(self, tree: Any) -> None:
-        """Notes which outputs of layers, and which parameters, are among what the code between layers uses."""
+        """Records outputs of layers and parameters among what the code between layers uses."""
         if self._view.by_reads and not self._inside:
             seen = (self._labels.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
             self._reads.update((len(self._calls), label) for label in seen if label is not None)
@@ -420,8 +415,8 @@ class _FormRun(StubbedRun):
         """Runs an operator, and follows what is made of random numbers alone: coins are taken out of that."""
         self.see((args, kwargs))
         found = [self._origins.get(storage_key(tensor), 0) for tensor in tensors_in((args, kwargs))]
-        origin = max([*found, _DRAWN if rng.draws(func, args, kwargs) else 0])
-        self.takes_coin = func is _TAKES_NUMBER and origin == _DRAWN
+        origin = max([*found, _SAMPLED if rng.draws(func, args, kwargs) else 0])
+        self.takes_coin = func is _TAKES_NUMBER and origin == _SAMPLED
         out = run()
         if origin:
             self._alive.append(out)
@@ -429,7 +424,7 @@ class _FormRun(StubbedRun):
         return out
 
     def call(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Notes the call of a layer, and hands out dummies."""
+        """Records the call of a layer, and returns dummies."""
         name = site.name
         if name not in self._view.sites:
             return site.diffpipe_original(*args, **kwargs)
@@ -464,7 +459,7 @@ class _FormRun(StubbedRun):
         return self._stub(layer)
 
 
-_DRAWN, _LAYER = 1, 2  # what a value is made of: the larger one counts
+_SAMPLED, _LAYER = 1, 2  # what a value is made of: the larger one counts
 _TAKES_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
@@ -496,6 +491,5 @@ def _repeated(reads: Sequence[_Number]) -> _Operators:
     values: dict[_Line, deque[Any]] = defaultdict(deque)
     for line, value in reads:
         values[line].append(value)
-    return _Operators(
-        None, lambda take: of_line.popleft() if (of_line := values[_line()]) else take()
-    )
+    answer = lambda take: of_line.popleft() if (of_line := values[_line()]) else take()
+    return _Operators(None, answer)

@@ -15,7 +15,7 @@ states of random number generators, the default dtype, attributes of modules tha
 
 With `samples=(start, stop)` a layer runs on some samples of the microbatch only: its arguments are cut before it,
 its outputs padded after it, and the glue sees full shapes. Kernels are chosen by size, so results are equal bit for
-bit only where groups are: they begin at multiples of `group_size`. A layer may be run so if it draws nothing and
+bit only where groups are: they begin at multiples of `group_size`. A layer may be run so if it samples nothing and
 all its arguments and outputs have a dimension of samples; whether it mixes samples inside shows when results of
 groups are compared with those of all samples.
 """
@@ -129,7 +129,7 @@ class FrozenView(View):
 
     @property
     def why_not_splittable(self) -> str:
-        """What keeps frozen layers from running on some of the samples only; empty if nothing does."""
+        """The reason why frozen layers run on all samples of a microbatch; empty if there is none."""
         for index in sorted(self.cut.layers):
             layer = self.graph.layers[index]
             if reason := why_not_splittable(layer):
@@ -227,8 +227,7 @@ class FrozenView(View):
         start, stop = groups[0][0], groups[-1][1]
         found: dict[str, float] = {}
         for key, value in part.items():
-            rows = self.graph.spec(key).rows or 0
-            expected = whole[key][start * rows : stop * rows] if rows else whole[key]
+            expected = self.graph.spec(key).rows_of(whole[key], start, stop)
             difference = relative_difference(value, expected)
             if difference > tolerance_of(self.graph, self.cut.layers, value):
                 found[self.graph.layers[key[0]].name] = difference
@@ -262,16 +261,14 @@ class FrozenRun(StubbedRun):
         whole: dict[int, Tensor] = {}  # by leaf of the output
         flat, out_spec = list[Any](), None
         for start, stop in self._groups:
-            own_args, own_kwargs = pytree.tree_unflatten(
-                rows_of(layer, arguments, (start, stop)), spec
-            )
-            out = super().execute(layer, site, own_args, own_kwargs)
+            rows = rows_of(layer, arguments, (start, stop))
+            out = super().execute(layer, site, *pytree.tree_unflatten(rows, spec))
             flat, out_spec = pytree.tree_flatten(out)
             for leaf, (value, expected) in enumerate(zip(flat, layer.outputs, strict=False)):
                 if isinstance(expected, TensorSpec) and expected.rows and isinstance(value, Tensor):
                     if leaf not in whole:
                         whole[leaf] = expected.empty(value.device).zero_()
-                    whole[leaf][start * expected.rows : stop * expected.rows].copy_(value)
+                    expected.rows_of(whole[leaf], start, stop).copy_(value)
         # By identity, as a tensor may be returned twice.
         seen = {id(flat[leaf]): tensor for leaf, tensor in whole.items()}
         return pytree.tree_unflatten([seen.get(id(value), value) for value in flat], out_spec)
@@ -281,11 +278,8 @@ class FrozenRun(StubbedRun):
         if not self._groups:
             return dict(self.outputs)
         start, stop = self._groups[0][0], self._groups[-1][1]
-        results = {}
-        for key, value in self.outputs.items():
-            rows = self._view.graph.spec(key).rows or 0
-            results[key] = value[start * rows : stop * rows] if rows else value
-        return results
+        spec = self._view.graph.spec
+        return {key: spec(key).rows_of(x, start, stop) for key, x in self.outputs.items()}
 
 
 class PausedRun:
@@ -340,7 +334,7 @@ class PausedRun:
             self._switch(self._coroutine.cancel)
 
     def _switch(self, act: Callable[[], None]) -> None:
-        """Hands control to the coroutine until it hands it back."""
+        """Runs the coroutine until it pauses or ends, with its own state of what threads share."""
         outside, dtype = rng.capture(self._host), torch.get_default_dtype()
         attributes = self._attributes.capture()
         rng.restore(self._state)

@@ -63,15 +63,8 @@ class Site:
     """
 
     __slots__ = (
-        "__dict__",
-        "_interception",
-        "_variable",
-        "attribute",
-        "diffpipe_original",
-        "foreign",
-        "module",
-        "name",
-    )
+        "__dict__", "_interception", "_variable", "attribute", "diffpipe_original", "foreign", "module", "name",
+    )  # fmt: skip
 
     def __init__(self, interception: Interception, name: str, module: nn.Module) -> None:
         compiled = module._compiled_call_impl is not None
@@ -102,11 +95,7 @@ class Site:
 
 
 class Interception:
-    """All sites of one module; see the module docstring.
-
-    Args:
-        names: Modules to intercept from the start; views add what they need.
-    """
+    """All sites of one module; `names` are those from the start, and views add what they need."""
 
     def __init__(self, root: nn.Module, names: Collection[str] = ()) -> None:
         self.root = root
@@ -192,11 +181,9 @@ class Interception:
                         put_back(site.module, site.attribute, before)
 
     def refuse(self, owners: Mapping[str, str]) -> None:
-        """Lets calls of foreign modules outside a step fail with a message that names their owner.
+        """Lets calls of modules that hold placeholders fail outside a step, with a message that names the owner.
 
-        Args:
-            owners: For each parameter name, where it lives, e.g. "stage 2 (rank 1)". Modules that hold
-                placeholders in parameters of their own are refused.
+        `owners` are by parameter, e.g. "stage 2 (rank 1)".
         """
         inside: dict[str, tuple[str, str]] = {}
         for name, module in self.root.named_modules():
@@ -292,12 +279,10 @@ def _checkpoints_intercepted(interception: Interception) -> Iterator[None]:
     with _lock:
         _attached.append(interception)
         if not _originals:
-            for name, own in (
-                (generator_name(), _generator),
-                ("CheckpointFunction", _ReentrantCheckpoint),
-            ):
+            ours = {generator_name(): _generator, "CheckpointFunction": _ReentrantCheckpoint}
+            for name, replacement in ours.items():
                 _originals[name] = getattr(module, name)
-                setattr(module, name, own)
+                setattr(module, name, replacement)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What a training step is made of, once it has been probed: layers, their outputs, who reads them.
+"""A training step as data, once it has been probed: its layers, their outputs, the readers of these.
 
 A *layer* is one call of a module chosen by the probe. Everything between layers is *glue* and runs on every stage.
 Layers form a directed acyclic graph in call order; a U-Net's skips are just edges of it.
@@ -34,20 +34,17 @@ Attribute = tuple[str, str]
 """(qualified name of a module or parameter, name of its attribute)."""
 
 CONSTANT_TYPES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-"""Outputs of these types are handed out by stubs as the probe saw them, and guarded where they are made."""
+"""Stubs return outputs of these types as the probe saw them; they are compared where they are made."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor looks like, so that memory for it can be reserved before it exists.
+    """Shape and type of a tensor, so that memory for it can be reserved before it exists.
 
     Attributes:
-        shape: Sizes of all dimensions.
-        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers drawn with
-            `*_like` fill memory in this order.
-        dtype: Element type.
+        stride: Strides in elements, of the dense layout `torch.empty_like` would choose: random numbers of `*_like`
+            fill memory in this order.
         device: Kind of device ("cpu", "cuda"); the index is this rank's business.
-        requires_grad: Whether autograd tracks it.
         rows: Rows of dimension 0 per sample; 0 if all samples share it, None if unknown.
     """
 
@@ -61,14 +58,8 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor, rows: int | None = None) -> TensorSpec:
         """Describes a tensor."""
-        return cls(
-            tuple(tensor.shape),
-            dense_stride(tensor),
-            tensor.dtype,
-            tensor.device.type,
-            tensor.requires_grad,
-            rows,
-        )
+        layout = tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device.type
+        return cls(*layout, tensor.requires_grad, rows)
 
     @property
     def nbytes(self) -> int:
@@ -83,11 +74,14 @@ class TensorSpec:
         strided = torch.empty_strided(shape, self.stride, device="meta")
         return replace(self, shape=shape, stride=dense_stride(strided))
 
+    def rows_of(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Returns the rows of some samples of such a tensor; all of it where they share it, or are unknown."""
+        return tensor[start * self.rows : stop * self.rows] if self.rows else tensor
+
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Reserves memory with the right strides, for receiving into."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=device or self.device
-        )
+        place = device or self.device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
     def mismatch(self, tensor: Tensor) -> str:
         """Says in which way a tensor differs in shape or type; empty if it does not."""
@@ -107,7 +101,7 @@ class SameAs:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """An output leaf of a type that cannot be handed to other stages."""
+    """An output leaf of a type that cannot be sent to other stages."""
 
     type_name: str
 
@@ -117,7 +111,6 @@ class Layer:
     """One call of a chosen module.
 
     Attributes:
-        index: Position in the sequence of layer calls.
         name: Qualified name of the module.
         reads: Tensors read by it, directly or through the glue that feeds it.
         parameters: Names of the parameters read by it or by the glue that feeds it.
@@ -126,7 +119,6 @@ class Layer:
         frozen: Its value depends on no trained parameter, and neither it nor what it reads keeps state, so it may
             be computed in advance, anywhere.
         mutated: Output leaves that code outside writes in place.
-        spec: Tree structure of the output.
         outputs: The leaves of the output: `TensorSpec`, `SameAs`, `Opaque` or a constant.
         argument_rows: For each leaf of (args, kwargs): rows per sample, 0 if shared by all samples, None if no
             tensor. None instead of the tuple if the layer cannot be cut into samples.
@@ -161,15 +153,14 @@ class Layer:
 
     @property
     def draws_random(self) -> bool:
-        """Whether it draws random numbers."""
+        """Whether it samples random numbers."""
         return self.num_seeds > 0
 
     @property
     def tensor_keys(self) -> tuple[TensorKey, ...]:
         """Keys of all tensors among its outputs."""
-        return tuple(
-            (self.index, i) for i, o in enumerate(self.outputs) if isinstance(o, TensorSpec)
-        )
+        leaves = (i for i, out in enumerate(self.outputs) if isinstance(out, TensorSpec))
+        return tuple((self.index, i) for i in leaves)
 
     @property
     def splits_samples(self) -> bool:
@@ -184,10 +175,8 @@ class ContainerCall:
     """One call of an expanded container: the layers `first` .. `stop - 1` were called inside it.
 
     Attributes:
-        name: Qualified name of the container.
         first: First layer called inside, or the next one to come if there is none.
-        stop: One past the last layer called inside.
-        draws_random: Its own glue draws random numbers, so it must stay expanded (all stages draw them).
+        draws_random: Its own glue samples random numbers, so it must stay expanded (all stages sample them).
     """
 
     name: str
@@ -205,13 +194,7 @@ Value = TensorKey | int
 
 @dataclass(frozen=True, slots=True)
 class FoldedOutput:
-    """An output of an expanded container: one tensor, wherever the container lies within one stage.
-
-    Attributes:
-        call: The call of the container.
-        num_bytes: Its size, for the batch that was probed.
-        parts: What it was made of.
-    """
+    """An output of an expanded container, and its parts: one tensor, where the container lies within one stage."""
 
     call: ContainerCall
     num_bytes: int
@@ -223,31 +206,25 @@ class LayerGraph:
     """Everything the probe found out about one callable and one batch signature.
 
     Attributes:
-        layers: All layers in call order.
-        tail_reads: Tensors read by the loss, by what is logged and by other results.
-        tail_parameters: Parameters read there.
+        tail_reads: Tensors read by the loss, by what is logged and by other results; likewise `tail_parameters`.
         trained: Parameters that get a gradient from the loss.
-        calls: Calls of expanded containers.
         fine_names: Module of every layer of the fine graph, in call order: the granularity at which random streams
             are seeded and frozen work can pause. Equal to `layer_names` before folding.
         seeded: Modules of the fine graph that get a private random stream.
         leaky: Containers that must stay expanded, as tensors leave them by other ways than returning.
         watched: Modules with parameters that the probe never saw called as glue or layer.
-        host_random: The step draws from `random` or `numpy.random`, too.
-        signature: Signature of the batch it was probed with; see `batch_signature`.
-        num_samples: Samples in that batch, None if unknown.
+        host_random: The step samples from `random` or `numpy.random` as well.
+        num_samples: Samples of the batch that was probed, None if unknown.
         mode: "fake", or "real" with the reason.
-        folded: Outputs of expanded containers.
         streams: For each layer, and in the end for the loss, what is read with those as one value each. Empty if
             unknown.
         of_more_samples: Sizes with one sample more for calls of layers and containers, by name, first layer of the
             fine graph inside and one past the last; None if the step runs otherwise then, or fails, or if that of
             another batch told the rows per sample.
         glue_writes: Names of the buffers that glue changes; every stage changes a copy of its own.
-        glue_parameter_writes: Names of the parameters that glue changes.
         autocast: Under which autocast layers ran, such as `cuda torch.bfloat16`; that of a GPU leaves no other
             trace in a probe on the host.
-        generators: Generators of random numbers besides the global ones from which the step draws.
+        generators: Generators of random numbers besides the global ones that the step samples from.
         toggled: Attributes that differ somewhere in the step, and in the end are what they were.
         left: Further attributes that glue sets, and leaves.
         counters: Those of them that are whole numbers and change, with what is added after the last layer. None if
@@ -257,7 +234,7 @@ class LayerGraph:
         changes_gradients: Hooks are put on tensors, by glue or inside of layers, or on modules, which may change
             gradients.
         batch_writes: Tensors of the batch that the step writes in place, as `pytree.keystr` tells their places.
-        form: Which parts of the batch it was planned with have one entry per sample, or how the module cuts it.
+        form: The parts of the batch it was planned with that have one entry per sample, or the module's own way.
         weighted: The step returns a weight besides its loss.
     """
 
@@ -342,6 +319,10 @@ class LayerGraph:
         layer = self.layers[key[0]]
         return self.spec(key).requires_grad and layer.carries_gradient and not layer.frozen
 
+    def output_bytes(self, layer: Layer) -> int:
+        """Returns bytes of all tensors that a layer returns, for the batch that was probed."""
+        return sum(self.spec(key).nbytes for key in layer.tensor_keys)
+
     @cached_property
     def folds(self) -> dict[Any, LayerGraph]:
         """Graphs of the same run with containers as layers, by what these are; see `probe.fold`."""
@@ -359,11 +340,9 @@ class LayerGraph:
             lines.append(repr(layer.carries_gradient))
             lines.append(repr(tuple(map(sorted, (layer.reads, layer.parameters, layer.mutated)))))
             for out in layer.outputs:
-                is_tensor = isinstance(out, TensorSpec)
-                about = (
-                    (out.shape, out.stride, str(out.dtype), out.requires_grad) if is_tensor else out
-                )
-                lines.append(repr(about))
+                if isinstance(out, TensorSpec):
+                    out = out.shape, out.stride, str(out.dtype), out.requires_grad
+                lines.append(repr(out))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -386,6 +365,18 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous():
         return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def num_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Returns the number of elements of memory from the first to the last one of a tensor.
+
+    Example:
+        >>> num_spanned((2, 3), (3, 1)), num_spanned((2, 3), (1, 4)), num_spanned((0, 3), (3, 1))
+        (6, 10, 0)
+    """
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ needs a number, and an argument that differs (another crop, a dropped caption) i
 
 What depends on noise or timesteps would never be found again. `repeatable` finds such layers by running the step
 twice with different seeds; a VAE's posterior is sampled after its layers, so that its moments are stored and every
-epoch draws again.
+epoch samples again.
 """
 
 import hashlib
@@ -38,26 +38,21 @@ from lightning_diffpipe.graph.layer import (
     dense_stride,
 )
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.graph.versions import bytes_of, circumstances, module_digest, weights_state
+from lightning_diffpipe.graph.versions import bytes_of, circumstances, module_digest, version_of
 
 _VERSION = 2
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a layer gave for one sample.
-
-    Attributes:
-        tensors: The sample's rows of each tensor of the output, in order.
-        strides: Strides of each in the output of the whole group.
-    """
+    """The rows of each tensor of a layer's output for one sample, and its strides in that of the whole group."""
 
     tensors: tuple[Tensor, ...]
     strides: tuple[tuple[int, ...], ...]
 
 
 class Store(Protocol):
-    """Where entries are stored."""
+    """A place for entries, by key."""
 
     def read(self, key: str) -> Entry | None:
         """Returns the entry of a key; None if there is none."""
@@ -70,7 +65,6 @@ class LayerMemo:
     """Calls frozen layers through a store.
 
     Args:
-        store: Where entries are stored.
         names: Modules that are remembered; calls of others just run.
         num_verified: So many calls of each layer that were found are computed all the same, and compared.
         any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
@@ -78,7 +72,6 @@ class LayerMemo:
     Attributes:
         found: Samples whose output was taken from the store, by layer.
         made: Samples that were computed, by layer.
-        stores: Whether what is computed is stored.
         loaded: Gives the parameters of a layer their values inside, if they are offloaded.
     """
 
@@ -137,7 +130,9 @@ class LayerMemo:
         """Returns the digest of a layer; None from when its weights change, as each step would need another one."""
         if id(module) in self._digests and _is_away(module):
             return self._digests[id(module)][0]
-        state = weights_state(module)
+        tensors = [*module.parameters(), *module.buffers()]
+        # What changes when one is written, replaced or moved.
+        state = [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
         if id(module) not in self._digests:
             self._digests[id(module)] = module_digest(module), state
         digest, known = self._digests[id(module)]
@@ -169,8 +164,7 @@ def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: floa
         return "returns objects that cannot be stored"
     if not layer.splits_samples:
         return "has arguments or outputs without a dimension of samples"
-    num_bytes = sum(graph.spec(key).nbytes for key in layer.tensor_keys)
-    if layer.cost_flops < min_flops_per_byte * num_bytes:
+    if layer.cost_flops < min_flops_per_byte * graph.output_bytes(layer):
         return "is quicker to compute than to read"
     return ""
 

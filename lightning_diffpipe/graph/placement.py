@@ -42,58 +42,16 @@ _OFFLOADED, _QUANTIZED = "_diffpipe_offloaded", "_diffpipe_quantized"
 _ALIGNMENT = 64  # bytes, of tensors in a file
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
-"""Whether placeholders are NaN for who reads them, as in steps, and no error."""
+"""Whether reads of placeholders give NaN, as in steps, and no error."""
 
 _METADATA = {
-    *(
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "stride",
-        "is_contiguous",
-        "element_size",
-        "__len__",
-        "ndimension",
-    ),
-    *(
-        "is_floating_point",
-        "is_complex",
-        "type",
-        "get_device",
-        "untyped_storage",
-        "data_ptr",
-        "is_same_size",
-    ),
-    *("__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type"),
-    *(
-        "retain_grad",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "is_inference",
-        "storage_offset",
-    ),
-    *(
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "is_pinned",
-        "is_shared",
-    ),
-    *(
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_tensor",
-        "result_type",
-        "_is_view",
-        "is_tensor",
-    ),
-}
+    "size", "dim", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__", "ndimension",
+    "is_floating_point", "is_complex", "type", "get_device", "untyped_storage", "data_ptr", "is_same_size",
+    "__hash__", "__format__", "__repr__", "requires_grad_", "_has_compatible_shallow_copy_type", "retain_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "is_inference", "storage_offset", "zeros_like",
+    "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_pinned", "is_shared", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "result_type", "_is_view", "is_tensor",
+}  # fmt: skip
 _MOVES = {"to", "cuda", "cpu", "double", "float", "half", "bfloat16"}
 _VALUE_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -260,7 +218,7 @@ def replace_parameters(root: nn.Module, others: Mapping[Tensor, nn.Parameter]) -
 
 def has_own_tensors(module: nn.Module) -> bool:
     """Returns whether `.to()` moves more of a module than parameters and buffers: metrics have states besides."""
-    # Recurrent layers would lay their weights out anew, which are parameters.
+    # Recurrent layers would lay their weights out again, which are parameters.
     return type(module)._apply is not nn.Module._apply and not isinstance(module, nn.RNNBase)
 
 
@@ -280,7 +238,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 class Quantizing(Protocol):
-    """How a parameter is quantized; see `quantization.py`."""
+    """A way to quantize a parameter; see `quantization.py`."""
 
     @property
     def quantize(self) -> Callable[[Tensor], Tensor]:
@@ -368,10 +326,8 @@ def quantize_all(root: nn.Module, device: torch.device) -> Callable[[], None]:
 
 def make_plain(root: nn.Module) -> None:
     """Makes parameters plain again that were quantized when they were placed: those of their files, if from one."""
-    held = [p for p in root.parameters() if hasattr(p, _QUANTIZED)]
-    replace_parameters(
-        root, {p: _plain(p) for p in held if not (is_quantized_later(p) or is_placeholder(p))}
-    )
+    held = (p for p in root.parameters() if hasattr(p, _QUANTIZED) and not is_placeholder(p))
+    replace_parameters(root, {p: _plain(p) for p in held if not is_quantized_later(p)})
 
 
 def quantized_of(parameter: Tensor, value: Tensor) -> nn.Parameter:
@@ -398,8 +354,8 @@ def _with_notes(value: Tensor, parameter: Tensor) -> nn.Parameter:
 
 def keep_notes(parameter: Tensor, other: Tensor) -> None:
     """Notes of another tensor how it is quantized and where it is stored, as of a parameter whose value it has."""
-    noted = vars(parameter)
-    vars(other).update({name: noted[name] for name in (_QUANTIZED, _STORED) if name in noted})
+    notes = vars(parameter)
+    vars(other).update({name: notes[name] for name in (_QUANTIZED, _STORED) if name in notes})
 
 
 def keep_stored(root: nn.Module) -> None:
@@ -563,7 +519,7 @@ def load_back(
 
 
 def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
-    """Gives a parameter a value, so that it is no placeholder; returns what it had noted as one."""
+    """Gives a parameter a value, so that it is no placeholder; returns its attributes as one."""
     with torch._C.DisableTorchFunction():
         parameter.data = value
     if type(parameter) is ForeignParameter:
@@ -574,11 +530,7 @@ def _hold(parameter: Tensor, value: Tensor) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lent_to_placeholders(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Gives placeholders values inside; after it they are the placeholders that they were.
-
-    Args:
-        values: By placeholder, of its shape and dtype, on its device.
-    """
+    """Gives placeholders values inside, of their shape and dtype and on their device."""
     with torch._C.DisableTorchFunction():
         empty = [parameter.data for parameter in values]
     before = {parameter: _hold(parameter, value) for parameter, value in values.items()}

@@ -10,7 +10,7 @@ Steps whose code depends on values (`.item()`) are run on real tensors instead.
 
 `fold` traces the step again with every container that lies within one stage as one layer. Cut at a fine level, a
 residual stream `h + f(h) + g(...)` is glue, so that *all* its terms cross the boundary; as output of a whole block
-only the sum does. Containers stay expanded whose glue draws random numbers, or which hold much frozen work: only
+only the sum does. Containers stay expanded whose glue samples numbers, or which hold much frozen work: only
 what stays expanded is seeded and computed elsewhere.
 """
 
@@ -85,9 +85,9 @@ def probe(
 def reprobe(
     root: nn.Module, step: Step, batch: Any, graph: LayerGraph, *, any_form: bool = False
 ) -> LayerGraph:
-    """Probes a batch of another signature, or of another form, with the layers, folded or not, of a known graph.
+    """Probes a batch of another signature, or call sequence, with the layers, folded or not, of a known graph.
 
-    In `any_form` it may call the layers in another order, more or less often, and train fewer parameters then.
+    With `any_form` it may call the layers in another order, more or less often, and train fewer parameters then.
 
     Raises:
         GraphError: The step calls other layers for this batch, or trains other parameters.
@@ -152,19 +152,18 @@ def require_unchanged(root: nn.Module, step: Step, batch: Any, graph: LayerGraph
     """Traces a step again as it is now, with the counters and training flags of this moment.
 
     Raises:
-        GraphError: The step reads, trains, draws or writes other things than the graph knows; says which.
+        GraphError: The step reads, trains, samples or writes other things than the graph knows; says which.
     """
     now = reprobe(root, step, batch, graph)
     for old, new in zip(graph.layers, now.layers, strict=True):
         _require_known_reads(f"layer {new.name}", new.reads - old.reads, graph)
         _require_same("parameters read by layer " + new.name, old.parameters, new.parameters)
-        _require_same(
-            "buffers written by layer " + new.name, old.written_buffers, new.written_buffers
-        )
+        buffers = old.written_buffers, new.written_buffers
+        _require_same("buffers written by layer " + new.name, *buffers)
     _require_known_reads("the loss, or what is logged,", now.tail_reads - graph.tail_reads, graph)
     _require_same("parameters read by the loss", graph.tail_parameters, now.tail_parameters)
     seeded = probe(root, step, batch, layer_names=graph.fine_names, form=graph.form).seeded
-    _require_same("layers that draw random numbers", graph.seeded, seeded)
+    _require_same("layers that sample random numbers", graph.seeded, seeded)
 
 
 def _require_known_reads(reader: str, more: Collection[TensorKey], graph: LayerGraph) -> None:
@@ -191,11 +190,9 @@ def _traced(
     seed: int = 0,
 ) -> LayerGraph:
     """Traces the step of a known graph with other layers; random streams are seeded as in that graph."""
-    return _in_some_mode(
-        _how_known(graph),
-        StepProbe(root, step, batch, seed, form=graph.form),
-        lambda run: run.trace(layers, containers, known=graph),
-    )
+    subject = StepProbe(root, step, batch, seed, form=graph.form)
+    trace = lambda run: run.trace(layers, containers, known=graph)
+    return _in_some_mode(_how_known(graph), subject, trace)
 
 
 def _how_known(graph: LayerGraph) -> Mode:
@@ -218,7 +215,7 @@ def _in_some_mode(
             if found.num_samples != 1:
                 return found
             # The strides of a single sample are ambiguous, and fake kernels decide otherwise than real ones; random
-            # numbers drawn with `*_like` depend on them. So one forward pass finds the real ones.
+            # numbers of `*_like` depend on them. So one forward pass finds the real ones.
             try:
                 with untouched(subject.module):
                     return subject.with_observed_strides(found)
@@ -313,7 +310,7 @@ def fold(
         folded = graph.folds[key]
         if folded.fine_names != graph.fine_names:
             raise GraphError(
-                "the step called other layers when it was run again; seed all it draws"
+                "the step called other layers when it was run again; seed all it samples"
             )
         labels = [
             next((stage_of[i] for i in range(*layer.fine) if i in stage_of), None)

@@ -1,4 +1,4 @@
-"""Where every value came from: a dispatch mode that tags storages with layers and parameters.
+"""The origin of every value: a dispatch mode that tags storages with layers and parameters.
 
 While the step runs once, every operator passes by. Its outputs get the union of the tags of its inputs, so that,
 when a layer starts, the tags of what it reads tell exactly which outputs of earlier layers and which parameters it
@@ -57,12 +57,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Hooked:
-    """Tag of what glue put a gradient hook on.
+    """Tag of a tensor with a gradient hook of glue; hooks are numbered.
 
-    Attributes:
-        made: The layer that was to come when the tensor was made, or an earlier one.
-        hooked: The layer that was to come when the hook was put.
-        number: Distinguishes hooks.
+    `made` is the layer that was to come when the tensor was made, or an earlier one, `hooked` that when the hook
+    was put.
     """
 
     made: int
@@ -72,12 +70,7 @@ class Hooked:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Folded:
-    """Tag of what a container returned.
-
-    Attributes:
-        index: Position in `Provenance.folded`.
-        tags: What it was made of, down to layers and parameters.
-    """
+    """Tag of an output of a container, number `index` of `Provenance.folded`, with the tags of layers in it."""
 
     index: int
     tags: frozenset[Any]
@@ -97,7 +90,7 @@ class EscapeError(Exception):
 
 @dataclass
 class LayerRecord:
-    """What is known about a layer while the probe runs."""
+    """A layer while the probe runs."""
 
     index: int
     name: str
@@ -119,14 +112,7 @@ class LayerRecord:
 
 @dataclass
 class Observed:
-    """What a call inside a layer has done.
-
-    Attributes:
-        read: Storages that it has read.
-        made: Storages that came into being in it.
-        cost: See `operator_cost`.
-        drew: It drew random numbers.
-    """
+    """The work of a call inside a layer: storages it has read and made, `operator_cost`, whether it sampled."""
 
     read: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
@@ -140,8 +126,7 @@ class Provenance(TorchDispatchMode):
     Attributes:
         current: The layer being executed, None in glue.
         control: Tags that Python control flow may depend on from now on.
-        folded: What containers returned.
-        generators: Those of its own that the step draws from.
+        generators: Those of its own that the step samples from.
         hooks: Gradient hooks that glue has put on tensors.
         batch_writes: Tensors of the batch that were written, as `pytree.keystr` tells their places.
     """
@@ -169,11 +154,8 @@ class Provenance(TorchDispatchMode):
         self._parameter: dict[int, str] = {}
         self._parameters = {id(p) for p in module.parameters()}
         # Storages of the module a fake copy was made from: reading one means that the copy leaks.
-        self._originals = (
-            {storage_key(t) for t in [*original.parameters(), *original.buffers()]}
-            if original
-            else set()
-        )
+        states = [*original.parameters(), *original.buffers()] if original else ()
+        self._originals = set(map(storage_key, states))
         for name, buffer in module.named_buffers():
             self.set_tags(buffer, self._tags_of(buffer) | {Buffer(name)})
             self._buffer[storage_key(buffer)] = name
@@ -189,10 +171,8 @@ class Provenance(TorchDispatchMode):
 
     def set_tags(self, tensor: Tensor, tags: Iterable[Any]) -> None:
         """Replaces the tags of a tensor's storage; the weak reference keeps its address unique."""
-        self._tags[storage_key(tensor)] = (
-            StorageWeakRef(tensor.untyped_storage()),
-            frozenset(tags),
-        )
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._tags[storage_key(tensor)] = storage, frozenset(tags)
 
     def _tags_of(self, tensor: Tensor) -> frozenset[Any]:
         return self._tags.get(storage_key(tensor), (None, frozenset()))[1]
@@ -282,9 +262,8 @@ class Provenance(TorchDispatchMode):
         read = self._outside(raw)
         name = func.overloadpacket.__name__
         # Reads the shape only; random ones depend on strides, too.
-        of_shape = name.startswith("new_") or (
-            name.endswith("_like") and not name.startswith("rand")
-        )
+        is_like = name.endswith("_like") and not name.startswith("rand")
+        of_shape = name.startswith("new_") or is_like
         if of_shape:
             read = set()
         if draws(func, args, kwargs):
@@ -349,9 +328,7 @@ class Provenance(TorchDispatchMode):
 
     def note_parameter_writes(self, tensors: list[Tensor]) -> None:
         """Notes the parameters among tensors that glue or a layer changes."""
-        names = {
-            self._parameter[storage_key(t)] for t in tensors if storage_key(t) in self._parameter
-        }
+        names = {self._parameter[k] for k in map(storage_key, tensors) if k in self._parameter}
         writer = self.current
         (self.glue_parameter_writes if writer is None else writer.written_parameters).update(names)
 

@@ -7,7 +7,7 @@ gradients are on). So the calls of two modules of a kind run. If they agree, the
 shapes, which autograd connects with the same arguments and parameters, and the observer takes over its notes.
 
 A call is taken for another one only if that has left no trace but its result: it wrote into no tensor, set no
-attribute, drew no number on the host, read no tensor but its arguments and its own weights, and returned nothing
+attribute, sampled no number on the host, read no tensor but its arguments and its own weights, and returned nothing
 but new tensors, arguments and plain values. Modules with hooks, with attributes that are more than plain values and
 objects made of such, or that share modules or parameters with others, run each time.
 """
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_diffpipe.graph import rng
 from lightning_diffpipe.graph.fakes import TrackedFakeMode
-from lightning_diffpipe.graph.layer import CONSTANT_TYPES, storage_key
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES, SameAs, storage_key
 from lightning_diffpipe.graph.side_effects import num_transforms_around
 from lightning_diffpipe.graph.versions import OF_EVERY_MODULE, autocasts
 
@@ -61,13 +61,8 @@ class _Argument:
 
 
 @dataclass(frozen=True)
-class _SameAs:
-    index: int
-
-
-@dataclass(frozen=True)
 class Known:
-    """What calls of a kind return, as leaves of a tree, and what their observer has recorded."""
+    """The output of calls of a kind, as leaves of a tree, and what their observer has recorded."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -75,10 +70,7 @@ class Known:
 
 
 class Repeats:
-    """Recognises calls of modules that have run with equal ones in their place.
-
-    Args:
-        names: The modules whose calls may be seen.
+    """Recognises calls of modules, of those in `names`, that have run with equal ones in their place.
 
     Attributes:
         candidates: Names of the modules of which there are others that are equal: outermost ones.
@@ -215,8 +207,8 @@ class Call:
         for leaf in self.known.leaves:
             if isinstance(leaf, _Argument):
                 out.append(self.leaves[leaf.index])
-            elif isinstance(leaf, _SameAs):
-                out.append(out[leaf.index])
+            elif isinstance(leaf, SameAs):
+                out.append(out[leaf.leaf])
             elif isinstance(leaf, _Made):
                 out.append(self._connected(leaf))
                 new.append(out[-1])
@@ -266,7 +258,7 @@ class Call:
             elif id(leaf) in places:
                 yield _Argument(places[id(leaf)])
             elif id(leaf) in before:
-                yield _SameAs(before[id(leaf)])
+                yield SameAs(before[id(leaf)])
             elif storage_key(leaf) in known:
                 raise _UnlikeError
             else:

@@ -1,8 +1,8 @@
 """Random numbers that depend on the model and the seed, never on how the work was cut.
 
-Two rules make a split step draw the same numbers as an unsplit one. A whole segment (the forward pass of a
+Two rules make a split step sample the same numbers as an unsplit one. A whole segment (the forward pass of a
 microbatch on a stage, a frozen encoder) starts from its own seed, and the state outside is put back. And a layer
-that draws takes *one* number from the stream of the glue, whether it is executed or stubbed, to seed a private
+that samples takes *one* number from the stream of the glue, whether it is executed or stubbed, to seed a private
 stream: so the stream of the glue is the same on all stages, and recomputation (activation checkpointing restores
 the outer state and calls again) repeats the private one.
 
@@ -34,7 +34,7 @@ _SEED_BOUND = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """States of the global generators; `host` (random, numpy) is None where no code draws from them."""
+    """States of the global generators; `host` (random, numpy) is None where no code samples from them."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -115,7 +115,7 @@ def derived_seed(*parts: int | str) -> int:
 
 
 def microbatch_seed(seed: int, pipeline: int, batch_index: int, microbatch: int) -> int:
-    """Seeds what a microbatch draws outside its layers; the same on all ranks of its pipeline."""
+    """Returns the seed of a microbatch outside its layers; the same on all ranks of its pipeline."""
     return derived_seed(seed, pipeline, batch_index, microbatch)
 
 
@@ -145,7 +145,7 @@ def private_stream(host: bool) -> Iterator[None]:
 def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
     """Runs a layer that takes so many numbers from the stream of the glue, as its stub does on other stages.
 
-    Kernels of one's own draw past the dispatcher, perhaps on a GPU only, where no probe has seen them.
+    Kernels of one's own sample past the dispatcher, perhaps on a GPU only, where no probe has seen them.
 
     Raises:
         GraphError: It has sampled something else: the streams of its stage and of others would differ from now on.
@@ -161,8 +161,8 @@ def only_seeds_drawn(name: str, num_seeds: int) -> Iterator[None]:
         raise GraphError(
             f"{name} draws random numbers on the {'GPU' if state.cpu.equal(other.cpu) else 'host'}, which it did "
             "not when it was probed: by a kernel of its own perhaps, as dropout of flash attention, or from some "
-            "step on only; other stages would go on with other numbers. Draw one by an operator of torch in its "
-            "forward from the first step on (torch.rand(())), and it gets a stream of its own; or draw nothing"
+            "step on only; other stages would go on with other numbers. Sample one by an operator of torch in its "
+            "forward from the first step on (torch.rand(())), and it gets a stream of its own; or sample nothing"
         )
 
 
@@ -181,7 +181,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether an operator takes numbers from a global generator.
 
     The tag of the operator alone says too much: attention without dropout and dropout outside training are tagged,
-    but draw nothing.
+    but sample nothing.
     """
     is_tagged = torch.Tag.nondeterministic_seeded in func.tags
     is_torchs = func.namespace in ("aten", "prims")
@@ -207,9 +207,9 @@ _NUMBERS = (
     (random, ("random", "uniform", "randint", "randrange", "gauss", "normalvariate")),
     (np.random, ("random", "random_sample", "rand", "randn", "randint", "uniform", "normal")),
 )
-"""By module: functions that draw numbers, which can be compared."""
+"""By module: functions that sample numbers, which can be compared."""
 # Later ones are as they fall: a step may sample until it likes what it gets.
-_NUM_REDRAWN, _MOST_DRAWS = 64, 1000
+_NUM_SAMPLED, _MOST_CALLS = 64, 1000
 _MOST_NUMBERS = 4096  # of more nobody makes a coin
 
 
@@ -217,7 +217,7 @@ class Extremes(TorchDispatchMode):
     """Lets numbers that are sampled inside be the smallest or the largest of 64, so that coins fall on either side.
 
     Args:
-        sides: Whether they are large, draw by draw, in turns.
+        sides: Whether they are large, call by call, in turns.
 
     Attributes:
         sees_all: On exit: of Python's and numpy's generators nothing was sampled but by functions of `_NUMBERS`.
@@ -226,12 +226,12 @@ class Extremes(TorchDispatchMode):
     def __init__(self, sides: Sequence[bool]) -> None:
         super().__init__()
         self.sees_all = False
-        self._sides = itertools.islice(itertools.cycle(sides), _MOST_DRAWS)
+        self._sides = itertools.islice(itertools.cycle(sides), _MOST_CALLS)
         self._functions = [(m, n, getattr(m, n)) for m, names in _NUMBERS for n in names]
 
     def __enter__(self) -> Self:
         for module, name, function in self._functions:
-            setattr(module, name, functools.partial(self._drawn_on_host, function))
+            setattr(module, name, functools.partial(self._sampled_on_host, function))
         self._before = host_state()
         super().__enter__()
         return self
@@ -242,27 +242,24 @@ class Extremes(TorchDispatchMode):
         for function in self._functions:
             setattr(*function)
 
-    def _drawn_on_host(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sampled_on_host(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if (is_large := next(self._sides, None)) is None:
             return function(*args, **kwargs)
         with preserved(host=True):
-            sampled = [function(*args, **kwargs) for _ in range(_NUM_REDRAWN)]
+            sampled = [function(*args, **kwargs) for _ in range(_NUM_SAMPLED)]
         if isinstance(sampled[0], np.ndarray):
             return (np.max if is_large else np.min)(sampled, axis=0)
         return max(sampled) if is_large else min(sampled)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draw = functools.partial(func, *args, **(kwargs or {}))
-        out, is_large = draw(), None
-        if (
-            isinstance(out, Tensor)
-            and out.numel() <= _MOST_NUMBERS
-            and draws(func, args, kwargs or {})
-        ):
-            is_large = next(self._sides, None)
-        if is_large is None:
+        sample = functools.partial(func, *args, **(kwargs or {}))
+        out = sample()
+        is_few = isinstance(out, Tensor) and out.numel() <= _MOST_NUMBERS
+        if not (is_few and draws(func, args, kwargs or {})):
             return out
-        sampled = torch.stack([draw().clone() for _ in range(_NUM_REDRAWN)])
+        if (is_large := next(self._sides, None)) is None:
+            return out
+        sampled = torch.stack([sample().clone() for _ in range(_NUM_SAMPLED)])
         return out.copy_(sampled.amax(0) if is_large else sampled.amin(0))
 
 

@@ -1,4 +1,4 @@
-"""What a step does besides calling layers: taking gradients, drawing numbers, setting attributes, hooking tensors.
+"""Side effects of a step: taking gradients, sampling numbers, setting attributes, hooking tensors.
 
 All of it works in one process, and may not where every stage runs the step's code for itself. The probe notes it,
 runs make up for it, and what nothing can make up for is refused.
@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -135,30 +136,30 @@ def caller(into: str = "") -> str:
 
 
 class GeneratorDraws:
-    """Finds out from which generators besides the global ones a step draws that is about to run."""
+    """Finds out from which generators besides the global ones a step samples that is about to run."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._host = {name: _state_of(it) for name, it in _reached(root).items() if _is_host(it)}
-        self._drawn: list[weakref.ref[torch.Generator]] = []
+        self._used: list[weakref.ref[torch.Generator]] = []
 
     def note(self, arguments: Iterable[Any]) -> None:
         """Notes generators among the arguments of a function of torch (operators see copies of them)."""
         for value in arguments:
             if isinstance(value, torch.Generator) and not rng.is_global(value):
-                self._drawn.append(weakref.ref(value))
+                self._used.append(weakref.ref(value))
 
     def found(self) -> frozenset[str]:
-        """Returns, when the step has ended, where the generators are that it drew from."""
+        """Returns, when the step has ended, where the generators are that it sampled from."""
         held = _reached(self._root)
         names = {
             name
             for name, before in self._host.items()
             if name in held and _state_of(held[name]) != before
         }
-        drawn = {id(generator) for generator in self._alive()}
-        named = {name for name, it in held.items() if id(it) in drawn}
-        elsewhere = drawn - {id(held[name]) for name in named}
+        used = {id(generator) for generator in self._alive()}
+        named = {name for name, generator in held.items() if id(generator) in used}
+        elsewhere = used - {id(held[name]) for name in named}
         if elsewhere:
             del held
             gc.collect()  # made in the step, it may wait in a cycle
@@ -167,7 +168,7 @@ class GeneratorDraws:
         return frozenset(names | named)
 
     def _alive(self) -> list[torch.Generator]:
-        return [generator for ref in self._drawn if (generator := ref()) is not None]
+        return [generator for ref in self._used if (generator := ref()) is not None]
 
 
 _NEVER = {*SHARED_ATTRIBUTES, *vars(nn.Module())}  # where no generators are, thousands of times
@@ -192,7 +193,7 @@ def _reached(root: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def generators_preserved(root: nn.Module) -> Iterator[None]:
-    """Restores generators that a step may draw from, besides the global ones, when what runs it ends."""
+    """Restores generators that a step may sample from, besides the global ones, on exit."""
     found = {id(it): it for it in (_reached(root) | _of_files(root, _is_generator)).values()}
     states = list(map(_state_and_setter, found.values()))
     try:
@@ -247,10 +248,7 @@ def _is_generator(value: Any) -> bool:
 def _is_host(value: Any) -> bool:
     if isinstance(value, random.Random | SobolEngine):
         return not isinstance(value, random.SystemRandom)  # which has no state
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        value, numpy.random.Generator | numpy.random.RandomState
-    )
+    return isinstance(value, np.random.Generator | np.random.RandomState)
 
 
 def _state_of(generator: Any) -> bytes:
@@ -381,13 +379,12 @@ class AttributeWrites:
             if type(now) is int and isinstance(before, int) and before != now and counts:
                 # Where layers are stubs, what they count is there after the last one only.
                 is_stubbed = attribute in self._of_layers
-                found[attribute] = now - (
-                    before if is_stubbed else self._at_layer.get(attribute, before)
-                )
+                last = before if is_stubbed else self._at_layer.get(attribute, before)
+                found[attribute] = now - last
         return found
 
     def _now(self, attribute: Attribute) -> Any:
-        """Returns what the step has set; one that is made to take a form again may put it back in the end."""
+        """Returns what the step has set; that of an exemplar may put it back in the end."""
         held = self._before[attribute][0].__dict__
         return self._set.get(attribute, _MISSING) if attribute[1] in held else _MISSING
 
@@ -454,7 +451,7 @@ HOOKING = (Tensor.register_hook, Tensor.retain_grad)
 
 
 class _NoHandle:
-    """What `register_hook` returns, of a hook that was never put."""
+    """The handle of a hook that was never put."""
 
     def remove(self) -> None:
         """Does nothing, as there is no hook."""

@@ -50,11 +50,9 @@ def is_per_sample(node: Any, num_samples: int) -> bool:
 
 @dataclass(frozen=True)
 class BatchForm:
-    """Which parts of a batch have one entry per sample, whatever their number.
+    """The parts of a batch that have one entry per sample, whatever their number.
 
-    Attributes:
-        spec: The batch down to those parts.
-        per_sample: For each leaf, whether it is one of them.
+    `spec` is the batch down to those parts, `per_sample` tells of each leaf whether it is one of them.
     """
 
     spec: pytree.TreeSpec
@@ -276,12 +274,9 @@ Step = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class StepCall:
-    """A step on one batch, to be run any number of times.
+    """A step on one batch, which stays as it is, to be run any number of times.
 
-    Attributes:
-        module: What it is run on.
-        batch: Stays as it is.
-        written: Tensors of the batch that the step writes in place; see `LayerGraph.batch_writes`.
+    `written` are tensors of the batch that the step writes in place; see `LayerGraph.batch_writes`.
     """
 
     step: Callable[..., Any]
@@ -383,12 +378,7 @@ def weight_of(out: Any) -> Tensor | float | None:
 
 @dataclass(frozen=True)
 class LoggedMetric:
-    """A metric object of torchmetrics among what is logged, as it is at that moment.
-
-    Attributes:
-        attribute: Where the module has it.
-        value: What it gave for the batch; None if it was updated only.
-    """
+    """A logged metric object of torchmetrics, and its value for the batch; None if it was updated only."""
 
     attribute: str
     value: Tensor | None

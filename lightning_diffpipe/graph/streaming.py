@@ -29,7 +29,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.layer import LayerGraph
+from lightning_diffpipe.graph.layer import LayerGraph, num_spanned
 from lightning_diffpipe.graph.placement import (
     host_value,
     is_quantized_later,
@@ -76,14 +76,14 @@ class _Slot:
         views: By layer, for each of its parameters the part of the memory where its value goes.
         layer: The layer whose weights it has, or will have when `wait` has returned.
         wait: Waits for the copy.
-        lent: While open, parameters of the layer have their values.
+        values: While open, parameters of the layer have their values.
     """
 
     def __init__(self, memory: Tensor, layers: Mapping[str, Weights]) -> None:
         self.views = {name: _laid_out(weights.values(), memory) for name, weights in layers.items()}
         self.layer: str | None = None
         self.wait: Callable[[], Any] = lambda: None
-        self.lent = contextlib.ExitStack()
+        self.values = contextlib.ExitStack()
 
 
 class WeightStream:
@@ -92,11 +92,8 @@ class WeightStream:
     Args:
         layers: Offloaded parameters by layer, whose values are pinned if the device is a GPU.
         stages: Streamed layers by stage, in the order of the forward.
-        device: Where layers run.
 
     Attributes:
-        layers: As given.
-        stages: As given.
         slot_bytes: Bytes of both slots.
         num_bytes_copied: Bytes copied to the device so far.
     """
@@ -116,7 +113,10 @@ class WeightStream:
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)
             for weights, size in zip(layers.values(), sizes, strict=True):
-                _pin([*weights.values()], size)
+                # To memory from which a GPU can copy by itself.
+                pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                for parameter, view in _laid_out(weights.values(), pinned).items():
+                    keep_on_host(parameter, view.copy_(host_value(parameter)))
         else:
             self._thread = ThreadPoolExecutor(1, "weights")
 
@@ -131,11 +131,13 @@ class WeightStream:
             self._slots = [_Slot(half, self.layers) for half in memory.chunk(2)]
         slot = self._slot_of(layer)
         slot.wait()
-        slot.lent.close()
-        slot.lent.enter_context(lent_to_placeholders(slot.views[layer]))
+        slot.values.close()
+        slot.values.enter_context(lent_to_placeholders(slot.views[layer]))
         self._slots = [other for other in self._slots if other is not slot] + [slot]
-        if (coming := self._after(layer)) is not None:
-            self._slot_of(coming)
+        ahead = [*self._runs[self._next :], *self._runs[: self._next]]
+        if layer in ahead:  # else it comes out of turn
+            self._next = (self._next + ahead.index(layer) + 1) % len(ahead)
+            self._slot_of(self._runs[self._next])
         own = next(iter(slot.views[layer].values())).untyped_storage().data_ptr()
         out = run()
 
@@ -152,7 +154,7 @@ class WeightStream:
             if slot.layer == layer:
                 return slot
         slot = self._slots[0]
-        slot.lent.close()
+        slot.values.close()
         slot.layer = layer
         pairs = [(view, host_value(p)) for p, view in slot.views[layer].items()]
         self.num_bytes_copied += sum(value.nbytes for _, value in pairs)
@@ -175,18 +177,10 @@ class WeightStream:
             copied = self._side.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
-    def _after(self, layer: str) -> str | None:
-        """Returns the layer that is expected to run after the one that runs now, if that was expected at all."""
-        ahead = [*self._runs[self._next :], *self._runs[: self._next]]
-        if layer not in ahead:
-            return None
-        self._next = (self._next + ahead.index(layer) + 1) % len(ahead)
-        return self._runs[self._next]
-
     def rest(self) -> None:
         """Makes all parameters placeholders again; the slots keep what they have."""
         for slot in self._slots:
-            slot.lent.close()
+            slot.values.close()
 
     def forget(self) -> None:
         """Frees the slots, when no copy is under way any more: values on the host may have been written."""
@@ -206,11 +200,8 @@ def _placed(weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int
     """Yields parameters with where their values start and stop in memory for all of them, in bytes."""
     start = 0
     for parameter in weights:
-        last = sum(
-            (size - 1) * stride
-            for size, stride in zip(parameter.shape, true_stride(parameter), strict=True)
-        )
-        stop = start + (last + 1) * parameter.element_size() * bool(parameter.numel())
+        length = num_spanned(parameter.shape, true_stride(parameter))
+        stop = start + length * parameter.element_size()
         yield parameter, start, stop
         start = stop + -stop % _ALIGNMENT
 
@@ -228,10 +219,3 @@ def _laid_out(weights: Iterable[nn.Parameter], memory: Tensor) -> dict[nn.Parame
             p: memory[start:stop].view(p.dtype).as_strided(p.shape, true_stride(p))
             for p, start, stop in _placed(weights)
         }
-
-
-def _pin(weights: Sequence[nn.Parameter], size: int) -> None:
-    """Moves the values of offloaded parameters to memory from which a GPU can copy by itself."""
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    for parameter, view in _laid_out(weights, pinned).items():
-        keep_on_host(parameter, view.copy_(host_value(parameter)))

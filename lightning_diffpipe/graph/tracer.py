@@ -1,7 +1,7 @@
 """Running a step once, and noting what its layers read, make and change.
 
 A `Tracer` runs the step under `Provenance` and wraps three kinds of modules: layers, whose calls become records;
-expanded containers, whose extent in the sequence of layers is recorded, and whether their own glue draws random
+expanded containers, whose extent in the sequence of layers is recorded, and whether their own glue samples random
 numbers; and, inside a folded layer, layers of the fine graph, which are counted, as each of them seeds a stream of
 its own. Of several equal modules two are run (`repeats.py`).
 """
@@ -56,7 +56,7 @@ _PACKED = {"_pad_packed_sequence", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 @dataclass(frozen=True)
 class _CallNotes:
-    """What is recorded of a call inside a layer, to be taken over for an equal one.
+    """The record of a call inside a layer, to be taken over for an equal one.
 
     Attributes:
         arguments: The arguments that it reads, by position among the leaves.
@@ -88,9 +88,8 @@ class _Functions(TorchFunctionMode):
         if name in ("numpy", "tolist", "__array__"):
             self._provenance.value_read(args)
         if name in _PACKED:
-            self._provenance.value_read(
-                [t for t in tensors_in(args[1:2]) if t.dtype == torch.int64]
-            )
+            lengths = [t for t in tensors_in(args[1:2]) if t.dtype == torch.int64]
+            self._provenance.value_read(lengths)
         # `.to()` sets what is there.
         if func == _SET_DATA and storage_key(args[0]) != storage_key(args[1]):
             self._provenance.note_parameter_writes([args[0]])
@@ -121,13 +120,11 @@ class Tracer:
     """Runs a step once and keeps what its layers read.
 
     Args:
-        module: The module that runs, real or a fake copy of `original`.
+        module: Real, or a fake copy of `original`.
         layers: Modules whose outermost calls are layers.
-        containers: Expanded modules.
-        known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them draw random
+        known: Tells the layers of the fine graph, to be counted inside folded ones, and which of them sample random
             numbers; None: these are the finest, and that is to be found out.
         watched: Modules whose calls are recorded besides.
-        repeats: Recognises calls that have run in other places.
 
     Attributes:
         names: The modules that were called, in order.
@@ -289,10 +286,8 @@ class Tracer:
         if self._functions.depth:
             raise GraphError(inside_function(f"the code around {name}"))
         refuse_transformed(name)
-        mode = self.provenance
-        record = LayerRecord(
-            len(self.records), name, set(mode.control), fine_start=len(self.fine_names)
-        )
+        mode, fine_start = self.provenance, len(self.fine_names)
+        record = LayerRecord(len(self.records), name, set(mode.control), fine_start=fine_start)
         record.argument_dims = leading_dims((args, kwargs))
         self.autocast.update(map(" ".join, autocasts()))
         self.records.append(record)
@@ -359,14 +354,9 @@ def _notes_of(
     read = observed.read | set(map(storage_key, tensors_in(out)))  # also what is passed through
     if read - observed.made - {*leaves.values(), *state.values()}:
         return None
-    return _CallNotes(
-        tuple(i for i, key in leaves.items() if key in read),
-        tuple(name for name, key in state.items() if key in read),
-        observed.cost,
-        observed.drew,
-        names,
-        fine_names,
-    )
+    arguments = tuple(i for i, key in leaves.items() if key in read)
+    own = tuple(name for name, key in state.items() if key in read)
+    return _CallNotes(arguments, own, observed.cost, observed.drew, names, fine_names)
 
 
 def leading_dims(tree: Any) -> list[Any]:
@@ -377,16 +367,3 @@ def leading_dims(tree: Any) -> list[Any]:
         else (repr(leaf) if isinstance(leaf, CONSTANT_TYPES) else type(leaf).__name__)
         for leaf in pytree.tree_leaves(tree)
     ]
-
-
-def nodes_below(loss: Tensor) -> set[Any]:
-    """Returns nodes of the autograd graph that a gradient of the loss reaches, found without running it."""
-    seen: set[Any] = set()
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack.extend(child for child, _ in node.next_functions)
-    return seen

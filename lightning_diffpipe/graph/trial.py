@@ -38,8 +38,7 @@ _KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class _Forwarding(OrderedDict[int, Callable[..., Any]]):
     """A mapping that is empty for torch, and forwards what is registered or removed to the hooks that it replaces.
 
-    Args:
-        hooks: Those replaced. They refer to this, as the handles that `register_hook` returns do so weakly.
+    These refer to it, as the handles that `register_hook` returns do so weakly.
     """
 
     def __init__(self, hooks: Any) -> None:
@@ -69,9 +68,7 @@ def hooks_off(parameters: Iterable[nn.Parameter]) -> Iterator[HooksOf]:
     They shall see the gradient of a batch, once, as in one process; a backward gives that of one microbatch, on one
     of several ranks. A hook may put another one, which is called from the next batch on.
     """
-    replaced = [
-        (p, kind, held) for p in parameters for kind in _KINDS if (held := getattr(p, kind))
-    ]
+    replaced = [(p, k, held) for p in parameters for k in _KINDS if (held := getattr(p, k))]
     hooks = {p: tuple(getattr(p, kind) or {} for kind in _KINDS) for p, _, _ in replaced}
     for parameter, kind, held in replaced:  # with None in their place torch would still call some
         setattr(parameter, kind, _Forwarding.of(held))

@@ -1,4 +1,4 @@
-"""What results depend on besides arguments, and noticing that it has changed: rounding, code, settings, weights.
+"""Circumstances of results besides arguments, and their changes: rounding, code, settings, weights.
 
 torch has two sets of names for how float32 is rounded. Once the newer ones are used, the older ones (`allow_tf32`,
 `get_float32_matmul_precision`) raise a RuntimeError when they are read; the newer ones always answer. Before torch
@@ -90,12 +90,6 @@ def settings_digest(module: nn.Module) -> str:
     """
     parts = (f"{type(part).__qualname__} {_settings(part)}" for part in module.modules())
     return hashlib.sha256(";".join(parts).encode()).hexdigest()
-
-
-def weights_state(module: nn.Module) -> list[tuple[int, int, int]]:
-    """Returns what changes when a weight or buffer is written, replaced or moved."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return [(id(tensor), version_of(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_diffpipe.errors import GraphError
 from lightning_diffpipe.graph import rng
@@ -232,12 +232,10 @@ class StubbedRun(Run):
         if site.name not in view.recomputed or not torch.is_grad_enabled():
             return self._call_fine(site, args, kwargs)
         self.checkpointed = True
-        return torch.utils.checkpoint.checkpoint(
-            self._call_fine, site, args, kwargs, use_reentrant=False
-        )
+        return checkpoint(self._call_fine, site, args, kwargs, use_reentrant=False)
 
     def _call_fine(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Runs a layer of the fine graph, with a random stream of its own if it draws."""
+        """Runs a layer of the fine graph, with a random stream of its own if it samples."""
         view, self._in_fine = self._view, True
         try:
             self.before_fine_layer(site.name)
@@ -268,9 +266,7 @@ class StubbedRun(Run):
         try:
             with rng.only_seeds_drawn(layer.name, layer.num_seeds):
                 if checkpointing:
-                    return torch.utils.checkpoint.checkpoint(
-                        self.call_inside, site, args, kwargs, use_reentrant=False
-                    )
+                    return checkpoint(self.call_inside, site, args, kwargs, use_reentrant=False)
                 return self.call_inside(site, args, kwargs)
         finally:
             self._inside = False
@@ -447,7 +443,6 @@ class StageRun(StubbedRun):
     """One microbatch on one stage, between its forward and its backward pass.
 
     Attributes:
-        loss: The loss, on the last stage.
         weight: How much it counts, on the last stage of a step that says so.
         result: All that the step returned, on the last stage.
         outputs: Tensors for the stage after it, including those passed through, attached to autograd.
@@ -468,9 +463,7 @@ class StageRun(StubbedRun):
         """Passes logged values on where all that the loss reads is real."""
         if not self._view.cut.is_last or not self._view.cut.sees_all:
             return None
-        if self._log is None:
-            return original(*args, **kwargs)
-        return self._log(method, args, kwargs)
+        return original(*args, **kwargs) if self._log is None else self._log(method, args, kwargs)
 
     def received(self, layer: Layer, leaf: int) -> Tensor:
         """Returns a received tensor as a leaf of this stage's autograd graph."""
@@ -568,9 +561,8 @@ class StageRun(StubbedRun):
         self, grads: Mapping[TensorKey, Tensor], loss_scale: float | Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which the backward starts, and their gradients."""
-        keys = [
-            k for k in self._view.cut.sent_gradients if k in grads and self.outputs[k].requires_grad
-        ]
+        sent = filter(grads.__contains__, self._view.cut.sent_gradients)
+        keys = [key for key in sent if self.outputs[key].requires_grad]
         roots, flows = [self.outputs[key] for key in keys], [grads[key] for key in keys]
         if self.loss is not None and self.loss.requires_grad:
             roots.append(self.loss)
@@ -582,9 +574,8 @@ class StageRun(StubbedRun):
         result: dict[TensorKey, Tensor] = {}
         for key in self._view.cut.received_gradients:
             leaf = self._leaves.get(key)
-            found = [
-                g for g in (None if leaf is None else leaf.grad, grads.get(key)) if g is not None
-            ]
+            both = None if leaf is None else leaf.grad, grads.get(key)
+            found = [gradient for gradient in both if gradient is not None]
             if found:  # from layers here, and passed through
                 result[key] = found[0] if len(found) == 1 else found[0] + found[1]
             else:

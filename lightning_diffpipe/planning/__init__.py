@@ -1,4 +1,4 @@
-"""What each rank shall do: pure functions and frozen data, standard library only.
+"""The planner, from a profile to the programs of all ranks: pure functions and frozen data, standard library only.
 
 Read the files in the order in which a plan comes about:
 
@@ -13,12 +13,6 @@ from lightning_diffpipe.planning.profile import ModelProfile
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
 
-__all__ = [
-    "Cluster",
-    "Link",
-    "ModelProfile",
-    "PipelinePlan",
-    "PlanOptions",
-    "find_plan",
-    "simulate",
-]
+__all__ = (
+    "Cluster", "Link", "ModelProfile", "PipelinePlan", "PlanOptions", "find_plan", "simulate",
+)  # fmt: skip

@@ -62,12 +62,8 @@ class Bounds:
         if not self.model.profile.encoders or self.fills:
             return 0.0
         busy = [0.0] * self.shape.num_ranks
-        for part in self.model.encode_parts(
-            self.shape.sizes,
-            self.shape.num_ranks,
-            self.group_size,
-            self.num_encoding or self.shape.num_ranks,
-        ):
+        ranks = self.shape.num_ranks, self.group_size, self.num_encoding or self.shape.num_ranks
+        for part in self.model.encode_parts(self.shape.sizes, *ranks):
             busy[part.rank] += self.model.encode_s(part.num_samples, self.group_size)
         return max(busy)
 
@@ -81,11 +77,8 @@ class Bounds:
         """All work divided by all ranks: with filling, what full bubbles would give."""
         if not (self.model.profile.encoders and self.fills):
             return self.work_s
-        share, group = (
-            sum(self.shape.sizes) / self.shape.num_ranks,
-            self.group_size or self.shape.sizes[0],
-        )
-        return self.work_s + self.model.encode_s(share, group)
+        share = sum(self.shape.sizes) / self.shape.num_ranks
+        return self.work_s + self.model.encode_s(share, self.group_size or self.shape.sizes[0])
 
     @cached_property
     def _start_s(self) -> tuple[float, ...]:
@@ -180,10 +173,11 @@ class Bounds:
 
     def alive_sizes(self, replicas: int, later_ranks: int) -> tuple[int, ...]:
         """Returns samples of the microbatches whose activations a first replica keeps at least, at a time."""
-        own = self.shape.sizes[::replicas]
-        return (
-            own if self.shape.spec.keeps_all else own[: forwards_ahead(replicas, later_ranks) + 1]
+        sizes = self.shape.sizes[::replicas]
+        num_ahead = (
+            len(sizes) if self.shape.spec.keeps_all else forwards_ahead(replicas, later_ranks)
         )
+        return sizes[: num_ahead + 1]
 
     def best_cuts(
         self, replicas: Sequence[int], limit_s: float = math.inf

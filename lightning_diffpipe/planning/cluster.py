@@ -62,18 +62,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The ranks there are and the links between them.
+    """The ranks there are, numbered host by host, and the links between them.
 
     Attributes:
-        num_ranks: All ranks, numbered host by host.
-        ranks_per_host: Ranks of one host; None means one host.
+        ranks_per_host: None means one host.
         memory_bytes: Memory of one rank; None means that it is no limit.
         p2p: Between two ranks of one host.
         all_reduce: Among ranks of one host.
         p2p_between_hosts: Between two ranks of different hosts; None means like `p2p`.
         all_reduce_between_hosts: Among all ranks of several hosts; None means like `all_reduce`. Its bandwidth
             counts the adapters of all ranks of a host; see `all_reduce_among`.
-        device: Name of the device of a rank, if known; models on paper are timed on it.
+        device: Name of the device of a rank, if known.
         rank_memory_bytes: Memory of every rank, if they differ; `memory_bytes` is that of the largest then.
         rank_speeds: Speed of every rank, as a share of that of the fastest, if they differ.
         host_bytes_per_s: Rate of copies from host memory to a rank's device while all ranks copy.
@@ -161,10 +160,6 @@ class Cluster:
     def memory_of(self, position: int, ranks_per_pipeline: int) -> int | None:
         """Returns the memory of the ranks at one position of all pipelines: of the smallest of them."""
         return min(self.rank_memory_bytes[position::ranks_per_pipeline], default=self.memory_bytes)
-
-    def slowness_of(self, position: int, ranks_per_pipeline: int) -> float:
-        """Returns how many times as long as the fastest rank those at one position of all pipelines take."""
-        return 1 / min(self.rank_speeds[position::ranks_per_pipeline], default=1.0)
 
     def host_of(self, rank: int) -> int:
         """Returns the host of a rank."""

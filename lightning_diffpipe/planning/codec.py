@@ -225,11 +225,8 @@ def write(value: object) -> Any:
 
 def _stored_fields(cls: Any) -> dict[str, Field[Any]]:
     """Returns the fields that are read and written, by their keys in the document."""
-    return {
-        own.metadata.get("key", own.name): own
-        for own in fields(cls)
-        if not own.metadata.get("never")
-    }
+    known = (each for each in fields(cls) if not each.metadata.get("never"))
+    return {each.metadata.get("key", each.name): each for each in known}
 
 
 def _default(own: Field[Any]) -> object:

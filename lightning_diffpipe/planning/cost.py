@@ -80,11 +80,9 @@ class CostModel:
     """A profile on a cluster.
 
     Attributes:
-        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient; 2 for Adam.
+        optimizer_bytes_factor: Bytes of optimizer state for each byte of gradient, 2 for Adam; likewise averages.
         is_folded: Layers stand for all calls of theirs in several passes.
-        averages_bytes_factor: Bytes of averaged weights for each byte of gradient.
         shards_optimizer: The ranks that hold a stage share its optimizer state.
-        recomputes: Some layer is recomputed.
     """
 
     profile: ModelProfile
@@ -213,10 +211,9 @@ class CostModel:
 
     def boundary_bytes(self, run: LayerRun, samples: float) -> float:
         """Returns bytes of all tensors that are alive across the cut after the run."""
-        last = run.stop == self.num_layers
-        return (
-            0.0 if last else samples * self.backbone.layers[run.stop - 1].boundary_bytes_per_sample
-        )
+        if run.stop == self.num_layers:
+            return 0.0
+        return samples * self.backbone.layers[run.stop - 1].boundary_bytes_per_sample
 
     def crossing_bytes(self, runs: Sequence[LayerRun], placement: Placement) -> tuple[int, ...]:
         """Returns bytes of a sample that travel after every stage: without what later ranks have already."""
@@ -225,9 +222,8 @@ class CostModel:
             return tuple(crossing)
         stops = [run.stop for run in runs]
         for skip in self.backbone.skips:
-            maker, *readers = (
-                min(bisect_right(stops, at), len(runs) - 1) for at in (skip.made, *skip.readers)
-            )
+            layers = skip.made, *skip.readers
+            maker, *readers = (min(bisect_right(stops, at), len(runs) - 1) for at in layers)
             later = tuple(sorted({stage for stage in readers if stage > maker}))
             if later:
                 way = route(maker, later, placement.stage_ranks)
@@ -266,7 +262,7 @@ class CostModel:
     @property
     @_remembered
     def encoding_bytes_per_sample(self) -> int:
-        """Bytes that the encoders hand to the backbone."""
+        """Bytes of all encodings that the backbone reads."""
         return sum(encoder.result_bytes_per_sample for encoder in self.profile.encoders)
 
     @property
@@ -363,7 +359,6 @@ class PipelineCosts:
     """Costs of one of several equal pipelines, in seconds.
 
     Attributes:
-        sizes: Samples of each microbatch.
         forward_s: By stage and microbatch, as all tables here.
         weight_gradient_s: The part of it that is `BackwardWeight`.
         activation_s: Time on the link of the activation that this stage reads.
@@ -473,9 +468,9 @@ class PipelineLinks:
 
     @cached_property
     def slowness(self) -> tuple[float, ...]:
-        """How many times as long as the fastest rank each of a pipeline takes."""
-        count = self.placement.num_ranks
-        return tuple(self.cluster.slowness_of(rank, count) for rank in range(count))
+        """By position, the factor by which the slowest rank there, of all pipelines, is slower than the fastest."""
+        count, speeds = self.placement.num_ranks, self.cluster.rank_speeds
+        return tuple(1 / min(speeds[position::count], default=1.0) for position in range(count))
 
     @cached_property
     def stage_slowness(self) -> tuple[float, ...]:

@@ -81,18 +81,12 @@ class Proposal:
     @classmethod
     def of(cls, plan: PipelinePlan, profile: ModelProfile) -> Proposal:
         """Returns what a plan for a profile of one backbone decides."""
-        shape = Shape(
-            plan.num_pipelines,
-            plan.ranks_per_pipeline,
-            plan.num_stages,
-            plan.microbatch_sizes,
-            plan.options.schedule,
-        )
+        counts = plan.num_pipelines, plan.ranks_per_pipeline, plan.num_stages
+        shape = Shape(*counts, plan.microbatch_sizes, plan.options.schedule)
         stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
-        start, units = (
-            (passes[0][0], passes[0][1] - passes[0][0]) if passes else (0, plan.num_layers)
-        )
-        edges = [0, *(first - start for first in plan.first_layers[1 : plan.num_stages]), units]
+        start, stop = passes[0] if passes else (0, plan.num_layers)
+        firsts = (first - start for first in plan.first_layers[1 : plan.num_stages])
+        edges = [0, *firsts, stop - start]
         replicas = (stage.num_replicas for stage in stages)
         return cls(shape, tuple((*ab, r) for ab, r in zip(pairwise(edges), replicas, strict=True)))
 
@@ -255,9 +249,8 @@ class Evaluator:
         microbatches.
         """
         group = self.group_size(shape)
-        return group_samples(
-            shape.sizes, max(1, group // SHARES_PERIOD) if group else max(shape.sizes)
-        )
+        size = max(1, group // SHARES_PERIOD) if group else max(shape.sizes)
+        return group_samples(shape.sizes, size)
 
     def frame(self, proposal: Proposal) -> Frame:
         """Returns what does not depend on where a proposal cuts."""
@@ -323,7 +316,7 @@ class Evaluator:
         return self._steps[proposal]
 
     def _expected_s(self, proposal: Proposal, costs: PipelineCosts) -> float:
-        """Simulates the pipeline over the forms that its microbatches take."""
+        """Returns the mean time of the pipeline over the call sequences of its microbatches, in seconds."""
         frame, seen = self.frame(proposal), self.calls.backbone.seen
         pipeline, start_s = frame.pipeline, exchanged_s(frame.parts, costs) if frame.parts else 0.0
         if len(seen.forms) == 1:
@@ -336,14 +329,14 @@ class Evaluator:
         if seen.shared:
             mixtures = [(start,) * size for start in starts]
         else:
-            draw = random.Random(0)
-            mixtures = [tuple(draw.choices(starts, shares, k=size)) for _ in range(NUM_MIXTURES)]
+            rng = random.Random(0)
+            mixtures = [tuple(rng.choices(starts, shares, k=size)) for _ in range(NUM_MIXTURES)]
             shares = [1 / NUM_MIXTURES] * NUM_MIXTURES
         steps_s = (makespan(pipeline.outline(mixture), costs, start_s) for mixture in mixtures)
         return sum(share * step_s for share, step_s in zip(shares, steps_s, strict=True))
 
     def _first_stages(self, proposal: Proposal) -> tuple[int, ...]:
-        """Returns for each form the first stage that it does not leave out."""
+        """Returns for each call sequence the first stage that it does not leave out."""
         stops = [run.stop for run in self.runs(proposal)]
         forms = self.calls.backbone.seen.forms
         return tuple(bisect_right(stops, first) for _, first in forms)
@@ -441,15 +434,9 @@ class Evaluator:
             encoding_ranks=self.num_encoding(shape),
             shard_optimizer=self.options.shard_optimizer is True,
         )
-        return PipelinePlan(
-            decided,
-            self._stages(proposal),
-            schedule.programs,
-            planned,
-            costs,
-            layers=tuple(layer.name for layer in self.calls.backbone.layers),
-            forms=forms,
-        )
+        stages, names = self._stages(proposal), (x.name for x in self.calls.backbone.layers)
+        made = decided, stages, schedule.programs, planned, costs
+        return PipelinePlan(*made, layers=tuple(names), forms=forms)
 
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
         """Returns what its ranks send each other, and what those of a chain would; see `Planned`."""
@@ -466,10 +453,8 @@ class Evaluator:
         if shape.spec.place and not shape.spec.opposite:
             work = model.work_s(shape.sizes)
             firsts = minimax_cuts([b - a for a, b in pairwise(work)], shape.num_ranks)
-            runs = [LayerRun(0, first) for first in firsts[1:]]
-            sent["chain_sent_bytes"] = samples * round(
-                sum(model.boundary_bytes(r, 1) for r in runs)
-            )
+            boundaries = (model.boundary_bytes(LayerRun(0, first), 1) for first in firsts[1:])
+            sent["chain_sent_bytes"] = samples * round(sum(boundaries))
         return sent
 
     def _copies(

@@ -46,8 +46,8 @@ from lightning_diffpipe.planning.schedule import Schedule
 from lightning_diffpipe.planning.timeline import Timeline
 
 LOOKAHEAD_BATCHES = 2
-"""Batches whose frozen work may run before they are due, if bubbles are filled. With one, ranks that have done
-their share of it wait for each other in every step."""
+"""Batches whose frozen work may run ahead, if bubbles are filled. With one, ranks that have done their share of it
+wait for each other in every step."""
 
 SHARES_PERIOD = 16
 """Batches over which the shares of the ranks are whole numbers of groups, where frozen work runs several batches
@@ -57,13 +57,7 @@ to 1/32 of the frozen work in every step, about as long as they waited."""
 
 @dataclass(frozen=True, slots=True)
 class EncodePart:
-    """The frozen work for some samples of one microbatch.
-
-    Attributes:
-        microbatch: The microbatch whose samples these are.
-        start: First sample, counted within the microbatch.
-        stop: One past the last sample, counted within the microbatch.
-    """
+    """The frozen work for samples `start` to `stop` of one microbatch, counted within it."""
 
     index: int
     rank: int
@@ -204,9 +198,8 @@ def encode_parts(
     if sum(groups) != total or len(groups) != num_ranks or min(groups) < 0:
         raise ScheduleError(f"{total} groups cannot be shared as {tuple(groups)}")
     owners = (rank for rank, count in enumerate(groups) for _ in range(count))
-    starts = [
-        (m, at) for m, size in enumerate(microbatch_sizes) for at in range(0, size, group_size)
-    ]
+    microbatches = enumerate(microbatch_sizes)
+    starts = [(m, start) for m, size in microbatches for start in range(0, size, group_size)]
     runs = groupby(zip(owners, starts, strict=True), key=lambda each: (each[0], each[1][0]))
     parts: list[EncodePart] = []
     for index, ((rank, microbatch), run) in enumerate(runs):
@@ -222,13 +215,9 @@ MARGIN = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class FrozenPiece:
-    """One layer of a frozen encoder for some samples of the next batch, on one rank.
+    """One layer of a frozen encoder for samples `start` to `stop` of a pipeline's next batch, on one rank.
 
-    Attributes:
-        index: Number that `Encode` names.
-        encoder: Position of the encoder in the profile.
-        start: First sample, counted within the pipeline's batch.
-        stop: One past the last sample.
+    `index` is the number that `Encode` names, `encoder` the position of the encoder in the profile.
     """
 
     index: int
@@ -272,7 +261,6 @@ class Filled:
 
     Attributes:
         schedule: The programs, with `Encode` and a final `ExchangeFrozen`.
-        pieces: The pieces that `Encode` names.
         leftover_s: Time after the pipeline, on the rank with most of it.
     """
 
@@ -332,12 +320,8 @@ def weave(schedule: Schedule, timeline: Timeline, placed: Sequence[Placed]) -> F
     for p in placed:
         if p.gap_s is None:
             after[p.piece.rank] += p.duration_s
-    return Filled(
-        replace(schedule, programs=tuple(programs)),
-        tuple(p.piece for p in placed),
-        tuple(p.duration_s for p in placed),
-        max(after),
-    )
+    pieces, piece_s = tuple(p.piece for p in placed), tuple(p.duration_s for p in placed)
+    return Filled(replace(schedule, programs=tuple(programs)), pieces, piece_s, max(after))
 
 
 def fill_by_shares(
@@ -425,7 +409,7 @@ def _fill_rank(
     samples: int,
     index: int,
 ) -> list[Placed]:
-    """Takes one rank's samples through all layers, gap after gap; what is left comes after the pipeline."""
+    """Places the layers for one rank's samples, gap after gap; what is left comes after the pipeline."""
     todo = deque((layer, first_sample) for layer in layers if samples)
     stop, placed = first_sample + samples, list[Placed]()
     after_all: tuple[float | None, float] = None, math.inf

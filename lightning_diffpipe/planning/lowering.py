@@ -67,9 +67,8 @@ def lower_loop(schedule: Schedule, program: Program, ring: int) -> Program:
     first, those of gradients as soon as the activation was sent.
     """
     schedule = replace(schedule, num_microbatches=ring)
-    program = tuple(
-        replace(i, microbatch=i.microbatch % ring) if isinstance(i, Staged) else i for i in program
-    )
+    in_ring = lambda i: replace(i, microbatch=i.microbatch % ring) if isinstance(i, Staged) else i
+    program = tuple(map(in_ring, program))
     reads = tuple(schedule.inputs_of(program))
     out: list[Instruction] = [
         message.receive()
@@ -184,7 +183,7 @@ Due = tuple[dict[Instruction, tuple[Receive, ...]], ...]
 
 
 def lower_for_devices(schedule: Schedule) -> tuple[Schedule, Due]:
-    """Adds communication to a schedule of devices that run receives; returns `receives_due`, too.
+    """Adds communication to a schedule of devices that run receives; returns `receives_due` as well.
 
     A receive that has to begin early needs its buffer by then, so more are posted ahead where ranks hold several
     stages: as few as let hosts wait for their devices anywhere.

@@ -82,14 +82,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
-        counts = (
-            "num_stages",
-            "num_microbatches",
-            "data_parallel",
-            "frozen_group_size",
-            "encoding_ranks",
-        )
-        for name in counts:
+        counts = "num_stages", "num_microbatches", "data_parallel", "frozen_group_size"
+        for name in (*counts, "encoding_ranks"):
             self._check_count(name, getattr(self, name), auto=True)
         for name in ("frozen_splittable", "encode_first"):
             if not isinstance(value := getattr(self, name), bool):
@@ -146,11 +140,8 @@ class PlanOptions:
             self._check_without_flush(spec)
 
     def _check_without_flush(self, spec: ScheduleSpec) -> None:
-        stages, microbatches = self.num_stages, self.num_microbatches
-        replicas = (
-            self.num_replicas if isinstance(self.num_replicas, tuple) else (self.num_replicas,)
-        )
-        if set(replicas) - {"auto", 1}:
+        stages, microbatches, replicas = self.num_stages, self.num_microbatches, self.num_replicas
+        if set(replicas if isinstance(replicas, tuple) else (replicas,)) - {"auto", 1}:
             raise ConfigurationError(
                 f"schedule={spec.name} has one rank for each stage, but num_replicas={self.num_replicas}: replicas "
                 "would take whole batches in turn, and none would have the gradients of all. Leave it out; "

@@ -38,9 +38,6 @@ class Stage:
 
     Attributes:
         index: Position in the pipeline; stage 0 reads the noisy latent.
-        backbone: Name of the backbone the layers belong to.
-        first_layer: First layer, inclusive.
-        last_layer: Last layer, inclusive.
         num_replicas: Ranks that hold a copy and take the microbatches in turn.
         ranks: Their positions in the pipeline; empty means those after the ranks of the stage before.
             Named where one rank holds several stages.
@@ -123,12 +120,7 @@ StageCost = Callable[[int, int, int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A way to cut a chain.
-
-    Attributes:
-        slowest_s: W, the largest stage time.
-        sync_s: Y, the longest synchronisation that nothing hides.
-    """
+    """A way to cut a chain, with W, the time of the slowest stage, and Y, the longest sum that nothing hides."""
 
     slowest_s: float
     sync_s: float
@@ -232,9 +224,8 @@ def minimax_cuts(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
     ends = [0.0, *accumulate(times)]
 
     def within(limit: float) -> tuple[int, ...] | None:
-        return greedy_cuts(
-            len(times), num_stages, lambda _, first: bisect_right(ends, ends[first] + limit) - 1
-        )
+        reach = lambda _, first: bisect_right(ends, ends[first] + limit) - 1
+        return greedy_cuts(len(times), num_stages, reach)
 
     found = least_limit(within, ends[-1] / num_stages, ends[-1] * (1 + 1e-9), 1e-9)
     assert found is not None
@@ -334,13 +325,11 @@ def nested_cuts(
                         reached[c, d] = dearer, (*edges, c, d)
         level = reached
     ways = [
-        (cost, ab, edges)
-        for ab, (cost, edges) in level.items()
-        if ends[ab[1]] - ends[ab[0]] <= most
+        (cost, a, b, edges) for (a, b), (cost, edges) in level.items() if ends[b] - ends[a] <= most
     ]
     if not ways:
         return None
-    _, (a, b), edges = min(ways)
+    _, a, b, edges = min(ways)
     turn = min(max(bisect_left(ends, (ends[a] + ends[b]) / 2), a + 1), b - 1)
     return (0, *sorted({*edges, turn}))
 

@@ -45,7 +45,7 @@ def folded(profile: ModelProfile) -> ModelProfile:
     """Returns a profile whose layers each stand for all calls of theirs; as it is if there is one pass.
 
     The forward is that of the first pass, everything else counts as backward: then bounds hold. Of a step of
-    several forms a call takes what it does on average.
+    several call sequences a call takes what it does on average.
     """
     backbone = profile.backbones[0]
     if len(backbone.seen.forms) > 1:
@@ -60,12 +60,8 @@ def folded(profile: ModelProfile) -> ModelProfile:
     first, stop = backbone.passes[0]
     calls = [_calls(backbone, unit, unit + 1) for unit in range(stop - first)]
     layers = tuple(_unit(backbone, runs) for runs in calls)
-    unit_of = {
-        i: unit
-        for unit, runs in enumerate(calls)
-        for run in runs
-        for i in range(run.first, run.stop)
-    }
+    runs_of_units = ((unit, run) for unit, runs in enumerate(calls) for run in runs)
+    unit_of = {i: unit for unit, run in runs_of_units for i in range(run.first, run.stop)}
     read_by = lambda readers: tuple(sorted({unit_of[reader] for reader in readers}))
     encoders = tuple(encoder.read_at(read_by) for encoder in profile.encoders)
     chain = replace(backbone, layers=layers, passes=(), skips=())

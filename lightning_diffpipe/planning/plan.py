@@ -55,15 +55,12 @@ class Planned:
     """The numbers a plan promises; times in seconds for one optimizer step.
 
     Attributes:
-        iteration_s: Time of a step.
         bubble_ratio: Share of rank time in which nothing runs.
         unfilled_iteration_s: The same without filling: frozen work before the pipeline.
-        unfilled_bubble_ratio: The same without filling.
         frozen_s: Frozen work of all ranks of a pipeline together.
         leftover_s: Frozen work that fitted no bubble, after the pipeline.
         no_bubble_limit_s: All work divided by all ranks: no schedule of this work can be faster.
         peak_memory_bytes: By rank of a pipeline; empty where it is not known, in plans written by hand.
-        samples_per_s: Samples of all pipelines per second.
         sent_bytes: Bytes that the ranks of a pipeline send each other in a step, there and back; None where it is
             not known.
         chain_sent_bytes: The same of a chain of stages as even as can be, one on each rank, where a rank holds
@@ -72,8 +69,8 @@ class Planned:
             are none.
         copied_bytes: By rank: bytes of them that a step copies to the device.
         copied_s: By rank: seconds that the copies take, most of them while layers compute.
-        expected_s: Time of a step over the forms that it takes, with frozen work before the pipeline, where it
-            takes several; the other numbers are of the form with most calls.
+        expected_s: Mean time of a step over its call sequences, with frozen work before the pipeline, where there
+            are several; the other numbers are of the longest.
     """
 
     iteration_s: float
@@ -130,12 +127,11 @@ class PipelinePlan:
 
     Attributes:
         options: All choices, none of them `"auto"`.
-        stages: The stages of one pipeline, in order.
         programs: Compute instructions of the ranks of one pipeline; frozen work included.
         costs: Costs that the predictions are computed from; None in plans written by hand.
         pieces: With filling, the frozen pieces of the next batch that `Encode` names.
         layers: Names of the layers that are cut, in order; empty where they are not known.
-        forms: `(share, first stage)` of the forms that the step took in trials, where it takes several.
+        forms: `(share, first stage)` of the call sequences that the step had in trials, where there are several.
         changes: Changes that would shorten the step, best first, if they were tried. Advice only:
             it does not count for the digest.
     """
@@ -265,9 +261,7 @@ class PipelinePlan:
     @cached_property
     def frozen_parts(self) -> tuple[EncodePart, ...]:
         """Without filling, the frozen parts of this batch that `Encode` names."""
-        if self.pieces or not any(
-            isinstance(i, Encode) for program in self.programs for i in program
-        ):
+        if self.pieces or not self._encodes:
             return ()
         sizes, ranks = self.microbatch_sizes, self.ranks_per_pipeline
         group = self.options.frozen_group_size
@@ -275,6 +269,10 @@ class PipelinePlan:
         splits, wanted = self.options.frozen_splittable, self.options.encoding_ranks
         num_encoding = None if wanted == "auto" else wanted
         return encode_parts(sizes, ranks, splits, group, num_encoding=num_encoding)
+
+    @property
+    def _encodes(self) -> bool:
+        return any(isinstance(i, Encode) for program in self.programs for i in program)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -496,8 +494,7 @@ def _decided(plan: PipelinePlan, num_pipelines: int) -> dict[str, object]:
     decided["streaming"] = options.streaming if streams else "none"
     if any(num_pipelines * len(ranks) > 1 for ranks in plan.placement.stage_ranks):
         decided["shard_optimizer"] = options.shard_optimizer is True
-    encodes = any(isinstance(i, Encode) for program in plan.programs for i in program)
-    if encodes and plan.ranks_per_pipeline > 1:
+    if plan._encodes and plan.ranks_per_pipeline > 1:
         decided["filling"] = options.filling
         decided["encoding_ranks"] = options.encoding_ranks
         if options.frozen_splittable and options.frozen_group_size != "auto":

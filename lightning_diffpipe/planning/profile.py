@@ -37,10 +37,9 @@ FORMAT = "diffpipe-profile/1"
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A time that depends on the number of samples: measured points, linear between and beyond.
+    """A time that depends on the number of samples: points `(samples, seconds)`, linear between and beyond.
 
-    Attributes:
-        points: `(samples, seconds)`, ascending in samples. One point alone means proportional.
+    They ascend in samples. One point alone means proportional.
 
     Example:
         >>> Seconds(((1, 0.002), (4, 0.008))).at(2)
@@ -118,8 +117,7 @@ class LayerProfile:
 
     Attributes:
         name: Dotted name of the module, or several joined by `+`.
-        backward_s: Whole backward of a microbatch.
-        weight_gradient_s: The part of it that only makes weight gradients; None if not measured.
+        weight_gradient_s: The part of the backward that only makes weight gradients; None if not measured.
         gradient_bytes: Bytes of its gradients: 0 for a frozen layer within the gradient path.
         boundary_bytes_per_sample: Bytes of every tensor that is alive across a cut after it.
         activation_bytes_per_sample: Bytes kept for the backward.
@@ -216,8 +214,8 @@ class FormsSeen:
     """Frequencies of the call sequences of a step, counted in trials.
 
     Attributes:
-        forms: `(share, first call)`: a form calls the layers from this one on, the first one all of them.
-        shared: All microbatches of a batch take the same; else each throws its own coin.
+        forms: `(share, first call)`: a sequence calls the layers from this one on, the first one all of them.
+        shared: All microbatches of a batch have the same; else each throws its own coin.
     """
 
     forms: tuple[tuple[float, int], ...] = ((1.0, 0),)
@@ -230,7 +228,7 @@ class BackboneProfile:
 
     Attributes:
         repeated_s: Seconds that every stage but the first spends again on each microbatch, before its own
-            layers: code at the top of the step that belongs to no layer (tokenizing, drawing noise).
+            layers: code at the top of the step that belongs to no layer (tokenizing, sampling noise).
             The first layer's `forward_s` has it once. None if unknown.
         split_s: Time by which the backward of all layers grows when it runs in two halves, inputs first
             and weights later (zero-bubble schedules). None if unknown.
@@ -238,7 +236,7 @@ class BackboneProfile:
         passes: Half-open ranges of layers, equally long, that are calls of the same ones: all but the first
             have no parameters of their own. Empty if every layer is called once.
         chains: Names and first layers of joined backbones that run in opposite directions; see `joined`.
-        seen: The forms of the step, of which this is the one with most calls.
+        seen: The call sequences of the step, of which this is the longest.
     """
 
     name: str
@@ -275,9 +273,8 @@ class BackboneProfile:
                 "two ranges of layers or more, [first, stop], equally long, one after the other, "
                 f"{num_layers} at most"
             )
-        for skip, at in zip(
-            backbone.skips, node["skips"].elements() if backbone.skips else (), strict=True
-        ):
+        nodes = node["skips"].elements() if backbone.skips else ()
+        for skip, at in zip(backbone.skips, nodes, strict=True):
             readers = list(skip.readers)
             if readers != sorted(set(readers)) or not (
                 readers and skip.made < readers[0] <= readers[-1] <= num_layers
@@ -301,12 +298,7 @@ class EncoderLayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class FrozenResult:
-    """Tensors that a frozen encoder hands to the backbone.
-
-    Attributes:
-        readers: Positions of the backbone's layers that read them, ascending; those of several backbones are
-            counted on.
-    """
+    """Tensors of a frozen encoder, and positions of their readers, ascending; several backbones are counted on."""
 
     bytes_per_sample: int
     readers: tuple[int, ...]
@@ -498,7 +490,6 @@ def separated(profile: ModelProfile, starts: Sequence[int]) -> ModelProfile:
         if not name or name in {b.name for b in backbones} | {e.name for e in profile.encoders}:
             name = f"{name or 'backbone'}_{len(backbones)}"
         split_s = whole.split_s and whole.split_s.scaled(share)
-        backbones.append(
-            BackboneProfile(name, tuple(layers), whole.repeated_s, split_s, tuple(skips))
-        )
+        more = whole.repeated_s, split_s, tuple(skips)
+        backbones.append(BackboneProfile(name, tuple(layers), *more))
     return replace(profile, backbones=tuple(backbones))

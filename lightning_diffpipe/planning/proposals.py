@@ -104,11 +104,9 @@ def _chained_shapes(
                 sizes = split_evenly(samples, num_microbatches)
                 # Without a neighbour there is nothing to overlap: all schedules are the same.
                 for schedule in schedules[:1] if num_stages == 1 else schedules:
-                    if num_stages > 1 and not SCHEDULES[schedule].takes(
-                        num_stages, num_microbatches
-                    ):
-                        continue
-                    yield Shape(num_pipelines, num_ranks, num_stages, sizes, schedule)
+                    takes = SCHEDULES[schedule].takes
+                    if num_stages == 1 or takes(num_stages, num_microbatches):
+                        yield Shape(num_pipelines, num_ranks, num_stages, sizes, schedule)
 
 
 def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -> Iterator[Shape]:
@@ -131,9 +129,8 @@ def _placed_shapes(model: CostModel, options: PlanOptions, spec: ScheduleSpec) -
             if chains[1:] and (num_stages != len(chains) * num_ranks or num_ranks > min(chains)):
                 continue  # Chains in opposite directions have a stage on every rank.
             for num_microbatches in microbatch_counts(model, options, num_pipelines):
-                if num_microbatches <= samples and spec.can_place(
-                    num_stages, num_ranks, num_microbatches
-                ):
+                placed = num_stages, num_ranks, num_microbatches
+                if num_microbatches <= samples and spec.can_place(*placed):
                     sizes = split_evenly(samples, num_microbatches)
                     yield Shape(num_pipelines, num_ranks, num_stages, sizes, spec.name)
 

@@ -1,4 +1,4 @@
-"""Which method samples a request, on which mesh of the ranks: the rule of `method="auto"`.
+"""The rule of `method="auto"`: a method to sample a request, and a mesh of the ranks for it.
 
     samples     are divided first, as far as that is even: nothing is sent but final latents
     guidance    halves of the ranks compute a branch each, and exchange predictions
@@ -27,7 +27,7 @@ _APPROXIMATE = ("distrifusion", "pipefusion")
 
 @dataclass(frozen=True, slots=True)
 class SamplingCase:
-    """What decides about the method of a request.
+    """The circumstances that decide about the method of a request.
 
     Attributes:
         num_samples: Samples that ranks can divide.

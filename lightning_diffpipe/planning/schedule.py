@@ -12,7 +12,7 @@ its way has it (`route`): with V placement a U-Net's skip not at all. What comes
 way back.
 
     stages on 2 ranks, V      0      1      2      3        made by stage 0, read by stage 3
-    rank                      0      1      1      0        handed on from stage 0 to 3, on rank 0
+    rank                      0      1      1      0        passed from stage 0 to 3, on rank 0
 
 Round robin over replicas is PipeDream's 1F1B-RR, Narayanan et al. (2019): a microbatch is never
 split inside a stage, so that results stay exact for modules that mix samples.
@@ -45,12 +45,7 @@ from lightning_diffpipe.planning.instruction import (
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One tensor list that travels between ranks.
-
-    Attributes:
-        stage: The stage that reads it.
-        to_rank: Rank that reads it; equal to `from_rank` when nothing has to travel.
-    """
+    """Tensors that travel to the rank and the stage that read them; nowhere where that is the rank they are on."""
 
     kind: Kind
     stage: int
@@ -192,12 +187,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of one tensor.
-
-    Attributes:
-        sent_to: Stages to which the stage before sends it.
-        handed: Pairs of stages on one rank: the second has it from the first.
-    """
+    """The way of one tensor: stages to which that before sends it, and pairs on one rank that have it together."""
 
     sent_to: tuple[int, ...]
     handed: tuple[tuple[int, int], ...]
@@ -274,23 +264,11 @@ def _shortest(
     return min(ways)[2] if ways else []
 
 
-def as_placement(stages: int | Placement) -> Placement:
-    """Takes a number of stages for one rank each."""
-    if isinstance(stages, Placement):
-        return stages
-    if stages < 1:
-        raise ScheduleError(f"a pipeline needs at least one stage; got num_stages={stages}")
-    return Placement.of_replicas([1] * stages)
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The programs of all ranks of one pipeline.
 
-    Attributes:
-        num_microbatches: Microbatches of each backbone.
-        starts: By microbatch the first stage it runs, where steps have several forms, and some
-            microbatches leave passes out; empty: stage 0.
+    `starts` are by microbatch the first stage it runs, where some leave passes out; empty: stage 0.
     """
 
     placement: Placement
@@ -298,29 +276,25 @@ class Schedule:
     programs: tuple[Program, ...]
     starts: tuple[int, ...] = ()
 
+    def only(self, keep: Callable[[Instruction], bool]) -> Schedule:
+        """Returns the same with some of its instructions, in the same order."""
+        return replace(self, programs=tuple(tuple(filter(keep, p)) for p in self.programs))
+
     def starting_at(self, starts: Sequence[int]) -> Schedule:
-        """Returns the same in the same order, where microbatches leave out the stages before these."""
+        """Returns the same where microbatches leave out the stages before these."""
         if not any(starts):
             return self
-        programs = tuple(
-            tuple(
-                i for i in program if not isinstance(i, Staged) or i.stage >= starts[i.microbatch]
-            )
-            for program in self.programs
-        )
-        return replace(self, programs=programs, starts=tuple(starts))
+        runs = lambda i: not isinstance(i, Staged) or i.stage >= starts[i.microbatch]
+        return replace(self.only(runs), starts=tuple(starts))
 
     def runs(self, stage: int, microbatch: int) -> bool:
         """Returns whether a microbatch does not leave a stage out."""
         return not self.starts or stage >= self.starts[microbatch]
 
     def of_first_microbatches(self, count: int) -> Schedule:
-        """Returns the same for fewer microbatches, as the last batch of an epoch may have; in the same order."""
-        programs = tuple(
-            tuple(i for i in program if getattr(i, "microbatch", 0) < count)
-            for program in self.programs
-        )
-        return replace(self, num_microbatches=count, programs=programs, starts=self.starts[:count])
+        """Returns the same for fewer microbatches, as the last batch of an epoch may have."""
+        first = self.only(lambda i: getattr(i, "microbatch", 0) < count)
+        return replace(first, num_microbatches=count, starts=self.starts[:count])
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -413,7 +387,6 @@ class ScheduleSpec:
     """One schedule; calling it with stages, or a placement, and a number of microbatches makes a `Schedule`.
 
     Attributes:
-        name: As options and plans write it.
         program: The program of one rank alone, given where stages run, how many microbatches there are, and
             the rank; if `timed` also `ticks=`, the times of the stages.
         place: Where so many stages run on so many ranks; None if every stage has ranks of its own, in
@@ -463,9 +436,11 @@ class ScheduleSpec:
         """Makes the programs of all ranks, of stages with one rank each or placed ones.
 
         Raises:
-            ScheduleError: `num_microbatches` is no multiple of the ranks, and has to be.
+            ScheduleError: No stage; or `num_microbatches` is no multiple of the ranks, and has to be.
         """
-        placement = as_placement(stages)
+        if isinstance(stages, int) and stages < 1:
+            raise ScheduleError(f"a pipeline needs at least one stage; got num_stages={stages}")
+        placement = Placement.of_replicas([1] * stages) if isinstance(stages, int) else stages
         num_ranks = placement.num_ranks
         if self.whole_groups and num_microbatches % num_ranks:
             raise ScheduleError(

@@ -18,12 +18,7 @@ from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, PlanErr
 from lightning_diffpipe.planning.cluster import Cluster
 from lightning_diffpipe.planning.cost import CostModel
 from lightning_diffpipe.planning.cut_search import Search, fastest, fits
-from lightning_diffpipe.planning.evaluation import (
-    UNFILLED_SHARE,
-    Evaluator,
-    Proposal,
-    preference,
-)
+from lightning_diffpipe.planning.evaluation import UNFILLED_SHARE, Evaluator, Proposal, preference
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
 from lightning_diffpipe.planning.profile import LayerProfile, ModelProfile, encoded_first, joined
@@ -102,9 +97,8 @@ def find_plan(
         raise PlanError(f"no plan was found within {within_s:.3g} s; give the search more time")
     if not plans:
         model = Evaluator(CostModel.of(profile, cluster, options), options).model
-        raise nothing_proposed(model, options) or nothing_fits(
-            profile, cluster, options, _within_memory
-        )
+        no_proposal = nothing_proposed(model, options)
+        raise no_proposal or nothing_fits(profile, cluster, options, _within_memory)
     return min(plans, key=_with_effort)
 
 
@@ -229,7 +223,9 @@ def _saving_less(
         fewer = _needed(profile, cluster, options, proposal, savings, best)
         faster = _evaluator(profile, cluster, options, fewer).plan(proposal)
         for plan in (faster, best):  # the first of equals counts
-            if fits(plan, cluster) and _fits_hosts(plan, cluster):
+            num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
+            on_host = sum(plan.planned.streamed_bytes) * plan.num_pipelines / num_hosts
+            if fits(plan, cluster) and on_host <= (cluster.host_memory_bytes or math.inf):
                 plans.append(plan)
         if fewer == savings or not any(fewer):
             break
@@ -237,13 +233,6 @@ def _saving_less(
         decided = {name: getattr(best.options, name) for name in names}
         savings, options, most_s = fewer, replace(options, **decided), math.inf
     return plans
-
-
-def _fits_hosts(plan: PipelinePlan, cluster: Cluster) -> bool:
-    """Returns whether hosts have enough memory for what is streamed."""
-    num_hosts = plan.num_ranks / (cluster.ranks_per_host or plan.num_ranks)
-    on_host = sum(plan.planned.streamed_bytes) * plan.num_pipelines / num_hosts
-    return on_host <= (cluster.host_memory_bytes or math.inf)
 
 
 def _evaluator(

@@ -9,7 +9,7 @@ If no rank can go on before all are done, the schedule is refused with an image 
 Where a schedule is cut decides what its instructions cost, not which of them waits for which. So an `Outline` is
 made once for all cuts: one row for each instruction, in an order in which all can run, with the message it reads
 and the one it makes. `makespan` goes once over these rows, which is all that the search asks of thousands of
-proposals; `simulate` draws the timeline from the same pass. Programs with communication and without give the same.
+proposals; `simulate` makes the timeline in the same pass. Programs with communication and without give the same.
 """
 
 from __future__ import annotations
@@ -80,12 +80,10 @@ def simulate(
 
 
 def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Timeline:
-    """Notes what happens, in the order of the rows; each rank does what stands in its program."""
+    """Returns what happens, in the order of the rows; each rank does what stands in its program."""
     starts_s: list[float] = []
     _run(outline, costs, 0.0, starts_s)
-    todo = [
-        zip(program, schedule.outputs_of(program), strict=True) for program in schedule.programs
-    ]
+    todo = [zip(p, schedule.outputs_of(p), strict=True) for p in schedule.programs]
     link_free_s = [0.0] * outline.num_edges
     spans, transfers = list[Span](), list[Transfer]()
     for (rank, work, meeting, makes, like, edge), now_s in zip(
@@ -98,11 +96,8 @@ def _timeline(schedule: Schedule, outline: Outline, costs: PipelineCosts) -> Tim
                 if stop_s > now_s:
                     spans.append(Span(peer, met, now_s, stop_s))
             continue
-        instruction, made = next(
-            pair
-            for pair in todo[rank]
-            if not isinstance(pair[0], (ExchangeFrozen, ReduceGradients))
-        )
+        alone = (pair for pair in todo[rank] if not isinstance(pair[0], _COLLECTIVES))
+        instruction, made = next(alone)
         stop_s = now_s
         if isinstance(instruction, (Staged, Encode)):
             stop_s += costs.compute_s(outline.works[work])
@@ -166,6 +161,7 @@ Meeting = tuple[Instruction, tuple[int, ...]]
 """A collective and the ranks that take part."""
 
 _NO_WORK, _MEETS = -1, -2
+_COLLECTIVES = (ExchangeFrozen, ReduceGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +204,7 @@ def makespan(outline: Outline, costs: PipelineCosts, start_s: float = 0.0) -> fl
 def _run(
     outline: Outline, costs: PipelineCosts, start_s: float, starts_s: list[float] | None = None
 ) -> float:
-    """Returns when the last rank is done, and notes when each row begins: the inner loop of the search."""
+    """Returns when the last rank is done, and adds the start of each row: the inner loop of the search."""
     clock = [start_s] * outline.num_ranks
     link_free = [0.0] * outline.num_edges
     arrival = [0.0] * outline.num_sent
@@ -261,15 +257,10 @@ def outline_of(schedule: Schedule, sizes: Sequence[int]) -> Outline:
         for rank, (program, at) in enumerate(zip(schedule.programs, position, strict=True))
         if at < len(program)
     }
+    works, counts = tuple(numbers.works), (numbers.num_sent, len(numbers.edges))
+    messages = tuple(message for _, message in numbers.messages.values())
     return Outline(
-        schedule.num_ranks,
-        tuple(order),
-        tuple(numbers.works),
-        tuple(message for _, message in numbers.messages.values()),
-        meetings,
-        numbers.num_sent,
-        len(numbers.edges),
-        stuck,
+        schedule.num_ranks, tuple(order), works, messages, meetings, *counts, stuck=stuck
     )
 
 

@@ -1,4 +1,4 @@
-"""What it costs: every layer timed on this machine, or modelled for another one.
+"""Costs of a step: every layer timed on this machine, or modelled for another one.
 
 The door is `profiler`: `profile(module, batch)`. Behind it, in this order: `step_run` (what the time of a layer
 is: stamps at the borders of layers), `measure` (many runs, seconds and bytes of every layer), `layer_costs`

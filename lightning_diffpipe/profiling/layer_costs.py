@@ -1,4 +1,4 @@
-"""From costs of layers to a profile: which bytes count where, which layers form an encoder, what it hands over.
+"""From costs of layers to a profile: where bytes count, the layers of each encoder, the results of these.
 
 However costs were found (measured, modelled, estimated from operation counts), `assemble` puts a profile together.
 
@@ -51,11 +51,9 @@ MIN_FLOPS_PER_BYTE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of the layers of a folded graph while they ran.
+    """Names of layers of a folded graph, by what was seen of them.
 
-    Attributes:
-        steady: Names of those whose arguments do not follow noise or timesteps.
-        mixing: Names of those that give other values for single samples than for all.
+    Arguments of `steady` ones do not follow noise or timesteps; `mixing` ones differ for single samples.
     """
 
     steady: frozenset[str]
@@ -66,7 +64,7 @@ Look = Callable[[LayerGraph], Seen]
 
 
 class Encoding(NamedTuple):
-    """What is known of an encoder's results; see `EncoderProfile`."""
+    """An encoder's results, as far as they are known; see `EncoderProfile`."""
 
     results: tuple[FrozenResult, ...]
     cacheable: bool | None
@@ -91,7 +89,7 @@ def encodings(
     try:
         folded, positions = fold(module, step, batch, graph, range(1, len(graph.path)))
     except GraphError as error:
-        _log.info("what frozen layers hand over stays unknown: %s", error)
+        _log.info("results of frozen layers stay unknown: %s", error)
         return {}
     seen: Seen | None = None
     try:
@@ -145,14 +143,14 @@ def _encoding(
     return Encoding(
         tuple(FrozenResult(size // samples, where) for where, size in sorted(read_by.items())),
         cacheable if seen is not None or not cacheable else None,
-        sum(folded.spec(key).nbytes for x in stored for key in x.tensor_keys) // samples,
+        sum(map(folded.output_bytes, stored)) // samples,
         splittable,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs, glue included; see `step_run.py`.
+    """Costs of one layer, glue included; see `step_run.py`.
 
     Attributes:
         backward_s: Whole backward; of a frozen layer nothing.
@@ -240,23 +238,12 @@ def _encoders(
         entries, claimed = [], set[str]()
         for layer in layers:
             own, claimed = layer.parameters - claimed, claimed | layer.parameters
-            entries.append(
-                EncoderLayerProfile(
-                    layer.name,
-                    costs[layer.index].forward_s,
-                    sum(sizes.get(key, 0) for key in own),
-                    output_bytes(layer, graph) // samples,
-                    layer.cost_flops // samples,
-                )
-            )
+            held, forward_s = sum(sizes.get(key, 0) for key in own), costs[layer.index].forward_s
+            per_sample = graph.output_bytes(layer) // samples, layer.cost_flops // samples
+            entries.append(EncoderLayerProfile(layer.name, forward_s, held, *per_sample))
         inputs = tuple(sorted((needed - {name}) & earlier))
         profiles.append(EncoderProfile(name, tuple(entries), inputs))
     return tuple(profiles)
-
-
-def output_bytes(layer: Layer, graph: LayerGraph) -> int:
-    """Returns bytes of all tensors a layer returns, for the batch that was probed."""
-    return sum(graph.spec(key).nbytes for key in layer.tensor_keys)
 
 
 # Only ratios matter without links; this makes the seconds of a profile plausible on one CPU core.
@@ -274,7 +261,7 @@ def estimate_profile(module: nn.Module, graph: LayerGraph) -> ModelProfile:
     for layer in graph.layers:
         forward_s = layer.cost_flops / samples / _NOMINAL_FLOPS_PER_S
         trains = bool(layer.parameters & graph.trained) and layer.carries_gradient
-        saved = output_bytes(layer, graph) // samples if layer.carries_gradient else 0
+        saved = graph.output_bytes(layer) // samples if layer.carries_gradient else 0
         costs[layer.index] = LayerCost(
             forward_s=Seconds.per_sample(forward_s),
             backward_s=Seconds.per_sample(forward_s * (1 + trains) * layer.carries_gradient),

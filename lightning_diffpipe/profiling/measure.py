@@ -92,13 +92,10 @@ _MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and with how much effort; times its layers.
+    """A step whose layers are timed, and the effort for it.
 
     Attributes:
-        step: Module and batch to loss.
         batch: A batch at least as large as the largest sample count.
-        graph: Its layers, unfolded, as `probe` found them.
-        device: Where to measure.
         sample_counts: Counts to time at; if not given 1, 2, 4, ... up to half of the batch (a pipeline has two
             microbatches at least), thinned out where `budget_s` does not reach.
         microbatch_size: Samples of a microbatch, where that is decided already: timed as well.
@@ -106,9 +103,8 @@ class Subject:
         budget_s: Seconds to spend, about. A slow step may take three times as long, or longer: it runs five times
             at least.
         name: Name of the profile; the module's class if not given.
-        progress: Is called with how far it is.
         least_samples: Fewer than these the step cannot be run on.
-        looks_at_results: Also find out what frozen layers hand over, and whether it could be stored and split.
+        looks_at_results: Also find results of frozen layers, and whether they could be stored and split.
         splits_backward: Also time backwards of inputs only, and in two halves, for schedules that split them.
     """
 
@@ -224,10 +220,8 @@ class Subject:
             results = {count: ([], []) for count in self._runnable(warm_up)}
             splits: dict[int, list[float]] = {count: [] for count in results}
             for turn in range(repeats or _MAX_ROUNDS):
-                spent_s = time.perf_counter() - start_s
-                share = max(
-                    turn / (repeats or _MAX_ROUNDS), 0 if repeats else spent_s / self.budget_s
-                )
+                spent = 0 if repeats else (time.perf_counter() - start_s) / self.budget_s
+                share = max(turn / (repeats or _MAX_ROUNDS), spent)
                 steps = [whole for whole, _ in results.values()]
                 agree = turn >= _MIN_ROUNDS and (share >= 1 or all(map(_agree, steps)))
                 if repeats is None and agree:
@@ -358,9 +352,8 @@ def spread(first: int, others: Sequence[int], per_sample_s: float, limit_s: floa
 
 def _agree(steps: Sequence[StepTimes]) -> bool:
     """Returns whether the middle half of the runs differs by little; a single slow one decides nothing."""
-    first, _, third = statistics.quantiles(
-        [step.total_s for step in steps], n=4, method="inclusive"
-    )
+    seconds = [step.total_s for step in steps]
+    first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
     return third <= (1 + _NOISE) * first
 
 
@@ -515,16 +508,9 @@ def equal_layers(graph: LayerGraph, module: nn.Module) -> list[list[int]]:
         ]
         # The first trained layer passes no gradient on, which saves a third of its work.
         passes_gradient = any(graph.spec(key).requires_grad for key in layer.reads)
-        work = (
-            layer.cost_flops,
-            layer.frozen,
-            layer.carries_gradient,
-            passes_gradient,
-            tuple(sorted(shapes)),
-            tuple(outputs),
-            len(graph.stream(layer.index)),
-        )
-        groups.setdefault(work, []).append(layer.index)
+        kind = layer.cost_flops, layer.frozen, layer.carries_gradient, passes_gradient
+        tensors = tuple(sorted(shapes)), tuple(outputs), len(graph.stream(layer.index))
+        groups.setdefault((kind, tensors), []).append(layer.index)
     return list(groups.values())
 
 

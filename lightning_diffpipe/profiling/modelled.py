@@ -171,9 +171,7 @@ class ModelledClock(TorchDispatchMode):
             return 0.0, 0.0
         moved = {id(t): t for t in (*tensors_in((args, kwargs)), *written)}.values()
         # An expanded tensor is as small as its storage.
-        num_bytes = sum(
-            min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in moved
-        )
+        num_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in moved)
         count = flop_registry.get(func.overloadpacket)
         flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
         kind = "memory"

@@ -39,8 +39,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_diffpipe.clock import Clock
 from lightning_diffpipe.errors import GraphError
@@ -59,9 +59,7 @@ class StepTimes:
     """Seconds of one step, layer by layer.
 
     Attributes:
-        before: Glue before each layer.
-        inside: Forward of each layer.
-        tail: Glue after the last one.
+        before: Glue before each layer; `tail` after the last.
         backward: Backward of each layer with the glue that feeds it; 0 where no gradient arrives.
         backward_tail: Backward of the glue after the last layer.
     """
@@ -169,13 +167,8 @@ def middle(steps: Sequence[StepTimes]) -> StepTimes:
     num_layers = len(steps[0].inside)
     *forward, tail = typical([(*step.before, *step.inside, step.tail) for step in steps])
     *backward, backward_tail = typical([(*step.backward, step.backward_tail) for step in steps])
-    return StepTimes(
-        tuple(forward[:num_layers]),
-        tuple(forward[num_layers:]),
-        tail,
-        tuple(backward),
-        backward_tail,
-    )
+    before, inside = tuple(forward[:num_layers]), tuple(forward[num_layers:])
+    return StepTimes(before, inside, tail, tuple(backward), backward_tail)
 
 
 def typical(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -305,9 +298,7 @@ class StepRun(Run):
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         if self.checkpointing:
-            return torch.utils.checkpoint.checkpoint(
-                self._seeded, site, args, kwargs, use_reentrant=False
-            )
+            return checkpoint(self._seeded, site, args, kwargs, use_reentrant=False)
         return self._seeded(site, args, kwargs)
 
     def _seeded(self, site: Site, args: Any, kwargs: Any) -> Any:
@@ -442,12 +433,8 @@ class OneByOneRun(StepRun):
 
     def _steps(self, backward: int) -> list[StepTimes]:
         nothing = (0.0,) * len(self._names)
-        return [
-            StepTimes(
-                nothing, tuple(s[0] for s in step), 0.0, tuple(s[backward] for s in step), 0.0
-            )
-            for step in zip(*self._seconds, strict=True)
-        ]
+        steps = (tuple(zip(*step, strict=True)) for step in zip(*self._seconds, strict=True))
+        return [StepTimes(nothing, step[0], 0.0, step[backward], 0.0) for step in steps]
 
     def _run_layer(self, site: Site, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))

@@ -50,12 +50,11 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a step takes as long as it does.
+    """The parts of a planned step, and changes that would make it shorter.
 
     Attributes:
-        plan: The plan explained.
-        parts: What would be saved without each part, largest first. Parts overlap, so that they need not add up.
-        changes: What could be changed, best first; only what helps. Empty without a profile.
+        parts: Seconds saved without each part, largest first. Parts overlap, so that they need not add up.
+        changes: Those that help, best first. Empty without a profile.
     """
 
     plan: PipelinePlan
@@ -81,7 +80,7 @@ class Explanation:
             forms = ((percent(share), first) for share, first in self.plan.forms)
             seen = ", ".join(f"{s} from stage {n} on" if n else f"{s} all stages" for s, n in forms)
             lines.append(
-                f"That is its form with most calls. Over the forms seen (of microbatches, {seen}) a "
+                f"That is its longest call sequence. Over all that were seen (of microbatches, {seen}) a "
                 f"step is expected to take {seconds(planned.expected_s)} without filling; plans are chosen by that."
             )
         if self.plan.costs is not None:
@@ -235,9 +234,8 @@ def _tries(
     same: dict[str, Any] = {"frozen_group_size": "auto"}
     options = replace(plan.options, **same)
     evaluator = Evaluator(CostModel(joined(profile), cluster), options)
-    chosen = evaluator.group_size(Proposal.of(plan, joined(profile)).shape) or max(
-        plan.microbatch_sizes
-    )
+    shape = Proposal.of(plan, joined(profile)).shape
+    chosen = evaluator.group_size(shape) or max(plan.microbatch_sizes)
     if plan.options.frozen_group_size != chosen:  # else changed plans choose theirs again
         same, options = {}, plan.options
     free = {**same, "num_replicas": "auto", "partition": "auto"}

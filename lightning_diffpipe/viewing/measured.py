@@ -61,9 +61,6 @@ class Occupation:
 
     Attributes:
         iteration_s: From the first instruction of any rank to the last.
-        bubble_ratio: Idle time of all ranks over iteration time times ranks.
-        busy_s: Time at work.
-        idle_s: Time with nothing to do.
         before_s: Frozen work before the pipeline begins anywhere.
         filled_s: Frozen work while the pipeline runs: in its bubbles.
         leftover_s: Frozen work after the pipeline has ended everywhere.
@@ -80,19 +77,13 @@ class Occupation:
     def __str__(self) -> str:
         lines = []
         for rank, (busy_s, idle_s) in enumerate(zip(self.busy_s, self.idle_s, strict=True)):
-            parts = (
-                (self.before_s, "before the pipeline"),
-                (self.filled_s, "in bubbles"),
-                (self.leftover_s, "left over"),
-            )
-            frozen = [
-                f"{seconds(by_rank[rank])} {where}" for by_rank, where in parts if by_rank[rank]
-            ]
+            places = "before the pipeline", "in bubbles", "left over"
+            parts = zip((self.before_s, self.filled_s, self.leftover_s), places, strict=True)
+            frozen = [f"{seconds(each[rank])} {where}" for each, where in parts if each[rank]]
             text = f"rank {rank}: {seconds(busy_s)} at work, {seconds(idle_s)} idle"
             share = percent(idle_s / self.iteration_s) if self.iteration_s else "0%"
-            lines.append(
-                f"{text} ({share}){', frozen work ' + ', '.join(frozen) if frozen else ''}"
-            )
+            work = f", frozen work {', '.join(frozen)}" if frozen else ""
+            lines.append(f"{text} ({share}){work}")
         return "\n".join(lines)
 
 
@@ -263,11 +254,8 @@ class Gap:
     """The difference between a planned and a measured step.
 
     Attributes:
-        planned_s: Step time of the plan.
         pipeline_s: The measured timeline's length.
-        step_s: The whole measured step.
         planned_ratio: Bubble ratio of the plan.
-        measured_ratio: Bubble ratio of the measured timeline.
         parts: They add up to `step_s - planned_s`.
         unfilled_s: Step time of the pipeline without filling, simulated with the measured
             times; None if nothing is filled.
@@ -401,10 +389,7 @@ def _with_measured(
 
 def _unfilled_s(plan: PipelinePlan, costs: PipelineCosts) -> float:
     """Returns the same pipeline with all frozen work before it, shared by all ranks."""
-    programs = tuple(
-        tuple(i for i in program if isinstance(i, Staged)) for program in plan.schedule.programs
-    )
-    bare = replace(plan.schedule, programs=programs)
+    bare = plan.schedule.only(lambda i: isinstance(i, Staged))
     frozen_s = sum(costs.compute_s(Encode(piece.index)) for piece in plan.pieces)
     share_s = frozen_s / plan.ranks_per_pipeline
     return share_s + costs.exchange_s() + simulate(bare, costs).iteration_s
@@ -434,12 +419,9 @@ def typical_step(samples: Sequence[MeasuredStep]) -> MeasuredStep:
 def final_report(plan: PipelinePlan, samples: Sequence[MeasuredStep]) -> str:
     """Returns the difference in words, what each rank did, and both timelines, of a typical step."""
     measured = typical_step(samples).timeline
-    gap = explain_gap(
-        plan,
-        measured,
-        statistics.median(sample.after_s for sample in samples),
-        statistics.median(sample.loading_s for sample in samples),
-    )
+    after_s = statistics.median(sample.after_s for sample in samples)
+    loading_s = statistics.median(sample.loading_s for sample in samples)
+    gap = explain_gap(plan, measured, after_s, loading_s)
     lines = [str(gap), "", str(occupation(measured))]
     if plan.costs is None:
         return "\n".join(lines)
@@ -464,15 +446,11 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def number_table(numbers: Mapping[str, float]) -> str:
-    """Draws a table of the numbers that a monitor logs, planned and measured.
+    """Returns a table of the numbers that a monitor logs, planned and measured.
 
-    Args:
-        numbers: By name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with
-            `planned_`.
+    They are by name, `samples_per_s`, or by name and rank, `bytes_sent/rank_1`; planned ones begin with `planned_`.
     """
-    planned = {
-        name.removeprefix("planned_"): x for name, x in numbers.items() if "planned_" in name
-    }
+    planned = {n.removeprefix("planned_"): x for n, x in numbers.items() if "planned_" in n}
     rows = []
     for name, (what, shown) in _NUMBERS.items():
         for key in (key for key in numbers if key.partition("/")[0] == name):

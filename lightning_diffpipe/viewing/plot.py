@@ -39,12 +39,7 @@ COLORS: dict[type[Instruction], str] = {
 
 
 def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -> None:
-    """Draws timelines below each other, on one scale of time.
-
-    Args:
-        timelines: By name, for example `{"planned": ..., "measured": ...}`.
-        path: File to write; the ending chooses the format.
-        title: Written above the image.
+    """Draws timelines, by name, below each other on one scale of time, to a file whose ending chooses the format.
 
     Raises:
         ConfigurationError: No image is written with that ending.
@@ -76,9 +71,8 @@ def plot(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -
         axis.set_title(f"{name}: bubble ratio {100 * timeline.bubble_ratio:.1f}%", loc="left")
     axes[-1, 0].set_xlabel("seconds")
     used = {type(span.instruction) for t in timelines.values() for span in t.spans}
-    keys = [
-        Patch(color=color, label=kind.__name__) for kind, color in COLORS.items() if kind in used
-    ]
+    shown = {kind.__name__: color for kind, color in COLORS.items() if kind in used}
+    keys = [Patch(color=color, label=name) for name, color in shown.items()]
     figure.legend(handles=keys, loc="upper right", ncols=len(keys), frameon=False)
     figure.suptitle(title, x=0.01, ha="left")
     figure.tight_layout()

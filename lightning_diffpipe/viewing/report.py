@@ -61,9 +61,8 @@ def stage_table(plan: PipelinePlan) -> str:
         if costs is None:
             row += ["?"] * 4
         else:
-            times_s = [
-                table[i][0] for table in (costs.forward_s, costs.backward_s, costs.gradient_s)
-            ]
+            tables = costs.forward_s, costs.backward_s, costs.gradient_s
+            times_s = [table[i][0] for table in tables]
             row += [seconds(time_s) for time_s in (*times_s, costs.reduce_s(ranks[0]))]
         row.append(size(max(memory[rank] for rank in ranks)) if memory else "?")
         if plan.recomputed:

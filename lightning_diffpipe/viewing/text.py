@@ -24,22 +24,15 @@ def side_by_side(planned: Timeline, measured: Timeline, max_columns: int = 120) 
     """Draws the planned and the measured timeline on the same scale of time, rank under rank."""
     end = max(planned.iteration_s, measured.iteration_s)
     tick_s = end / max(max_columns // 3, 8) if end else 1.0
-    pairs = zip(
-        render(planned, tick_s).splitlines(), render(measured, tick_s).splitlines(), strict=True
-    )
+    images = (render(timeline, tick_s).splitlines() for timeline in (planned, measured))
     lines = []
-    for plan, run in pairs:
+    for plan, run in zip(*images, strict=True):
         lines += [f"planned   {plan}", f"measured  {run}"]
     return "\n".join(lines)
 
 
 def waiting(schedule: Schedule, at: int, rank: int) -> str:
-    """Draws where a rank stands that waits too long.
-
-    Args:
-        schedule: The schedule of the pipeline, with communication.
-        at: Index into the waiting rank's program of the instruction it stands at.
-        rank: The waiting rank of the pipeline.
+    """Draws where a rank stands that waits too long: at instruction number `at` of its lowered program.
 
     Returns:
         The planned timeline of all ranks, in ticks (forward 1, backward 2), with the waiting rank's row ending

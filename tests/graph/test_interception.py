@@ -36,6 +36,16 @@ def stage_view(root, graph, interception, positions=(), stage=0):
     return StageView(root, graph, cut(graph, positions).stages[stage], interception)
 
 
+def check_refused(root, message, run=step, change=lambda: None, x=None, **stage):
+    """A run of the step that is not what was probed, of a module that was changed since perhaps."""
+    graph = coarse(root)
+    change()
+    with intercepted(root) as interception:
+        view = stage_view(root, graph, interception, **stage)
+        with pytest.raises(GraphError, match=message):
+            view.forward(lambda: run(root, rows() if x is None else x), seed=1)
+
+
 def test_a_module_looks_the_same_with_and_without():
     root = Noisy()
     keys, signature = list(root.state_dict()), inspect.signature(root.blocks[0].forward)
@@ -109,35 +119,19 @@ def test_another_way_through_the_step_is_refused():
                 batch = block(batch)
             return batch.pow(2).mean()
 
+    message = r"calls blocks\.1 as layer call 0, where blocks\.0 was to come"
     root = Skips()
-    graph = coarse(root)
-    root.skip = True
-    with intercepted(root) as interception:
-        view = stage_view(root, graph, interception)
-        with pytest.raises(
-            GraphError, match=r"calls blocks\.1 as layer call 0, where blocks\.0 was to come"
-        ):
-            view.forward(lambda: step(root, rows()), seed=1)
+    check_refused(root, message, change=lambda: setattr(root, "skip", True))
 
 
 def test_a_step_that_ends_early_is_refused():
-    root = Noisy()
-    graph = coarse(root)
-    with intercepted(root) as interception:
-        view = stage_view(root, graph, interception, positions=[3])
-        with pytest.raises(GraphError, match="ended after 1 layer calls"):
-            view.forward(lambda: root.blocks[0](rows()), seed=1)
+    only_first = lambda root, x: root.blocks[0](x)
+    check_refused(Noisy(), "ended after 1 layer calls", run=only_first, positions=[3])
 
 
 def test_another_size_is_refused():
-    root = Noisy()
-    graph = coarse(root)
-    with intercepted(root) as interception:
-        view = stage_view(root, graph, interception)
-        with pytest.raises(
-            GraphError, match=r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe"
-        ):
-            view.forward(lambda: step(root, rows(3)), seed=1)
+    message = r"output 0 of blocks\.0 is torch.float32 \(3, 16\), the probe"
+    check_refused(Noisy(), message, x=rows(3))
 
 
 def test_constants_that_vary_are_refused_where_they_are_made():
@@ -157,13 +151,8 @@ def test_constants_that_vary_are_refused_where_they_are_made():
                 batch = batch * n
             return batch.pow(2).mean()
 
-    root = Counted()
-    graph = coarse(root)
-    with intercepted(root) as interception:
-        view = stage_view(root, graph, interception)
-        root.blocks[0].calls = 0
-        with pytest.raises(GraphError, match=r"output 1 of blocks\.0 is 1, the probe saw 2"):
-            view.forward(lambda: step(root, rows()), seed=1)
+    root, message = Counted(), r"output 1 of blocks\.0 is 1, the probe saw 2"
+    check_refused(root, message, change=lambda: setattr(root.blocks[0], "calls", 0))
 
 
 def test_unfreezing_parameters_later_is_refused():
@@ -182,12 +171,8 @@ def test_unfreezing_parameters_later_is_refused():
 
 
 def test_a_missing_tensor_is_named():
-    root = Noisy()
-    graph = coarse(root)
-    with intercepted(root) as interception:
-        view = stage_view(root, graph, interception, positions=[2], stage=1)
-        with pytest.raises(GraphError, match=r"stage 1 did not receive output 0 of blocks\.1"):
-            view.forward(lambda: step(root, rows()), seed=1)
+    message = r"stage 1 did not receive output 0 of blocks\.1"
+    check_refused(Noisy(), message, positions=[2], stage=1)
 
 
 def test_logging_is_recorded_on_the_last_stage_and_muted_on_the_others():

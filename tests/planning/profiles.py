@@ -135,12 +135,13 @@ def random_case(seed, max_layers=8, max_ranks=4, memory=False):
     return profile, random_cluster(rng, num_ranks, limit), rng.choice([4, 6, 8, 12])
 
 
+def every_proposal(evaluator):
+    model, options = evaluator.model, evaluator.options
+    for shape in shapes(model, options):
+        yield from (Proposal(shape, cuts) for cuts in all_cuts(model, options, shape))
+
+
 def best_step_s(evaluator):
     """Shortest step of all cuts that fit, in seconds; nothing where none does."""
-    model, options = evaluator.model, evaluator.options
-    every = (
-        Proposal(shape, cuts)
-        for shape in shapes(model, options)
-        for cuts in all_cuts(model, options, shape)
-    )
-    return min((evaluator.step_s(each) for each in every if evaluator.fits(each)), default=math.inf)
+    fitting = filter(evaluator.fits, every_proposal(evaluator))
+    return min(map(evaluator.step_s, fitting), default=math.inf)

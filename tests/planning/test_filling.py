@@ -27,7 +27,7 @@ from lightning_diffpipe.planning.simulator import simulate
 
 from .drawings import check_golden
 from .profiles import equal_profile
-from .ticks import TickCosts
+from .ticks import simulated
 
 UNIFORM = [[1] * 24, [1] * 24]
 LONG = [[1] * 12, [1, 1, 2, 2, 4, 4, 12, 3, 3, 2]]
@@ -50,15 +50,14 @@ def encoders_of(shape, total_s, batch, chained=False):
     return encoders
 
 
-def filled_of(policy, schedule, encoders, batch, costs=None):
-    timeline = simulate(schedule, costs)
+def filled_of(policy, schedule, encoders, batch):
+    timeline = simulate(schedule)
     if policy == "diffusionpipe":  # the baseline that `benchmarks/filling_policies` compares with
         placed = fill_like_diffusionpipe(timeline, encoders, batch)
     else:
         placed = fill_by_shares(timeline, frozen_layers(encoders), [1] * batch)
     filled = weave(schedule, timeline, placed)
-    costs = TickCosts(encode=filled.piece_s) if costs is None else costs
-    return timeline, filled, simulate(lower(filled.schedule), costs)
+    return timeline, filled, simulated(lower(filled.schedule), encode=filled.piece_s)
 
 
 CASES = [

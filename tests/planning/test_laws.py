@@ -31,7 +31,7 @@ from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Span, Timeline
 
 from .sizes import ALL, EQUAL, UNEQUAL, peak_alive, placement_of
-from .ticks import TickCosts
+from .ticks import simulated
 
 CHAINS = {name: spec for name, spec in SCHEDULES.items() if not spec.place}
 every_schedule = pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS.keys())
@@ -73,7 +73,7 @@ def test_every_send_has_its_receive_in_the_same_order(make):
 def test_nothing_hangs_and_every_rank_reduces_last(make):
     for size, M in ALL:
         lowered = lower(make(placement_of(size), M))
-        timeline = simulate(lowered, TickCosts(activation=0.3, gradient=0.3, reduce=1))
+        timeline = simulated(lowered, activation=0.3, gradient=0.3, reduce=1)
         assert len(timeline.spans) == sum(1 for _ in lowered.staged()) + lowered.num_ranks
         assert all(isinstance(program[-1], ReduceGradients) for program in lowered.programs)
         for rank in range(lowered.num_ranks):

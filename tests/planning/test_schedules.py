@@ -30,15 +30,13 @@ from lightning_diffpipe.planning.schedules.pipedream import (
     pipedream_vertical_sync,
     unrolled,
 )
-from lightning_diffpipe.planning.simulator import makespan, outline_of, simulate
+from lightning_diffpipe.planning.simulator import in_ticks, makespan, outline_of, simulate
 
 from .drawings import check_golden
 from .sizes import peak_alive
-from .ticks import TickCosts
+from .ticks import simulated
 
 SIZES = list(product(range(1, 7), range(1, 10)))
-
-THIRDS = TickCosts(forward=1, backward=2, weight_gradient=1)
 
 
 def two_passes(S, M, spec=one_f_one_b, no_grad=None):
@@ -54,33 +52,33 @@ def opposite(S, M, ticks=(), chains=2):
     return bidirectional.in_time(ticks)(bidirectional.place(chains * S, S), M)
 
 
-UNEQUAL = TickCosts(forward=(1, 1, 1, 2, 2, 2), backward=(2, 2, 2, 4, 4, 4))
+UNEQUAL = {"forward": (1, 1, 1, 2, 2, 2), "backward": (2, 2, 2, 4, 4, 4)}
 
 EXAMPLES = {
-    "passes": (two_passes(4, 4), TickCosts(activation=(0, 0, 0, 0, 2, 0, 0, 0))),
-    "passes_both_with_gradients": (two_passes(2, 3, no_grad=()), None),
-    "passes_teacher_last": (two_passes(3, 3, no_grad=(3, 4)), None),
-    "forms": (two_passes(3, 4).starting_at((3, 0, 3, 0)), None),
-    "gpipe": (gpipe(4, 4), None),
-    "1f1b": (one_f_one_b(4, 6), None),
-    "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), None),
-    "1f1b_deep": (deep_one_f_one_b(4, 6), TickCosts(activation=1, gradient=1)),
-    "zero_bubble": (zero_bubble(4, 6), THIRDS),
-    "pipedream": (unrolled(pipedream(4, 1), 8), None),
-    "pipedream_2bw": (unrolled(pipedream_2bw(3, 2), 4), None),
-    "pipedream_replicas_2_1": (unrolled(pipedream(Placement.of_replicas((2, 1)), 1), 6), None),
-    "interleaved": (interleaved(Placement.round_robin(6, 3), 6), None),
-    "v": (v_placed(v_placed.place(6, 3), 6), None),
-    "zero_bubble_v": (zero_bubble_v(zero_bubble_v.place(6, 3), 4), THIRDS),
-    "bidirectional": (opposite(4, 2), None),
+    "passes": (two_passes(4, 4), {"activation": (0, 0, 0, 0, 2, 0, 0, 0)}),
+    "passes_both_with_gradients": (two_passes(2, 3, no_grad=()), {}),
+    "passes_teacher_last": (two_passes(3, 3, no_grad=(3, 4)), {}),
+    "forms": (two_passes(3, 4).starting_at((3, 0, 3, 0)), {}),
+    "gpipe": (gpipe(4, 4), {}),
+    "1f1b": (one_f_one_b(4, 6), {}),
+    "1f1b_replicas_1_3": (one_f_one_b(Placement.of_replicas((1, 3)), 6), {}),
+    "1f1b_deep": (deep_one_f_one_b(4, 6), {"activation": 1, "gradient": 1}),
+    "zero_bubble": (zero_bubble(4, 6), {}),
+    "pipedream": (unrolled(pipedream(4, 1), 8), {}),
+    "pipedream_2bw": (unrolled(pipedream_2bw(3, 2), 4), {}),
+    "pipedream_replicas_2_1": (unrolled(pipedream(Placement.of_replicas((2, 1)), 1), 6), {}),
+    "interleaved": (interleaved(Placement.round_robin(6, 3), 6), {}),
+    "v": (v_placed(v_placed.place(6, 3), 6), {}),
+    "zero_bubble_v": (zero_bubble_v(zero_bubble_v.place(6, 3), 4), {}),
+    "bidirectional": (opposite(4, 2), {}),
     "bidirectional_unequal": (opposite(3, 4, ticks=((1, 2),) * 3 + ((2, 4),) * 3), UNEQUAL),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_golden_timeline(name, update_golden):
-    schedule, costs = EXAMPLES[name]
-    check_golden(name, f"{schedule}\n\n{simulate(schedule, costs)}", update_golden)
+    schedule, ticks = EXAMPLES[name]
+    check_golden(name, f"{schedule}\n\n{simulated(schedule, **ticks)}", update_golden)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -94,7 +92,7 @@ def test_the_laws_hold(name):
 def test_a_pass_without_gradients_takes_a_wave_more(feedback):
     for S, M in SIZES:
         into = (*(0 for _ in range(S)), feedback, *(0 for _ in range(S - 1)))
-        step_s = simulate(two_passes(S, M), TickCosts(activation=into)).iteration_s
+        step_s = simulated(two_passes(S, M), activation=into).iteration_s
         back = feedback if S > 1 else 0  # On one rank nothing has to travel.
         expected = max(M, S + back) + (M + S - 1) * 3
         if S == 2 and feedback > 1:  # On two ranks gradients wait after feedback on the same link.
@@ -127,7 +125,7 @@ def test_microbatches_of_other_forms_leave_passes_out(spec):
             form = full.starting_at(mixture)
             check_laws(lower(form))
             step_s = simulate(form).iteration_s
-            assert makespan(outline_of(form, (1,) * M), TickCosts()) == pytest.approx(step_s)
+            assert makespan(outline_of(form, (1,) * M), in_ticks(form)) == pytest.approx(step_s)
             assert plain - 1e-9 <= step_s <= simulate(full).iteration_s + 1e-9
         assert simulate(form).iteration_s == pytest.approx(plain)  # none estimates
 
@@ -185,7 +183,7 @@ def test_passes_compose_with_halves_of_backwards_and_keep_nothing():
 
 def test_zero_bubble_leaves_a_third_of_the_bubble():
     for S, M in product(range(1, 9), (8, 9, 13, 16)):
-        timeline = simulate(zero_bubble(S, M), THIRDS)
+        timeline = simulate(zero_bubble(S, M))
         assert timeline.iteration_s == 3 * M + S - 1
         assert timeline.bubble_ratio == pytest.approx((S - 1) / (3 * M + S - 1))
         assert max(peak_alive(program) for program in zero_bubble(S, M).programs) == min(S, M)
@@ -205,10 +203,7 @@ def test_backwards_stay_whole_where_no_gradient_is_sent_on(spec):
 
 def test_zero_bubble_is_never_slower_than_1f1b():
     for S, M in SIZES:
-        assert (
-            simulate(zero_bubble(S, M), THIRDS).iteration_s
-            <= simulate(one_f_one_b(S, M)).iteration_s
-        )
+        assert simulate(zero_bubble(S, M)).iteration_s <= simulate(one_f_one_b(S, M)).iteration_s
 
 
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank():
@@ -230,7 +225,7 @@ def test_interleaving_needs_whole_groups():
 def test_v_has_the_bubble_of_two_interleaved_stages_and_zero_bubble_a_third_of_it(R):
     for M in (2 * R - 1, 2 * R, 3 * R, 16):
         placement = v_placed.place(2 * R, R)
-        whole, halves = (simulate(spec(placement, M), THIRDS) for spec in (v_placed, zero_bubble_v))
+        whole, halves = (simulate(spec(placement, M)) for spec in (v_placed, zero_bubble_v))
         assert whole.iteration_s == 3 * (2 * M + R - 1)
         assert halves.iteration_s == 6 * M + R - 1
         assert max(map(peak_alive, v_placed(placement, M).programs)) <= 4 * R - 2

@@ -55,6 +55,7 @@ from tests.rows import row
 
 from .profiles import (
     equal_profile,
+    every_proposal,
     random_case,
     random_cluster,
     random_profile,
@@ -63,7 +64,7 @@ from .profiles import (
     unet_profile,
 )
 from .sizes import peak_samples
-from .ticks import TickCosts
+from .ticks import tick_costs
 
 
 def seeds(num_seeds, num_fast):
@@ -448,11 +449,7 @@ def needs_by_cut(profile, num_ranks, options):
     """What the fullest rank of every way to cut needs, and the evaluator that says so."""
     model = CostModel.of(profile, Cluster(num_ranks), options)
     evaluator = Evaluator(model, options)
-    proposals = [
-        Proposal(shape, cuts)
-        for shape in shapes(model, options)
-        for cuts in all_cuts(model, options, shape)
-    ]
+    proposals = every_proposal(evaluator)
     return evaluator, {found: max(evaluator.peak_bytes(found)) for found in proposals}
 
 
@@ -599,13 +596,8 @@ def gap_of_filling(seed):
         data_parallel=1,
         filling="shares",
     )
-    model = CostModel(profile, cluster)
-    evaluator = Evaluator(model, options)
-    best = min(
-        preference(evaluator.plan(Proposal(shape, cuts)))
-        for shape in shapes(model, options)
-        for cuts in all_cuts(model, options, shape)
-    )
+    evaluator = Evaluator(CostModel(profile, cluster), options)
+    best = min(preference(evaluator.plan(each)) for each in every_proposal(evaluator))
     return preference(find_plan(profile, cluster, options)) / best - 1
 
 
@@ -769,7 +761,8 @@ def expected_s(cut, num_microbatches):
     base = Placement.of_replicas([1, 1])
     placement = Placement(2 * base.stage_ranks, no_grad=frozenset({0, 1}))
     schedule = schedule_of_passes(one_f_one_b, base, placement, num_microbatches)
-    costs = TickCosts(forward, [2 * each for each in forward], no_grad=forward)
+    backward = [2 * each for each in forward]
+    costs = tick_costs(schedule, forward=forward, backward=backward)
     full, bare = (
         simulate(schedule.starting_at([start] * num_microbatches), costs).iteration_s
         for start in (0, 2)

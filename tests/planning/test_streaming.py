@@ -69,13 +69,8 @@ def test_memory_by_hand():
     none, every = planned(checkpointing="all"), planned(streaming="all")
     assert [stage.streamed for stage in every.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert all(stage.recomputed == stage.streamed for stage in every.stages)
-    saved = [
-        a - b
-        for a, b in zip(
-            none.planned.peak_memory_bytes, every.planned.peak_memory_bytes, strict=True
-        )
-    ]
-    assert saved == [200, 200]
+    peaks = none.planned.peak_memory_bytes, every.planned.peak_memory_bytes
+    assert [a - b for a, b in zip(*peaks, strict=True)] == [200, 200]
     assert every.planned.peak_memory_bytes[1] == 4 * ADAPTERS + 4 * 5 + 30 + 200 + 15
     assert every.planned.streamed_bytes == (400, 400)
     assert PipelinePlan.from_json(every.to_json()) == every

@@ -14,7 +14,7 @@ from lightning_diffpipe.planning.schedules.one_f_one_b import deep_one_f_one_b, 
 from lightning_diffpipe.planning.simulator import simulate
 from lightning_diffpipe.planning.timeline import Timeline
 
-from .ticks import TickCosts
+from .ticks import simulated
 
 
 def image(text):
@@ -56,8 +56,8 @@ def test_1f1b_with_one_rank_before_three_replicas():
 
 
 def test_1f1b_with_two_replicas_in_front():
-    costs = TickCosts(forward=(2, 1, 1), backward=(4, 2, 2))
-    assert str(simulate(one_f_one_b(Placement.of_replicas((2, 1, 1)), 4), costs)) == image("""
+    schedule = one_f_one_b(Placement.of_replicas((2, 1, 1)), 4)
+    assert str(simulated(schedule, forward=(2, 1, 1), backward=(4, 2, 2))) == image("""
         rank 0 | F0 -- F2 --  .  .  .  . B0 -- -- --  .  . B2 -- -- --  .  .  .
         rank 1 | F1 -- F3 --  .  .  .  .  .  .  . B1 -- -- --  .  . B3 -- -- --
         rank 2 |  .  . F0 F1  .  . B0 -- F2 B1 -- F3 B2 --  . B3 --  .  .  .  .
@@ -67,15 +67,14 @@ def test_1f1b_with_two_replicas_in_front():
 
 def test_frozen_work_runs_first_on_all_ranks():
     schedule = lower(prefix_frozen(one_f_one_b(2, 2), encode_parts([4, 4], num_ranks=2)))
-    assert str(simulate(schedule, TickCosts(encode=2, exchange=1, reduce=2))) == image("""
+    assert str(simulated(schedule, encode=2, exchange=1, reduce=2)) == image("""
         rank 0 | E0 --  X F0 F1  .  . B0 --  . B1 --  R --
         rank 1 | E1 --  X  . F0 B0 -- F1 B1 --  R --  .  .
     """)
 
 
 def test_deep_warmup_hides_slow_links():
-    costs = TickCosts(activation=1, gradient=1)
-    assert str(simulate(deep_one_f_one_b(3, 4), costs)) == image("""
+    assert str(simulated(deep_one_f_one_b(3, 4), activation=1, gradient=1)) == image("""
         rank 0 | F0 F1 F2 F3  .  .  .  .  .  .  . B0 --  . B1 --  . B2 --  . B3 --
         rank 1 |  .  . F0 F1 F2  .  .  . B0 -- F3 B1 --  . B2 --  . B3 --  .  .  .
         rank 2 |  .  .  .  . F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --  .  .  .  .  .  .
@@ -83,33 +82,20 @@ def test_deep_warmup_hides_slow_links():
 
 
 def test_real_durations_are_drawn_to_scale():
-    costs = TickCosts(forward=(0.0031, 0.0029), backward=(0.0071, 0.0052))
-    rows = str(simulate(one_f_one_b(2, 4), costs)).splitlines()
+    ticks = {"forward": (0.0031, 0.0029), "backward": (0.0071, 0.0052)}
+    rows = str(simulated(one_f_one_b(2, 4), **ticks)).splitlines()
     assert len(rows[0]) <= 120 + len("rank 0 |")
     assert all(f"F{m}" in row and f"B{m}" in row for row in rows for m in range(4))
 
 
 def test_bubbles_of_1f1b_on_four_ranks():
     timeline = simulate(one_f_one_b(4, 4))
-    shown = [
-        f"[{b.start_s:g},{b.stop_s:g}) {','.join(map(str, b.ranks))}" for b in bubbles(timeline)
-    ]
-    assert shown == [
-        "[0,1) 1,2,3",
-        "[1,2) 2,3",
-        "[2,3) 3",
-        "[4,6) 0,1,2",
-        "[6,8) 0,1",
-        "[8,10) 0",
-        "[12,13) 0",
-        "[13,14) 1",
-        "[14,15) 2",
-        "[15,16) 0,3",
-        "[16,17) 1,3",
-        "[17,18) 2,3",
-        "[18,19) 0,2,3",
-        "[19,21) 1,2,3",
-    ]
+    ranks = lambda bubble: ",".join(map(str, bubble.ranks))
+    shown = [f"[{b.start_s:g},{b.stop_s:g}) {ranks(b)}" for b in bubbles(timeline)]
+    assert " ".join(shown) == (
+        "[0,1) 1,2,3 [1,2) 2,3 [2,3) 3 [4,6) 0,1,2 [6,8) 0,1 [8,10) 0 [12,13) 0 [13,14) 1 [14,15) 2 "
+        "[15,16) 0,3 [16,17) 1,3 [17,18) 2,3 [18,19) 0,2,3 [19,21) 1,2,3"
+    )
     assert bubbles(timeline)[0] == Bubble(0, 1, (1, 2, 3))
 
 

@@ -1,58 +1,31 @@
 """Costs of schedules in tests, in ticks: a number for every stage, or one for each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from lightning_diffpipe.planning.instruction import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Encode,
-    Forward,
-    ForwardNoGrad,
-)
+from lightning_diffpipe.planning.simulator import in_ticks, simulate
 
 
-@dataclass(frozen=True)
-class TickCosts:
-    """Answers as `PipelineCosts` does; links are timed by the stage that reads."""
+def tick_costs(schedule, reduce=0, exchange=0, encode=1, holds_sender=False, **by_stage):
+    """The costs of `in_ticks` with others in place of `forward`, `activation` ..., by the stage that reads them."""
+    costs, count = in_ticks(schedule), schedule.num_microbatches
 
-    forward: float | Sequence[float] = 1
-    backward: float | Sequence[float] = 2
-    weight_gradient: float | Sequence[float] = 1
-    no_grad: float | Sequence[float] = 1
-    encode: float | Sequence[float] = 1
-    activation: float | Sequence[float] = 0
-    gradient: float | Sequence[float] = 0
-    reduce: float = 0
-    exchange: float = 0
-    holds_sender: bool = False
+    def row(ticks, length):
+        return tuple(ticks) if isinstance(ticks, Sequence) else (ticks,) * length
 
-    def _at(self, name, index):
-        value = getattr(self, name)
-        return float(value[index] if isinstance(value, Sequence) else value)
+    tables = {
+        f"{name}_s": tuple((ticks,) * count for ticks in row(value, schedule.num_stages))
+        for name, value in by_stage.items()
+    }
+    return replace(
+        costs,
+        encode_s=row(encode, len(costs.encode_s)),
+        all_reduce_s=(reduce,) * schedule.num_ranks,
+        all_gather_s=exchange,
+        holds_sender=holds_sender,
+        **tables,
+    )
 
-    def compute_s(self, instruction):
-        match instruction:
-            case Forward(stage):
-                return self._at("forward", stage)
-            case ForwardNoGrad(stage):
-                return self._at("no_grad", stage)
-            case Backward(stage):
-                return self._at("backward", stage)
-            case BackwardInput(stage):
-                return self._at("backward", stage) - self._at("weight_gradient", stage)
-            case BackwardWeight(stage):
-                return self._at("weight_gradient", stage)
-            case Encode(part):
-                return self._at("encode", part)
-        return 0.0
 
-    def message_s(self, message):
-        return self._at(message.kind, message.stage)
-
-    def reduce_s(self, rank):
-        return float(self.reduce)
-
-    def exchange_s(self):
-        return float(self.exchange)
+def simulated(schedule, **ticks):
+    return simulate(schedule, tick_costs(schedule, **ticks))

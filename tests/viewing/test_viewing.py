@@ -14,11 +14,7 @@ from lightning_diffpipe.planning.instruction import Staged, Wait
 from lightning_diffpipe.planning.lowering import lower
 from lightning_diffpipe.planning.options import PlanOptions
 from lightning_diffpipe.planning.plan import PipelinePlan
-from lightning_diffpipe.planning.profile import (
-    EncoderProfile,
-    ModelProfile,
-    Seconds,
-)
+from lightning_diffpipe.planning.profile import EncoderProfile, ModelProfile, Seconds
 from lightning_diffpipe.planning.schedules.one_f_one_b import one_f_one_b
 from lightning_diffpipe.planning.search import find_plan
 from lightning_diffpipe.planning.simulator import simulate
@@ -29,7 +25,7 @@ from lightning_diffpipe.viewing.text import percent, render, seconds, side_by_si
 
 from ..planning.drawings import check_golden
 from ..planning.profiles import equal_profile, random_profile, twice
-from ..planning.ticks import TickCosts
+from ..planning.ticks import simulated
 
 
 def image(text):
@@ -51,7 +47,7 @@ def test_where_a_rank_waits():
 
 def test_planned_and_measured_on_one_scale():
     planned = simulate(one_f_one_b(2, 2))
-    measured = simulate(one_f_one_b(2, 2), TickCosts(forward=1, backward=3))
+    measured = simulated(one_f_one_b(2, 2), backward=3)
     assert side_by_side(planned, measured, max_columns=36) == image("""
         planned   rank 0 | F0 F1  .  . B0 --  . B1 --
         measured  rank 0 | F0 F1  .  .  . B0 -- --  . B1 -- --

@@ -19,18 +19,9 @@ from lightning_diffpipe.planning.schedules.pipedream import (
 )
 
 _SPECS = (
-    one_f_one_b,
-    deep_one_f_one_b,
-    gpipe,
-    zero_bubble,
-    interleaved,
-    v,
-    zero_bubble_v,
-    bidirectional,
-    pipedream,
-    pipedream_vertical_sync,
-    pipedream_2bw,
-)
+    one_f_one_b, deep_one_f_one_b, gpipe, zero_bubble, interleaved, v, zero_bubble_v, bidirectional,
+    pipedream, pipedream_vertical_sync, pipedream_2bw,
+)  # fmt: skip
 
 SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in _SPECS}
 """By the name that options and plans use; the first is the default."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from lightning_diffpipe.planning.instruction import Backward, Forward, Program
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec
+from lightning_diffpipe.planning.schedules.one_f_one_b import in_three_phases
 
 
 def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
@@ -24,7 +25,6 @@ def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
     num_warmup = 2 * (num_ranks - rank - 1) + (len(stages) - 1) * num_ranks
     if len(stages) == 1:
         num_warmup = num_ranks - rank - 1
-    num_warmup = min(num_warmup, num_microbatches * len(stages))
 
     def in_groups(stages: Sequence[int]) -> list[tuple[int, int]]:
         """Yields stages and microbatches: a group passes all stages of the rank before the next one comes."""
@@ -33,15 +33,7 @@ def _program(placement: Placement, num_microbatches: int, rank: int) -> Program:
 
     forwards = [Forward(stage, m) for stage, m in in_groups(stages)]
     backwards = [Backward(stage, m) for stage, m in in_groups(stages[::-1])]
-
-    warmup = forwards[:num_warmup]
-    steady = [
-        instruction
-        for pair in zip(forwards[num_warmup:], backwards, strict=False)
-        for instruction in pair
-    ]
-    cooldown = backwards[len(backwards) - num_warmup :]
-    return (*warmup, *steady, *cooldown)
+    return in_three_phases(forwards, backwards, num_warmup)
 
 
 interleaved = ScheduleSpec(

@@ -52,6 +52,7 @@ from lightning_diffpipe.planning.instruction import (
 )
 from lightning_diffpipe.planning.schedule import Placement, ScheduleSpec, Ticks
 
+Programs = tuple[Program, ...]
 Work = Forward | ForwardNoGrad | Backward | BackwardInput | BackwardWeight
 _WHOLE: tuple[type[Work], ...] = (Backward,)
 _SPLIT: tuple[type[Work], ...] = (BackwardInput, BackwardWeight)
@@ -91,16 +92,14 @@ class ListScheduling:
             for stage in stages
         ]
 
-    def programs(self, *urgencies: Callable[[Work], tuple[float, ...]]) -> tuple[Program, ...]:
+    def programs(self, *urgencies: Callable[[Work], tuple[float, ...]]) -> Programs:
         """Makes the programs of all ranks.
 
         For each of some urgencies the work with the smallest is taken first; returns the order that ends first.
         """
         return min(map(self._run, urgencies), key=itemgetter(0))[1]
 
-    def _run(
-        self, urgency: Callable[[Work], tuple[float, ...]]
-    ) -> tuple[float, tuple[Program, ...]]:
+    def _run(self, urgency: Callable[[Work], tuple[float, ...]]) -> tuple[float, Programs]:
         """Returns when the last rank is done, and the programs of all."""
         kinds = (Forward, ForwardNoGrad, *_SPLIT, *_WHOLE)
         self.done: dict[type[Work], list[int]] = {k: [0] * len(self.backward) for k in kinds}
@@ -154,15 +153,15 @@ class ListScheduling:
         return needs is None or self.ended.get(needs, math.inf) <= self.now
 
 
-def _down_and_up(num_stages: int, num_ranks: int, *, apart: bool = False) -> Placement:
-    """Places stages down the ranks and up again; `apart`, each way is a chain of its own."""
+def _down_and_up(num_stages: int, num_ranks: int, *, opposite: bool = False) -> Placement:
+    """Places stages down the ranks and up again; if `opposite`, each way is a chain of its own."""
     starts, down = range(0, num_stages, num_ranks), range(num_ranks)
     ways = [(down, down[::-1])[number % 2] for number in range(len(starts))]
     stage_ranks = tuple((rank,) for way in ways for rank in way)
-    return Placement(stage_ranks, first_stages=tuple(starts) if apart else (0,))
+    return Placement(stage_ranks, first_stages=tuple(starts) if opposite else (0,))
 
 
-def _found_once(programs: Callable[..., tuple[Program, ...]]) -> Callable[..., Program]:
+def _found_once(programs: Callable[..., Programs]) -> Callable[..., Program]:
     """Returns a function for the program of one rank, which finds those of all ranks once and remembers them."""
     remembered = lru_cache(maxsize=64)(programs)
 
@@ -180,7 +179,7 @@ def chain_programs(
     most_in_flight: int,
     splits_backward: bool,
     later_first: bool = True,
-) -> tuple[Program, ...]:
+) -> Programs:
     """Returns programs for placed stages, with so many microbatches under way at a time; see `ListScheduling`.
 
     With `later_first`, of work for one microbatch the later stage comes first.
@@ -200,9 +199,7 @@ def chain_programs(
 
 
 @_found_once
-def _v_program(
-    placement: Placement, num_microbatches: int, splits_backward: bool
-) -> tuple[Program, ...]:
+def _v_program(placement: Placement, num_microbatches: int, splits_backward: bool) -> Programs:
     num_ranks = placement.num_ranks
     most = num_ranks + (num_ranks + 1) // 4 if splits_backward else 2 * num_ranks - 1
     return chain_programs(placement, num_microbatches, most, splits_backward, not splits_backward)
@@ -231,7 +228,7 @@ zero_bubble_v = replace(
 @_found_once
 def _bidirectional_program(
     placement: Placement, num_microbatches: int, ticks: Ticks = ()
-) -> tuple[Program, ...]:
+) -> Programs:
     of_stage = ticks or ((1.0, 2.0),) * placement.num_stages
     left: dict[tuple[bool, int], float] = {}  # of a microbatch, from this work on
     pace: dict[int, float] = {}
@@ -266,7 +263,7 @@ def _bidirectional_program(
 bidirectional = ScheduleSpec(
     "bidirectional",
     _bidirectional_program,
-    place=partial(_down_and_up, apart=True),
+    place=partial(_down_and_up, opposite=True),
     stages_per_rank=(2,),
     opposite=True,
     timed=True,

@@ -28,6 +28,7 @@ Sources:
     Zero Bubble Pipeline Parallelism, Qi et al. (2023), https://arxiv.org/abs/2401.10241
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 from lightning_diffpipe.planning.instruction import (
@@ -51,17 +52,17 @@ def one_f_one_b_program(
     """
     (stage,) = placement.stages_of(rank)
     own = placement.microbatches_of(stage, rank, num_microbatches)
-    num_warmup = min(warmup_forwards(placement, stage, depth), len(own))
-    num_steady = len(own) - num_warmup
+    forwards, backwards = [Forward(stage, m) for m in own], [Backward(stage, m) for m in own]
+    return in_three_phases(forwards, backwards, warmup_forwards(placement, stage, depth))
 
-    warmup = [Forward(stage, m) for m in own[:num_warmup]]
-    steady = [
-        instruction
-        for forward, backward in zip(own[num_warmup:], own[:num_steady], strict=True)
-        for instruction in (Forward(stage, forward), Backward(stage, backward))
-    ]
-    cooldown = [Backward(stage, m) for m in own[num_steady:]]
 
+def in_three_phases(
+    forwards: Sequence[Forward], backwards: Sequence[Backward], num_warmup: int
+) -> Program:
+    """Returns equally many forwards and backwards, each in their order: warm-up, steady, cooldown."""
+    num_warmup = min(num_warmup, len(forwards))
+    warmup, cooldown = forwards[:num_warmup], backwards[len(backwards) - num_warmup :]
+    steady = [i for pair in zip(forwards[num_warmup:], backwards, strict=False) for i in pair]
     return (*warmup, *steady, *cooldown)
 
 

@@ -23,11 +23,9 @@ class Turn:
 
     Attributes:
         index: Among all turns of the request.
-        step: Denoising step.
-        patch: Which; None in a synchronous step.
+        patch: None in a synchronous step.
         microbatch: `(k, n)`: the k-th of n equal shares of the samples.
-        is_first: First of its step.
-        is_last: Last of its step.
+        is_first: First of its denoising step.
     """
 
     index: int
@@ -77,9 +75,7 @@ class PipeFusionPlan:
     @property
     def num_synchronous(self) -> int:
         """Steps that compute all tokens at once."""
-        if self.num_patches == 1:
-            return self.num_steps
-        return min(self.warmup_steps, self.num_steps)
+        return self.num_steps if self.num_patches == 1 else min(self.warmup_steps, self.num_steps)
 
     def may_be_last_synchronous(self, step: int) -> bool:
         """Returns whether patches may flow in the step after this one, which then reads what this one leaves."""
