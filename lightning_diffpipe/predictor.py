@@ -53,13 +53,19 @@ from lightning_diffpipe.model_sources import (
 from lightning_diffpipe.sampling.call import Call, told_apart
 from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
-from lightning_diffpipe.sampling.methods import Chooser, MethodOptions, Worker, fitted, free_memory
+from lightning_diffpipe.sampling.methods import (
+    Chooser,
+    MethodOptions,
+    Worker,
+    fitted,
+    free_memory,
+    prepare_denoiser,
+)
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.step_caches import described
-from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
 
@@ -160,9 +166,9 @@ class Predictor:
             quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
                 `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
                 `{"transformer": "nf4"}`. See `quantization_named`.
-            further: The mesh, `compile`, `cache`, `decoding` and options of the method, see `MethodOptions`; or a
-                part of a pipeline, alike on all ranks, such as `scheduler=`, or None to leave one out:
-                `text_encoder_3=None`.
+            further: The mesh, `compile`, `attention`, `cache`, `decoding` and options of the method, see
+                `MethodOptions`; or a part of a pipeline, alike on all ranks, such as `scheduler=`, or None to leave
+                one out: `text_encoder_3=None`.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
@@ -202,8 +208,11 @@ class Predictor:
         """
         choice = _options_of(method, options, timeout_s)
         refuse_module(module)
-        if choice.compile:
-            raise ConfigurationError("compile=blocks would change the module; open a saved one")
+        for name in ("compile", "attention"):
+            if value := getattr(choice, name):
+                raise ConfigurationError(
+                    f"{name}={value} would change the module; open a saved one"
+                )
         world = join_world(module.device, timeout_s)
         source = _opened(partial(source_of_module, module), choice, world)
         return cls(source, choice, world, module.device, timeout_s)
@@ -528,8 +537,7 @@ def _opened(
         fitted(options, world.num_ranks)
         source = read()
         refuse_method(source, options.method)
-        if options.compile:
-            compile_blocks(source.denoiser, options.compile_backend)
+        prepare_denoiser(source.denoiser, options)
         return source
 
     source = world.agree("opening the model", open_it)

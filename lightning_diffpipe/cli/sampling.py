@@ -30,7 +30,7 @@ _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|repo
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
 _SWITCHES = {"ema", "verify", "hide_unseen"}
-_COMMON = ("compile", "decoding", "cache")
+_COMMON = ("compile", "decoding", "cache", "attention")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 

@@ -47,7 +47,7 @@ TYPES: dict[str, dict[str, Any]] = {
         **{"num_inference_steps": int, "fps": int, "height": _WHOLE, "width": _WHOLE},
         **{"guidance_scale": float | None, "timeout_s": float, "report": bool, "progress": bool},
         **{"vae_tiling": bool, "vae_slicing": bool, "quantization": Any},
-        **{"decoding": str, "compile": _TEXT, "cache": Any},
+        **{"decoding": str, "compile": _TEXT, "attention": _TEXT, "cache": Any},
     },
     "profile": {
         **_PROCESS,

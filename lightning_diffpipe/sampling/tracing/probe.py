@@ -32,6 +32,11 @@ from lightning_diffpipe.graph.calltree import Forward, operator_cost
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.attention import (
+    AttentionByName,
+    AttentionHandler,
+    AttentionIntercepted,
+)
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
 from lightning_diffpipe.sampling.tracing.glue import find_glue, find_invariants
 from lightning_diffpipe.sampling.tracing.layout import (
@@ -44,9 +49,6 @@ from lightning_diffpipe.sampling.tracing.layout import (
 )
 from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
-    AttentionByName,
-    AttentionHandler,
-    AttentionIntercepted,
     CallAnswer,
     CodeWords,
     WithoutProducts,
