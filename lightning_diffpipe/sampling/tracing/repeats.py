@@ -24,7 +24,7 @@ from lightning_diffpipe.graph.versions import settings_digest
 
 T = TypeVar("T")
 Marks = list[tuple[Tensor, Tensor | None]]
-"""Of each tensor that a call is given, where it is NaN, or else its numbers; and itself, if it is to be the same."""
+"""Of each tensor that a call is given, where it is NaN, or else its numbers; and itself if it is to be the same."""
 
 
 class BlockKinds:
