@@ -259,7 +259,8 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
     vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", *_COMMON)}
     device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
-    return _opening(values) | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
+    waits = {name: values[name] for name in ("timeout_s", "busy_timeout_s")}
+    return _opening(values) | vae | waits | {"device": device}
 
 
 def _opening(values: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
-from lightning_diffpipe.sampling.step_caches import refuse_cache, step_cache_named
+from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
 from lightning_diffpipe.sampling.tracing.attention import set_attention
 from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World
@@ -56,7 +56,7 @@ _SAMPLERS: dict[str, type] = {
 """The sampler of each method; DistriFusion is that of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
 _OF_PREDICTOR = (
-    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
+    "device", "dtype", "variant", "timeout_s", "busy_timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
 )  # fmt: skip
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
@@ -214,7 +214,12 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
 
 
 def prepare_denoiser(model: nn.Module, options: MethodOptions) -> None:
-    """Chooses the kernel of a denoiser's attention, and compiles its blocks; raises ConfigurationError."""
+    """Chooses the kernel of a denoiser's attention, and compiles its blocks, of which no weights are needed yet.
+
+    Raises:
+        ConfigurationError: The denoiser has no such kernel or blocks, or nothing that its step cache could skip.
+    """
+    refuse_cache_of(model, options.cache)
     if options.attention is not None:
         set_attention(model, options.attention)
     if options.compile:
