@@ -74,11 +74,11 @@ class RepeatedCalls:
         for before, source, answer in self._known.get(kind, ()):
             if _equal(marks, before):
                 self.sources.append(source)
-                return self._noted(pytree.tree_map_only(Tensor, torch.clone, answer))
+                return self._noted(_copied(answer))
         self.sources.append(here)
         answer = run()
         if _equal(marks, self._marks(flat)):  # else it has written into what it was given
-            self._known.setdefault(kind, []).append((marks, here, answer))
+            self._known.setdefault(kind, []).append((marks, here, _copied(answer)))
         return self._noted(answer)
 
     def _noted(self, answer: T) -> T:
@@ -95,6 +95,12 @@ class RepeatedCalls:
                 is_number = x.is_floating_point() or x.is_complex()
                 marks.append((x.isnan() if is_number else x.clone(), x if by_value else None))
         return marks
+
+
+def _copied(answer: T) -> T:
+    """Copies the tensors of an answer, into which others may write."""
+    copied: T = pytree.tree_map_only(Tensor, torch.clone, answer)
+    return copied
 
 
 def _equal(marks: Marks, others: Marks) -> bool:
