@@ -12,8 +12,8 @@ Attention is replaced by "return the query", so that a transformer is local to a
 5. runs with all latents marked find modules whose result need not be computed for every patch; one with stubs finds
    results that code between blocks only passes on (`glue.py`).
 
-That is about `log2(units) + 6` runs of the model, most of which follow NaN only and multiply nothing; in each, equal
-blocks run once (`repeats.py`). Weights do not matter, so placeholders will do.
+That is about `log2(units) + 6` runs of the model, most of which follow NaN only and multiply nothing; in each,
+equal blocks run once (`repeats.py`). Weights do not matter, so placeholders will do.
 """
 
 import contextlib
