@@ -53,13 +53,19 @@ from lightning_diffpipe.model_sources import (
 from lightning_diffpipe.sampling.call import Call, told_apart
 from lightning_diffpipe.sampling.decoding import Decoding
 from lightning_diffpipe.sampling.digests import Identity, refuse_other_models, refuse_other_request
-from lightning_diffpipe.sampling.methods import Chooser, MethodOptions, Worker, fitted, free_memory
+from lightning_diffpipe.sampling.methods import (
+    Chooser,
+    MethodOptions,
+    Worker,
+    fitted,
+    free_memory,
+    prepare_denoiser,
+)
 from lightning_diffpipe.sampling.rehearsal import forget_variables, release_memory
 from lightning_diffpipe.sampling.report import SamplingReport, merge
 from lightning_diffpipe.sampling.skeleton import dtype_named
 from lightning_diffpipe.sampling.source import Settings, Source
 from lightning_diffpipe.sampling.step_caches import described
-from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World, join_world
 from lightning_diffpipe.training.processes import take_place_in_slurm
 
@@ -124,6 +130,7 @@ class Predictor:
         dtype: str | torch.dtype | None = None,
         variant: str | None = None,
         timeout_s: float = 120.0,
+        busy_timeout_s: float | None = None,
         ema: bool = True,
         alone: bool = False,
         loras: Mapping[str | Path, float] | None = None,
@@ -147,6 +154,8 @@ class Predictor:
             dtype: Of all weights; None for that in which the denoiser is stored.
             variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
+            busy_timeout_s: Longest time, in seconds, in which a rank that reads, probes or encodes may give no sign
+                of progress while another waits; None leaves half an hour, or that of a strategy in this process.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: In this process only, whatever process groups there are.
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.
@@ -160,9 +169,9 @@ class Predictor:
             quantization: How each rank quantizes the linear layers that it reads of a diffusers folder: `"nf4"`,
                 `"int8"`, `"float8"`, or more; of all components but autoencoders, or by their names, such as
                 `{"transformer": "nf4"}`. See `quantization_named`.
-            further: The mesh, `compile`, `cache`, `decoding` and options of the method, see `MethodOptions`; or a
-                part of a pipeline, alike on all ranks, such as `scheduler=`, or None to leave one out:
-                `text_encoder_3=None`.
+            further: The mesh, `compile`, `attention`, `cache`, `decoding` and options of the method, see
+                `MethodOptions`; or a part of a pipeline, alike on all ranks, such as `scheduler=`, or None to leave
+                one out: `text_encoder_3=None`.
 
         Raises:
             ConfigurationError: The model, the method or the mesh cannot work; on all ranks.
@@ -171,7 +180,8 @@ class Predictor:
         parts = {n: v for n, v in further.items() if _is_part(n, v)}
         given = {n: v for n, v in further.items() if n not in parts}
         given |= {"num_patches": num_patches, "warmup_steps": warmup_steps}
-        options = _options_of(method, given, timeout_s)
+        options = _options_of(method, given)
+        _limit_waits(timeout_s, busy_timeout_s)
         with raised_by_all():
             dtype = dtype_named("dtype", dtype)
         world, where = _world(device, alone, timeout_s)
@@ -185,7 +195,13 @@ class Predictor:
 
     @classmethod
     def from_module(
-        cls, module: Any, method: str = "pipefusion", *, timeout_s: float = 120.0, **options: Any
+        cls,
+        module: Any,
+        method: str = "pipefusion",
+        *,
+        timeout_s: float = 120.0,
+        busy_timeout_s: float | None = None,
+        **options: Any,
     ) -> Self:
         """Samples a `LatentDiffusion` or `CascadedDiffusion` that is in memory, whole, on every rank.
 
@@ -193,6 +209,7 @@ class Predictor:
             module: The module; not changed.
             method: As in `from_pretrained`.
             timeout_s: Longest wait for a message, in seconds.
+            busy_timeout_s: As in `from_pretrained`.
             options: As in `from_pretrained`: `num_patches`, `warmup_steps`, the mesh and options of the method.
                 Device, dtype and weights are those of the module.
 
@@ -200,10 +217,14 @@ class Predictor:
             ConfigurationError: The module is of another kind, or divided into the stages of a training; or the
                 method, its options or the mesh cannot work; on all ranks.
         """
-        choice = _options_of(method, options, timeout_s)
+        choice = _options_of(method, options)
+        _limit_waits(timeout_s, busy_timeout_s)
         refuse_module(module)
-        if choice.compile:
-            raise ConfigurationError("compile=blocks would change the module; open a saved one")
+        for name in ("compile", "attention"):
+            if value := getattr(choice, name):
+                raise ConfigurationError(
+                    f"{name}={value} would change the module; open a saved one"
+                )
         world = join_world(module.device, timeout_s)
         source = _opened(partial(source_of_module, module), choice, world)
         return cls(source, choice, world, module.device, timeout_s)
@@ -497,13 +518,19 @@ class Predictor:
 
 
 @raised_by_all()
-def _options_of(method: str, given: Mapping[str, Any], timeout_s: float) -> MethodOptions:
+def _options_of(method: str, given: Mapping[str, Any]) -> MethodOptions:
     """Separates options that all methods have from those of this one; refuses other settings that cannot be."""
     known = {name: value for name, value in given.items() if name in _SHARED_OPTIONS}
     further = {name: value for name, value in given.items() if name not in known}
-    options = MethodOptions(method, **known, further=further)
+    return MethodOptions(method, **known, further=further)
+
+
+@raised_by_all()
+def _limit_waits(timeout_s: float, busy_timeout_s: float | None) -> None:
     require_timeout(timeout_s)
-    return options
+    if busy_timeout_s is not None:
+        require_timeout(busy_timeout_s, "busy_timeout_s")
+        watcher.busy_timeout_s = float(busy_timeout_s)
 
 
 def _world(
@@ -528,8 +555,7 @@ def _opened(
         fitted(options, world.num_ranks)
         source = read()
         refuse_method(source, options.method)
-        if options.compile:
-            compile_blocks(source.denoiser, options.compile_backend)
+        prepare_denoiser(source.denoiser, options)
         return source
 
     source = world.agree("opening the model", open_it)

@@ -30,7 +30,7 @@ _OURS = re.compile(r"\d{3,}\.(png|mp4|gif|npy|pt)|grid\.png|difference\.png|repo
 _OUTPUT_TYPES = {"pil": ".png", "np": ".npy", "pt": ".pt", "latent": ".pt"}
 _VIDEO_FORMATS = ("mp4", "gif", "png")
 _SWITCHES = {"ema", "verify", "hide_unseen"}
-_COMMON = ("compile", "decoding", "cache")
+_COMMON = ("compile", "decoding", "cache", "attention")
 _ASKED = ("prompts", "num_inference_steps", "guidance_scale", "seed", "height", "width")
 
 
@@ -259,7 +259,8 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
     """Returns arguments of `Predictor.from_pretrained` besides the sampler's."""
     vae = {name: values[name] for name in ("vae_tiling", "vae_slicing", *_COMMON)}
     device = "cpu" if values["trainer"]["accelerator"] == "cpu" else "cuda"
-    return _opening(values) | vae | {"device": device, "timeout_s": float(values["timeout_s"])}
+    waits = {name: values[name] for name in ("timeout_s", "busy_timeout_s")}
+    return _opening(values) | vae | waits | {"device": device}
 
 
 def _opening(values: dict[str, Any]) -> dict[str, Any]:

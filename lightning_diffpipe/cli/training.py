@@ -319,30 +319,22 @@ def _require_optimizer(config: DictConfig) -> None:
 
 def _speed_up(config: DictConfig, module: Any) -> None:
     """Chooses kernels of attention, and compiles blocks, as `attention` and `compile` say."""
+    from lightning_diffpipe.sampling.tracing.attention import set_attention
+
     if config.compile not in (None, "blocks"):
         raise ConfigurationError(
             f"compile={config.compile}: a network compiled as a whole cannot be cut; take compile=blocks"
         )
-    # Kernels first: compiling reads them.
-    asked = {
-        "attention": ("set_attention_backend", config.attention),
-        "compile": ("compile_repeated_blocks",),
-    }
-    for name, (method, *arguments) in asked.items():
-        if config[name] is not None:
-            denoiser = getattr(module, "denoiser", module)
-            try:
-                getattr(denoiser, method)(*arguments)
-                processors = [getattr(each, "processor", None) for each in denoiser.modules()]
-                if name == "attention" and not any(
-                    hasattr(p, "_attention_backend") for p in processors
-                ):
-                    raise ValueError("its attention has one kind of kernel, torch's own choice")
-            except (AttributeError, ValueError, RuntimeError, ImportError) as error:
-                reason = " ".join(str(error).split())
-                raise ConfigurationError(
-                    f"{name}={config[name]}: {type(denoiser).__name__} cannot: {reason}"
-                ) from error
+    denoiser = getattr(module, "denoiser", module)
+    if config.attention is not None:  # first: compiling reads it
+        set_attention(denoiser, config.attention)
+    if config.compile is not None:
+        try:
+            denoiser.compile_repeated_blocks()
+        except (AttributeError, ValueError) as error:
+            raise ConfigurationError(
+                f"compile={config.compile}: {type(denoiser).__name__} cannot: {error}"
+            ) from error
 
 
 @verb("train a module: diffpipe train experiment=glyphs strategy.num_stages=2")

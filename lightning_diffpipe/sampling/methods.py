@@ -27,13 +27,17 @@ from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.loop import settings_restored
 from lightning_diffpipe.sampling.mesh import Axis, MeshLinks, SamplingMesh, fit_mesh, refuse_axes
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import refuse_mode
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
+    refuse_mode,
+    refuse_without_normaliser,
+)
 from lightning_diffpipe.sampling.pipefusion.stages import resident_parameters
 from lightning_diffpipe.sampling.request import OneProcess, Request, Sampler
 from lightning_diffpipe.sampling.skeleton import load_weights
 from lightning_diffpipe.sampling.source import Source
 from lightning_diffpipe.sampling.statistics import SamplingStatistics
-from lightning_diffpipe.sampling.step_caches import refuse_cache, step_cache_named
+from lightning_diffpipe.sampling.step_caches import refuse_cache, refuse_cache_of, step_cache_named
+from lightning_diffpipe.sampling.tracing.attention import set_attention
 from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 from lightning_diffpipe.sampling.world import World
 
@@ -52,7 +56,7 @@ _SAMPLERS: dict[str, type] = {
 """The sampler of each method; DistriFusion is that of all others."""
 _GIVEN = {"model", "links", "sequence_links", "num_patches", "warmup_steps"}
 _OF_PREDICTOR = (
-    "device", "dtype", "variant", "timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
+    "device", "dtype", "variant", "timeout_s", "busy_timeout_s", "ema", "alone", "vae_tiling", "vae_slicing"
 )  # fmt: skip
 _CALLED_OTHERWISE = {"torch_dtype": "dtype"}  # as diffusers says it
 
@@ -71,6 +75,7 @@ class MethodOptions:
         compile_backend: Of `torch.compile`.
         cache: Step cache of diffusers: `"first_block"`, `"pyramid_attention"`, `"taylor_seer"`, or a configuration
             such as `FirstBlockCacheConfig(threshold=0.1)`; see docs/sampling.md.
+        attention: Kernel of the denoiser's attention, by diffusers' name, such as `"flash"`; None leaves it alone.
         decoding: `"auto"` divides what is decoded one by one (tiles, images with `vae_slicing`) over all ranks,
             each of which then holds the autoencoder; `"rank_0"` leaves it to that rank.
         further: Options of the method's own.
@@ -88,6 +93,7 @@ class MethodOptions:
     compile: Literal["blocks"] | None = None
     compile_backend: str = "inductor"
     cache: Any = None
+    attention: str | None = None
     decoding: Literal["auto", "rank_0"] = "auto"
     further: Mapping[str, Any] = field(default_factory=dict)
     mesh: SamplingMesh | None = None
@@ -205,6 +211,19 @@ def _unknown(options: MethodOptions, taken: set[str]) -> ConfigurationError:
     elif name := _CALLED_OTHERWISE.get(unknown[0]) or "".join(near):
         hint = f"say {name}="
     return ConfigurationError(f"method={options.method} takes no {unknown[0]!r}; {hint}")
+
+
+def prepare_denoiser(model: nn.Module, options: MethodOptions) -> None:
+    """Chooses the kernel of a denoiser's attention, and compiles its blocks, of which no weights are needed yet.
+
+    Raises:
+        ConfigurationError: The denoiser has no such kernel or blocks, or nothing that its step cache could skip.
+    """
+    refuse_cache_of(model, options.cache)
+    if options.attention is not None:
+        set_attention(model, options.attention)
+    if options.compile:
+        compile_blocks(model, options.compile_backend)
 
 
 def make_sampler(
@@ -418,6 +437,8 @@ class Worker:
             ConfigurationError: Ranks cannot share such a request by this method.
         """
         refuse_request(call, self.options)
+        if self.place.mesh.sequence > 1 and self._sampler.sequence_mode == "ring":
+            refuse_without_normaliser(self._model, call.latents.device)
         mine = self._share(call)
         if not len(mine.latents):
             return {}
@@ -480,8 +501,7 @@ class Worker:
         else:
             model = call.pipeline.parts[call.denoiser]
             if call.denoiser not in self._later:
-                if self.options.compile:
-                    compile_blocks(model, self.options.compile_backend)
+                prepare_denoiser(model, self.options)
                 links = self.place.links, self.place.sequence_links
                 self._later[call.denoiser] = make_sampler(model, *links, self.options)
             sampler = self._later[call.denoiser]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ from lightning_diffpipe.sampling.schedulers import (
 )
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, measured
 from lightning_diffpipe.sampling.step_caches import StepCache
+from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 Rows = Callable[[Tensor], Tensor]
@@ -90,9 +91,11 @@ class Request:
         """Begins to denoise."""
         return Loop(self) if self.begin is None else self.begin()
 
-    def inferring(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context without gradients."""
-        return torch.inference_mode() if self.infers else torch.no_grad()
+    @contextlib.contextmanager
+    def inferring(self) -> Iterator[None]:
+        """Runs the model meanwhile: without gradients, and with kernels of attention that can be answered."""
+        with torch.inference_mode() if self.infers else torch.no_grad(), KernelsAnswered():
+            yield
 
     @functools.cached_property
     def host_schedule(self) -> tuple[Any, Tensor]:

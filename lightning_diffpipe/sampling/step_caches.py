@@ -24,6 +24,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,6 +112,14 @@ def refuse_cache(cache: Any, method: str, num_ranks: int, compiled: bool) -> Non
         reason = "ranks have a part of the tokens that it measures; calibrate on one rank"
     if reason:
         raise ConfigurationError(f"cache={kind} with method={method}: {reason}")
+
+
+def refuse_cache_of(model: nn.Module, cache: Any) -> None:
+    """Raises ConfigurationError for a cache whose hooks find nothing in a model; puts them in place to see."""
+    with StepCache(
+        SimpleNamespace(model=model, cache=cache, halves=(), timesteps=torch.zeros(1))
+    ).installed():
+        pass
 
 
 class StepCache:

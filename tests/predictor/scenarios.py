@@ -280,7 +280,6 @@ def hung_before_it_draws(rank, path, prompts, settings, options, folder):
         os._exit(1)
 
     os.dup2(os.open(folder / f"screen {rank}", os.O_CREAT | os.O_WRONLY), 2)
-    watcher.busy_timeout_s = 12.0
     where = "lightning_diffpipe.sampling.methods.load_weights"
     with mock.patch(where, never_read) if rank == 1 else contextlib.nullcontext():
         said = failure(rank, path, prompts, settings, options)

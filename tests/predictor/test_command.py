@@ -43,6 +43,8 @@ from tests.rows import row
         (["seed=any"], "override seed=any: Value 'any' of type 'str' could not be converted"),
         (["num_threads=0"], "num_threads must be a whole number >= 1 and <= 1024; got 0"),
         (["timeout_s=0"], "timeout_s must be a number > 0; got 0"),
+        (["busy_timeout_s=0"], "busy_timeout_s must be a number > 0; got 0"),
+        (["attention=fast"], "attention=fast: UNet2DConditionModel cannot: `backend='fast'` must be one of"),
         (["options={negative_prompt: x}"], "LatentDiffusion takes no 'negative_prompt'"),
         (["sampler=pipefusion", "sampler.guidance=2"], "cannot use 1 ranks as guidance=2"),
         # History: tracebacks; and images that could not be written when they had been drawn.

@@ -641,7 +641,10 @@ def test_a_rank_that_hangs_before_it_draws_is_named_and_prints_its_stack(job, tm
     """History: gloo's error ended the others after half an hour, and named nobody."""
     with pytest.raises(RankError, match="ranks failed"):
         run_ranks(
-            hung_before_it_draws, 2, *job("dit", method="single", data=2, timeout_s=4.0), tmp_path
+            hung_before_it_draws,
+            2,
+            *job("dit", method="single", data=2, timeout_s=4.0, busy_timeout_s=12.0),
+            tmp_path,
         )
     message = (
         "rank 1 (reading weights and probing) lives, but has made no step for 12 s (busy_timeout_s)"

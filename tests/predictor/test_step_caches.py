@@ -63,3 +63,11 @@ def test_a_cache_that_only_the_model_knows_is_refused(folder_of):
         predictor.source.denoiser.enable_cache(FIRST_BLOCK)
         with pytest.raises(ConfigurationError, match="give cache= to the Predictor"):
             predictor(prompts_of("flux")[:1], num_inference_steps=2, **options_of("flux"))
+
+
+def test_a_cache_that_finds_nothing_to_skip_is_refused_before_weights_are_read(folder_of):
+    """History: it was refused by the first request, when every rank had read its weights."""
+    reason = "diffusers cannot skip anything in a PixArtTransformer2DModel"
+    for method in ("pipefusion", "auto"):
+        with pytest.raises(ConfigurationError, match=reason):
+            Predictor.from_pretrained(folder_of("pixart"), method, cache="taylor_seer")

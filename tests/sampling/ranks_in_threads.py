@@ -18,6 +18,7 @@ def sample_together(
     make: Callable[[nn.Module, object], object],
     free_foreign: bool = False,
     make_generator: Callable[[], object] | None = None,
+    timeout_s: float = 20.0,
     **options,
 ) -> tuple[list[Tensor], list[object]]:
     """Runs one request on all ranks; returns their latents and their samplers.
@@ -25,7 +26,7 @@ def sample_together(
     Rank 0 knows the layout and tells the others. With `free_foreign`, weights of blocks of other ranks are
     gone before sampling. Generators are made for each rank, as in processes.
     """
-    network = LoopbackNetwork(num_ranks, timeout_s=20)
+    network = LoopbackNetwork(num_ranks, timeout_s=timeout_s)
     models = [copy.deepcopy(tiny.model) for _ in range(num_ranks)]
     samplers = [make(model, links) for model, links in zip(models, network.links, strict=True)]
     if hasattr(samplers[0], "layouts"):

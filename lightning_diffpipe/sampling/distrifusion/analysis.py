@@ -45,6 +45,7 @@ from lightning_diffpipe.sampling.distrifusion.bands import (
     unsupported,
     windows_of,
 )
+from lightning_diffpipe.sampling.tracing.attention import Kernel
 from lightning_diffpipe.sampling.tracing.marks import has_nan, lines
 
 _NAN = float("nan")
@@ -287,7 +288,7 @@ class MarkedRun(Run, TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse(func)
-        rule = self._rules.get(func)
+        rule = self._attention if isinstance(func, Kernel) else self._rules.get(func)
         if rule is not None:
             args, kwargs = input_first(args, kwargs)
             return rule(*args, **kwargs)

@@ -49,7 +49,7 @@ from lightning_diffpipe.sampling.distrifusion.moments import (
     predicted,
     stale,
 )
-from lightning_diffpipe.sampling.tracing.marks import Attend, answer_attention
+from lightning_diffpipe.sampling.tracing.attention import Attend, Kernel, answer_attention
 
 MODEL = "model"
 """The name of the model's own site; those inside begin with `model.`."""
@@ -144,6 +144,8 @@ class BandCall(Run, TorchFunctionMode):
         if self._suspended:
             return func(*args, **kwargs)
         refuse(func)
+        if isinstance(func, Kernel):
+            return answer_attention(self.attend, func, args, kwargs)
         rule = RULES.get(func)
         if rule is None:
             return func(*args, **kwargs)

@@ -63,6 +63,7 @@ from lightning_diffpipe.sampling.request import Request, require_warmup
 from lightning_diffpipe.sampling.schedulers import drawing_from, random_states, takes_generator
 from lightning_diffpipe.sampling.statistics import SamplingStatistics, Stopwatch, measured
 from lightning_diffpipe.sampling.step_caches import StepCache
+from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 
 Profile = tuple[str, list[Tensor]]
 """The name of a function, and the mean magnitudes of its result along each axis."""
@@ -119,6 +120,7 @@ class DistriFusion:
         self.num_synchronous = 0
         self.analyses: dict[Any, CallAnalysis] = {}  # the same on all ranks
 
+    @KernelsAnswered()
     @torch.no_grad()  # inference mode would make tensors without versions, see `Constants`
     def sample(self, request: Request, on_step: Callable[[int], None] | None = None) -> Tensor:
         """Runs one request; see `Sampler.sample`.

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import LayoutError
+from lightning_diffpipe.sampling.tracing.attention import Attend
 from lightning_diffpipe.sampling.tracing.layout import Block, Part, Selection, TokenAxis
-from lightning_diffpipe.sampling.tracing.marks import Attend
 
 
 class AttentionCall(NamedTuple):

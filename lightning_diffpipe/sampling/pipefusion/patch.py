@@ -32,6 +32,11 @@ from lightning_diffpipe.graph.interception import Interception, Run, Site
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, PartAttention
 from lightning_diffpipe.sampling.pipefusion.stages import DenoiserStage
 from lightning_diffpipe.sampling.step_caches import StepCache
+from lightning_diffpipe.sampling.tracing.attention import (
+    Attend,
+    AttentionByName,
+    AttentionIntercepted,
+)
 from lightning_diffpipe.sampling.tracing.blocks import cut_arguments
 from lightning_diffpipe.sampling.tracing.compiled import compiled_modules
 from lightning_diffpipe.sampling.tracing.layout import (
@@ -45,7 +50,6 @@ from lightning_diffpipe.sampling.tracing.layout import (
     shapes_of_call,
     without_memory,
 )
-from lightning_diffpipe.sampling.tracing.marks import Attend, AttentionByName, AttentionIntercepted
 
 Slices = list[Tensor]
 """The tokens of a part, for each result of a block that has tokens."""

@@ -31,13 +31,14 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from lightning_diffpipe.comm.links import Links, exchange
 from lightning_diffpipe.comm.packing import TensorShape, pack, packed_shape, unpack
 from lightning_diffpipe.errors import ConfigurationError, LayoutError
 from lightning_diffpipe.sampling.pipefusion.kv_cache import AttentionCall, KvCache
+from lightning_diffpipe.sampling.tracing.attention import Attend, Kernel, kernels_of
 from lightning_diffpipe.sampling.tracing.layout import Layout, Part, Selection
 
 SequenceMode = Literal["ulysses", "ring"]
@@ -249,10 +250,10 @@ class Ring(_OverRanks):
                 coming = links.start_exchange({after: pack([k, v])}, expected, "sequence")[before]
             others = keys.of_others() if turn == 0 else None
             if others is not None:
-                total = attention_part(q, *others, scale)
+                total = attention_part(q, *others, scale, call.attend)
             keys.put(places[source], k, v)
             part = None if keys.mask is None else places[source].take(keys.mask, -1)
-            total = merged(total, attention_part(q, k, v, part, scale))
+            total = merged(total, attention_part(q, k, v, part, scale, call.attend))
             if turn < n - 1:
                 k, v = unpack(coming.wait(), shapes)
         return total[0].to(q.dtype)
@@ -274,10 +275,19 @@ MOST_SCORE_BYTES = 1 << 26
 
 _WIDTHS = 8  # head sizes are multiples of it in the kernels of GPUs, which read 16 bytes at once
 
+_NORMALISER_ERROR = 0.1  # of a kernel in 8 bits; logarithms to another base differ by 1
+
 Attended = tuple[Tensor, Tensor]
 
 
-def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Attended:
+def attention_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    attend: Attend | None = None,
+) -> Attended:
     """Attends to some of the keys, and returns the logarithm of the normaliser, too.
 
     Args:
@@ -287,6 +297,7 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
         mask: Boolean, false where a key is hidden, or what is added to scores. A query that sees none of these keys
             gets zeros, and a normaliser of minus infinity.
         scale: Of scores.
+        attend: The attention that is asked for; a kernel of the user's computes if there is no mask.
 
     Returns:
         `(batch, heads, queries, width of values)`, in the type of the queries or a wider one, and
@@ -294,6 +305,8 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     """
     if k.shape[1] != q.shape[1]:  # grouped queries
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if mask is None and isinstance(attend, Kernel):
+        return attend.with_normaliser(q, k, v, scale)
     if mask is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
         return out, norm.unsqueeze(-1)
@@ -318,6 +331,28 @@ def attention_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
             norm = norm.narrow(-1, 0, q.shape[-2])  # filled up to a multiple of 32 queries
             return out.narrow(-1, 0, width), norm.unsqueeze(-1)
     return _in_blocks(q, k, v, mask, scale)
+
+
+def refuse_without_normaliser(model: nn.Module, device: torch.device) -> None:
+    """Raises ConfigurationError if a kernel of the model's attention gives no normaliser; tries on a few tokens."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 16, 64, generator=generator).to(device, dtype)
+    _, expected = attention_part(q, k, v, None, 0.125)
+    for kernel in kernels_of(model):
+        reason = "other numbers than the logarithms of normalisers"
+        try:
+            _, norm = kernel.with_normaliser(q, k, v, 0.125)
+            if (norm - expected).abs().max() < _NORMALISER_ERROR:
+                continue
+        except (
+            Exception
+        ) as error:  # whatever a kernel raises that has no such result, or that cannot run here
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigurationError(
+            f"attention={kernel.name}: a ring merges results by their normalisers, which this kernel does not give "
+            f"({reason}); take mode='ulysses' (sequence_mode with method=pipefusion), or another kernel"
+        )
 
 
 def merged(total: Attended | None, part: Attended) -> Attended:

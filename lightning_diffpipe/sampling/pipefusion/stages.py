@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
 from lightning_diffpipe.clock import clock_for
 from lightning_diffpipe.errors import LayoutError, PartitionError
@@ -136,43 +138,43 @@ def balanced_split(layout: Layout, num_ranks: int, costs: Sequence[float]) -> tu
 def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[float]:
     """Measures the seconds of each block in one call of `denoise`, in the order of `layout.block_names`.
 
-    Blocks of one kind, known by their arithmetic, get the median of all of them, so that noise does not decide
-    about the split. What the last block is followed by until the prediction is out is added to it. A first
-    run is not timed.
+    Of blocks of one kind, known by their arithmetic and results, the first few calls run, and all get the median of
+    these but for the first. What the last block is followed by until the prediction is out is added to it.
     """
-    runs = [_timed(layout, request) for _ in range(repeats + 1)][1:]
-    by_kind: dict[int, list[float]] = {}
-    for times, _ in runs:
-        for block, seconds in zip(layout.blocks, times, strict=True):
-            by_kind.setdefault(block.flops, []).append(seconds)
-    total = dict.fromkeys(layout.block_names, 0.0)
-    for block in layout.blocks:
-        total[block.name] += statistics.median(by_kind[block.flops])
-    costs = list(total.values())
-    costs[-1] += statistics.median(end for _, end in runs)
-    return costs
-
-
-def _timed(layout: Layout, request: Request) -> tuple[list[float], float]:
-    """Measures the seconds of each call of a block, and of what comes after the last."""
-    times: list[float] = []
-    end_s, clock = 0.0, clock_for(request.latents.device)
+    times: dict[Any, list[float]] = {}
+    results: dict[Any, Any] = {}
+    kinds = [(block.flops, str(block.results)) for block in layout.blocks]
+    ends, clock = list[float](), clock_for(request.latents.device)
 
     def now_s() -> float:
         clock.settle()
         return time.perf_counter()
 
-    def timed(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        nonlocal end_s
-        start_s = now_s()
-        out = forward(*args, **kwargs)
-        end_s = now_s()
-        times.append(end_s - start_s)
-        return out
+    for _ in range(repeats + 1):
+        position, end_s = iter(kinds), 0.0
 
-    with request.inferring(), calls_answered(request.model, layout.block_names, timed):
-        request.denoise(request.latents, request.timesteps[0])
-    return times, now_s() - end_s
+        def timed(
+            name: str, forward: Forward, args: Any, kwargs: Any, position: Any = position
+        ) -> Any:
+            nonlocal end_s
+            kind = next(position)
+            if len(known := times.setdefault(kind, [])) <= repeats:
+                start_s = now_s()
+                results[kind] = forward(*args, **kwargs)
+                known.append(now_s() - start_s)
+            out = pytree.tree_map_only(Tensor, torch.clone, results[kind])
+            end_s = now_s()
+            return out
+
+        with request.inferring(), calls_answered(request.model, layout.block_names, timed):
+            request.denoise(request.latents, request.timesteps[0])
+        ends.append(now_s() - end_s)
+    total = dict.fromkeys(layout.block_names, 0.0)
+    for block, kind in zip(layout.blocks, kinds, strict=True):
+        total[block.name] += statistics.median(times[kind][1:] or times[kind])
+    costs = list(total.values())
+    costs[-1] += statistics.median(ends[1:])
+    return costs
 
 
 def _crossing(

@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_diffpipe.comm.packing import TensorShape
 from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward
+from lightning_diffpipe.sampling.tracing.attention import AttentionIntercepted
 from lightning_diffpipe.sampling.tracing.layout import NOBODY, Block, Part, TokenAxis
 from lightning_diffpipe.sampling.tracing.marks import (
-    AttentionIntercepted,
     CodeWords,
     WithoutProducts,
     can_be_marked,

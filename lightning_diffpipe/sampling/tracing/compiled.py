@@ -7,7 +7,7 @@ operator stands under attention's name at every call of a block, so that no grap
 
     block    norm ── q, k, v ── lightning_diffpipe::attend ── projection ── feed-forward     a graph for each shape
                                 │
-                                └── the sampler's handler (`marks.py`), or torch's attention
+                                └── the sampler's handler (`attention.py`), or torch's attention
 
 Source: regional compilation, `compile_repeated_blocks` of diffusers; custom operators of PyTorch.
 """
@@ -22,18 +22,19 @@ from torch import Tensor, library, nn
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph.calltree import is_compiled
-from lightning_diffpipe.sampling.tracing.marks import AttentionByName
+from lightning_diffpipe.sampling.tracing.attention import AttentionByName, KernelsAnswered
 
 _LIBRARY = library.Library("lightning_diffpipe", "DEF")
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
-    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
+    "bool is_causal=False, *, float? scale=None, bool enable_gqa=False, str? kernel=None) -> Tensor"
 )
 
 
-def _attend(*args: Any, **kwargs: Any) -> Tensor:
+def _attend(*args: Any, kernel: str | None = None, **kwargs: Any) -> Tensor:
     """Answers attention with a result that lies in memory as most kernels order it, tokens outside of heads."""
-    return AttentionByName.answer(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
+    by = KernelsAnswered.by_name[kernel].answered if kernel else AttentionByName.answer
+    return by(*args, **kwargs).transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _outcome(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

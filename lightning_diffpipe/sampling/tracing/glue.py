@@ -26,7 +26,6 @@ Of modules inside each other the outermost one is stored. What is changed in pla
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ from lightning_diffpipe.sampling.tracing.layout import (
     shapes_of_call,
 )
 from lightning_diffpipe.sampling.tracing.marks import WithoutProducts, all_to_all, has_nan
+from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
 
 _LOOKS_AT_NO_NUMBER = {
     *(
@@ -240,28 +240,66 @@ StoredShapes = dict[Place, tuple[Any, ...] | None]
 """Shapes of the arguments in a run on all tokens, by place."""
 
 
+class _UnlikeError(Exception):
+    """Calls of blocks that repeat others in one run do not in another."""
+
+
 def find_invariants(
-    run: Run, model: nn.Module, blocks: list[str], latents: Tensor, t: Tensor, other_t: Tensor
+    run: Run,
+    model: nn.Module,
+    kinds: BlockKinds,
+    blocks: list[str],
+    latents: Tensor,
+    t: Tensor,
+    other_t: Tensor,
 ) -> tuple[StoredShapes, StoredShapes]:
     """Finds the places whose results are the same in every step, and those that are so within one."""
+    given = run, model, blocks, latents, t, other_t
+    try:
+        return _find_invariants(*given, lambda: RepeatedCalls(kinds, by_value=True))
+    except _UnlikeError:
+        return _find_invariants(*given, lambda: None)
+
+
+def _find_invariants(
+    run: Run,
+    model: nn.Module,
+    blocks: list[str],
+    latents: Tensor,
+    t: Tensor,
+    other_t: Tensor,
+    repeats: Callable[[], RepeatedCalls | None],
+) -> tuple[StoredShapes, StoredShapes]:
     between, inside = _around_blocks(model, blocks)
     names = between | {n for n in inside if any(True for _ in model.get_submodule(n).parameters())}
     unknown = torch.full_like(latents, float("nan"))
 
+    sources: list[int] = []
+    called: list[str] = []
+
     def record(x: Tensor, at: Tensor, among: _Calls | None = None) -> _Calls:
-        recorder = _CallRecorder(among)
+        recorder = _CallRecorder(among, repeats())
         # What is not known stays so; equal numbers are looked for in the rest.
         with WithoutProducts(exactly=True), forward_replaced(model, names, recorder.make):
             run(x, at, recorder.wrap_block, all_to_all)
+        if among is None:
+            sources.extend(recorder.sources)
+            called.extend(recorder.called)
+        elif recorder.sources != sources:
+            raise _UnlikeError
         return recorder.calls
 
     here = record(unknown, t)
     known, later = record(latents, t, here), record(unknown, other_t, here)
     in_step, in_request = _same(here, known), set[Place]()
     if not torch.equal(t, other_t):
-        dtype, timeless = t.dtype if t.is_floating_point() else torch.get_default_dtype(), {}
-        with contextlib.suppress(Exception):  # not every model can take NaN
+        dtype = t.dtype if t.is_floating_point() else torch.get_default_dtype()
+        try:
             timeless = record(unknown, torch.full_like(t, float("nan"), dtype=dtype), here)
+        except _UnlikeError:
+            raise
+        except Exception:  # not every model can take NaN
+            timeless = {}
         if timeless.keys() == here.keys():
             unreached = {place for place, call in timeless.items() if call.copies}
             in_request = in_step & _same(here, later) & unreached
@@ -274,6 +312,14 @@ def find_invariants(
             stored = constants if place in in_request else step_constants
             stored[where, name, turns[where, name]] = call.shapes
         turns[where, name] += 1
+    for stored in (constants, step_constants):
+        of_call: dict[int, StoredShapes] = {}
+        for place, shapes in stored.items():
+            of_call.setdefault(place[0], {})[place] = shapes
+        for here_index, source in enumerate(sources):
+            for (_, name, turn), shapes in of_call.get(source, {}).items():
+                inside = name.removeprefix(called[source])
+                stored[here_index, called[here_index] + inside, turn] = shapes
     return constants, step_constants
 
 
@@ -318,8 +364,10 @@ class _CallRecorder:
             it would be every activation of the model, twice. None keeps all.
     """
 
-    def __init__(self, among: _Calls | None) -> None:
+    def __init__(self, among: _Calls | None, repeats: RepeatedCalls | None) -> None:
         self.calls: _Calls = {}
+        self.called: list[str] = []  # names of blocks
+        self._repeats = repeats
         self._among = among
         self._block, self._inside = BETWEEN, False
         self._open: tuple[Place, ...] = ()
@@ -327,10 +375,18 @@ class _CallRecorder:
 
     def wrap_block(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         self._block, self._inside = self._block + 1, True
+        self.called.append(name)
         try:
-            return forward(*args, **kwargs)
+            if self._repeats is None:
+                return forward(*args, **kwargs)
+            return self._repeats.answer(name, args, kwargs, lambda: forward(*args, **kwargs))
         finally:
             self._inside = False
+
+    @property
+    def sources(self) -> list[int]:
+        """For each call of a block the number of the one that ran in its place."""
+        return [] if self._repeats is None else self._repeats.sources
 
     def make(self, name: str, forward: Forward) -> Forward:
 

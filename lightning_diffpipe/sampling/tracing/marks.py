@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -34,48 +33,20 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.calltree import Forward, forward_replaced, tensors_in
 from lightning_diffpipe.graph.placement import is_placeholder
 from lightning_diffpipe.graph.versions import plain_tensors
-
-Attend = Callable[..., Tensor]
-"""`attend(query, key, value, **options)`, as torch's scaled dot-product attention."""
-
-AttentionHandler = Callable[..., Tensor]
-"""`handler(attend, query, key, value, **options)` answers a call of attention."""
+from lightning_diffpipe.sampling.tracing.attention import (
+    Attend,
+    AttentionHandler,
+    AttentionIntercepted,
+)
 
 UNREACHED, MIXED = -1, -2
 _NAN = float("nan")
-_ATTENTION = F.scaled_dot_product_attention  # its name may stand for something else later
 _GROWTH = 1.001
 # They pick what they return, so that its share of NaN says nothing.
 _PICKING = ("index", "gather", "select", "slice", "embedding", "split", "where", "masked_fill")
 _CASTS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "copy_"}
 _SEARCHES = {"bucketize", "searchsorted"}
 _LINEAR = {"linear": 0, "mm": 0, "addmm": 1}  # position of the tokens among their arguments
-
-
-class AttentionIntercepted(TorchFunctionMode):
-    """Lets a handler answer every `scaled_dot_product_attention` of this thread."""
-
-    def __init__(self, handler: AttentionHandler) -> None:
-        super().__init__()
-        self._handler = handler
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not _ATTENTION:
-            return func(*args, **kwargs)
-        return answer_attention(self._handler, func, args, kwargs)
-
-
-def answer_attention(
-    handler: AttentionHandler, attend: Attend, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
-    """Hands a call of attention to a handler."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    options = dict(zip(names, args, strict=False)) | dict(kwargs)
-    query, key, value = (options.pop(name) for name in names[:3])
-    return handler(attend, query, key, value, **options)
 
 
 CallAnswer = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -270,72 +241,6 @@ def all_to_all(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     reached = k.isnan().any() | v.isnan().any()
     # Ordered in memory as the query is, like results of attention, of which models take views.
     return q.clone().masked_fill_(reached, _NAN)
-
-
-class AttentionByName:
-    """Lets a handler answer every attention of this thread that is looked up by name.
-
-    Nearly all code says `F.scaled_dot_product_attention` when it wants attention, not when it is imported. So the
-    name is given another meaning while a block runs, for the thread that runs it, and nothing else in the block
-    costs more than it does without. Code that took the function out of its module beforehand is not seen; the probe
-    counts whether that happens (`Layout.attention_by_name`), and such models pass every function of torch through
-    `AttentionIntercepted` instead, at 2 microseconds each.
-
-    Example:
-        >>> import torch
-        >>> x = torch.ones(1, 1, 2, 4)
-        >>> with AttentionByName(lambda attend, q, k, v, **options: q - 1):
-        ...     float(F.scaled_dot_product_attention(x, x, x).sum())
-        0.0
-        >>> float(F.scaled_dot_product_attention(x, x, x).sum())
-        8.0
-    """
-
-    _here = threading.local()
-    # The name is shared by all threads; the last one that needs it puts the function back.
-    _users, _plain, _lock = 0, _ATTENTION, threading.Lock()
-
-    def __init__(self, handler: AttentionHandler | None) -> None:
-        self._handler = handler
-        self._before: AttentionHandler | None = None
-
-    def __enter__(self) -> AttentionByName:
-        cls = AttentionByName
-        with cls._lock:
-            cls._users += 1
-            if cls._users == 1:
-                cls._plain = F.scaled_dot_product_attention
-                F.scaled_dot_product_attention = _by_name
-        self._before, cls._here.handler = cls.here(), self._handler
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        cls = AttentionByName
-        cls._here.handler = self._before
-        with cls._lock:
-            cls._users -= 1
-            if cls._users == 0:
-                F.scaled_dot_product_attention = cls._plain
-
-    @classmethod
-    def here(cls) -> AttentionHandler | None:
-        """Returns who answers attention in this thread; None if torch does."""
-        return getattr(cls._here, "handler", None)
-
-    @classmethod
-    def answer(cls, *args: Any, **kwargs: Any) -> Tensor:
-        """Answers a call of attention."""
-        handler = cls.here()
-        if handler is None:
-            return cls._plain(*args, **kwargs)
-        return answer_attention(handler, cls._plain, args, kwargs)
-
-
-def _by_name(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands under attention's name; in the graphs of `compiled.py` is an operator that does the same."""
-    if torch.compiler.is_compiling():
-        return torch.ops.lightning_diffpipe.attend(*args, **kwargs)
-    return AttentionByName.answer(*args, **kwargs)
 
 
 class _MixingSearch(TorchDispatchMode):

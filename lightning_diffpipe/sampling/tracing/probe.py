@@ -12,8 +12,8 @@ Attention is replaced by "return the query", so that a transformer is local to a
 5. runs with all latents marked find modules whose result need not be computed for every patch; one with stubs finds
    results that code between blocks only passes on (`glue.py`).
 
-That is about `log2(units) + 8` runs of the model, most of which follow NaN only and multiply nothing. Weights do
-not matter, so placeholders will do.
+That is about `log2(units) + 6` runs of the model, most of which follow NaN only and multiply nothing; in each,
+equal blocks run once (`repeats.py`). Weights do not matter, so placeholders will do.
 """
 
 import contextlib
@@ -32,6 +32,11 @@ from lightning_diffpipe.graph.calltree import Forward, operator_cost
 from lightning_diffpipe.graph.versions import settings_digest
 from lightning_diffpipe.sampling.rehearsal import failing
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.attention import (
+    AttentionByName,
+    AttentionHandler,
+    AttentionIntercepted,
+)
 from lightning_diffpipe.sampling.tracing.blocks import BlockTracer
 from lightning_diffpipe.sampling.tracing.glue import find_glue, find_invariants
 from lightning_diffpipe.sampling.tracing.layout import (
@@ -44,9 +49,6 @@ from lightning_diffpipe.sampling.tracing.layout import (
 )
 from lightning_diffpipe.sampling.tracing.marks import (
     MIXED,
-    AttentionByName,
-    AttentionHandler,
-    AttentionIntercepted,
     CallAnswer,
     CodeWords,
     WithoutProducts,
@@ -58,6 +60,7 @@ from lightning_diffpipe.sampling.tracing.marks import (
     mixing_operator,
     token_local,
 )
+from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
 
 MAX_LAYOUTS = 8
 """So many layouts of one model are known at a time."""
@@ -103,6 +106,7 @@ class _Probe:
         self._names = [f"{name}.{i}" for name in outer for i in range(len(lists[name]))]
         self._by_name = True
         self._without_products = WithoutProducts()
+        self._kinds = BlockKinds(self._model)
 
     def run(self) -> Layout:
         num_rows = self._latents.shape[self._axis]
@@ -118,7 +122,7 @@ class _Probe:
         blocks = self._blocks([c for name, c in owners if name in used])
         readers, glue_parameters = self._readers(blocks)
         constants, step_constants = find_invariants(
-            self._run, self._model, self._names, self._latents, self._t, self._other_t
+            self._run, self._model, self._kinds, self._names, self._latents, self._t, self._other_t
         )
         glue = find_glue(
             lambda wrap: self._run(self._latents, self._t, wrap),
@@ -136,7 +140,7 @@ class _Probe:
 
     def _rows_per_unit(self, num_rows: int) -> int:
         first = torch.arange(num_rows) == 0
-        out = self._denoise_marked(first, lambda name, log: None)
+        out = self._denoise_marked(first, lambda name, keys: None)
         if out.shape[self._axis] != num_rows:
             raise LayoutError(
                 f"denoise returned {tuple(out.shape)} for latents {tuple(self._latents.shape)}; "
@@ -158,9 +162,9 @@ class _Probe:
         for marks in words.marks:
             names, seen = [], []
 
-            def look(name: str, log: _Log, names: list[str] = names, seen: Any = seen) -> None:
+            def look(name: str, keys: Any, names: list[str] = names, seen: Any = seen) -> None:
                 names.append(name)
-                seen.append([lines(key, -2) for key, _ in log])
+                seen.append(keys)
 
             rows = marks.repeat_interleave(per_unit)
             out = self._denoise_marked(rows, look)
@@ -186,12 +190,18 @@ class _Probe:
         units[text] = text_token(torch.arange(int(text.sum())))
         return TokenAxis(-2, units)
 
-    def _denoise_marked(self, rows: Tensor, look: Callable[[str, _Log], None]) -> Tensor:
+    def _denoise_marked(self, rows: Tensor, look: Callable[[str, list[Tensor]], None]) -> Tensor:
+        repeats = RepeatedCalls(self._kinds)
+
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-            log: _Log = []
-            with AttentionIntercepted(token_local(log, strict=True)):
-                out = forward(*args, **kwargs)
-            look(name, log)
+            def run() -> tuple[Any, list[Tensor]]:
+                log: _Log = []
+                with AttentionIntercepted(token_local(log, strict=True)):
+                    out = forward(*args, **kwargs)
+                return out, [lines(key, -2) for key, _ in log]
+
+            out, keys = repeats.answer(name, args, kwargs, run)
+            look(name, keys)
             return out
 
         with self._without_products:
@@ -208,12 +218,23 @@ class _Probe:
     # --- 3: axes of arguments and results -----------------------------------------------------------
 
     def _blocks(self, owners: list[_Owners]) -> list[Block]:
-        known: dict[str, Block] = {}
+        known: dict[str, tuple[Block, Any]] = {}
         blocks: list[Block] = []
 
         def wrap(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             attention = owners[len(blocks)]
-            kind = _kind(self._model.get_submodule(name), args, kwargs, attention)
+            keys = [None if a is None else a.owner.tolist() for a in attention]
+            kind = f"{self._kinds.of(name, args, kwargs)} {keys}"
+            if kind not in known:
+                known[kind] = traced(name, forward, args, kwargs, attention)
+            block, out = known[kind]
+            own = {"name": name, "arguments": shapes_of((args, kwargs))}
+            blocks.append(Block(**(vars(block) | own)))
+            return pytree.tree_map_only(Tensor, torch.clone, out)
+
+        def traced(
+            name: str, forward: Forward, args: Any, kwargs: Any, attention: _Owners
+        ) -> tuple[Block, Any]:
             flops, num_named = _Flops(), 0
 
             def named(attend: Any, *tensors: Tensor, **options: Any) -> Tensor:
@@ -224,15 +245,12 @@ class _Probe:
             with AttentionIntercepted(flops.attention), AttentionByName(named), flops:
                 out = forward(*args, **kwargs)
             self._by_name &= num_named == len(flops.sizes)
-            if kind not in known:
-                leaves, tree = pytree.tree_flatten(out)
-                results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
-                block = Block(name, results, tree, attention=attention, sizes=tuple(flops.sizes))
-                BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
-                known[kind] = block
-            own = {"name": name, "flops": flops.total, "arguments": shapes_of((args, kwargs))}
-            blocks.append(Block(**(vars(known[kind]) | own)))
-            return out
+            leaves, tree = pytree.tree_flatten(out)
+            results = [TensorShape.of(x) if isinstance(x, Tensor) else x for x in leaves]
+            sizes = tuple(flops.sizes)
+            block = Block(name, results, tree, attention=attention, sizes=sizes, flops=flops.total)
+            BlockTracer(block, forward, *pytree.tree_flatten((args, kwargs))).trace()
+            return block, out
 
         self._run(self._latents, self._t, wrap)
         needs_text = any(block.needs_text for block in blocks)
@@ -323,20 +341,6 @@ class _Touched(TorchFunctionMode):
 
 def _listed(rows: Tensor) -> list[int]:
     return rows.nonzero().flatten().tolist()[:8]
-
-
-def _kind(module: nn.Module, args: Any, kwargs: Any, attention: _Owners) -> str:
-    """Describes a call; those of one kind have the same axes."""
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    return str(
-        (
-            type(module),
-            [(name, tuple(p.shape)) for name, p in module.named_parameters()],
-            spec,
-            [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in flat],
-            [None if a is None else a.owner.tolist() for a in attention],
-        )
-    )
 
 
 class LayoutStore:

@@ -11,8 +11,8 @@ from lightning_diffpipe.errors import ConfigurationError, LayoutError, Partition
 from lightning_diffpipe.graph.calltree import forward_replaced
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.pipefusion.kv_cache import KvCache
+from lightning_diffpipe.sampling.tracing.attention import AttentionIntercepted
 from lightning_diffpipe.sampling.tracing.layout import Part
-from lightning_diffpipe.sampling.tracing.marks import AttentionIntercepted
 from tests.sampling.models import (
     MAIN,
     MODELS,

@@ -12,8 +12,9 @@ from lightning_diffpipe.errors import LayoutError
 from lightning_diffpipe.graph.placement import is_placeholder, placeholder_of
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.attention import AttentionByName
 from lightning_diffpipe.sampling.tracing.layout import BETWEEN
-from lightning_diffpipe.sampling.tracing.marks import AttentionByName, finite_placeholders
+from lightning_diffpipe.sampling.tracing.marks import finite_placeholders
 from lightning_diffpipe.sampling.tracing.probe import fits, probe
 from tests.sampling.models import build, normal, request_for, scheduler_for
 

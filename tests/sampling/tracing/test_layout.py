@@ -296,6 +296,14 @@ def test_models_that_mix_rows_are_refused(mixes, words):
         probe(request_of(mixes))
 
 
+def test_a_block_that_computes_otherwise_than_equal_ones_before_it_is_looked_at_itself():
+    request = request_of(None)
+    request.model.blocks.extend(Block() for _ in range(3))
+    request.model.double().blocks[3].mixes = "plain attention"
+    with pytest.raises(LayoutError, match="the model mixes rows of the latents"):
+        probe(request)
+
+
 def test_a_model_without_mixing_is_not():
     assert probe(request_of(None)).num_units == 6
 

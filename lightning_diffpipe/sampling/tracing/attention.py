@@ -1,0 +1,257 @@
+"""Who answers attention while a model is run in parts, whichever kernel computes it.
+
+Problem: patches, bands and ranks that share tokens answer each call of attention themselves, and then let attention
+compute. Code asks for it in three ways: by torch's name, by a function it has taken out of torch, and by diffusers'
+dispatch, behind which stand kernels that torch does not know (flash, sage, xformers, flex). Idea: diffusers looks a
+kernel up in its registry at every call. While ranks sample, a `Kernel` stands there: to who answers attention it is
+one more function of torch, and what it computes with is the user's kernel.
+
+    block ── dispatch_attention_fn ── Kernel ── handler of patches or bands ── the user's kernel, on all keys
+
+Kernels of diffusers take tokens before heads, `(batch, tokens, heads, width)`; here heads come first, as in torch.
+
+Source: diffusers' `attention_dispatch.py`; `__torch_function__` of PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from lightning_diffpipe.errors import ConfigurationError
+
+Attend = Callable[..., Tensor]
+"""`attend(query, key, value, **options)`, as torch's scaled dot-product attention."""
+
+AttentionHandler = Callable[..., Tensor]
+"""`handler(attend, query, key, value, **options)` answers a call of attention."""
+
+_ATTENTION = F.scaled_dot_product_attention  # its name may stand for something else later
+
+
+class Kernel:
+    """A kernel of diffusers' registry as attention with heads before tokens, which answers like torch's.
+
+    Args:
+        name: Diffusers' name of it, such as "flash".
+        compute: The kernel, tokens before heads.
+    """
+
+    def __init__(self, name: str, compute: Callable[..., Any]) -> None:
+        self.name, self._compute = name, compute
+        self.__name__ = f"attention by {name}"
+        self._taken = inspect.signature(compute).parameters
+        self.dispatched = self._dispatched  # one object, by which graphs of compiled blocks know it
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Computes attention `(batch, heads, tokens, width)`, unless a function mode answers."""
+        given = query, key, value
+        if has_torch_function(given):
+            answered: Tensor = handle_torch_function(self, given, *given, **options)
+            return answered
+        # What a kernel does not take, diffusers' dispatch has not given it either.
+        options = {name: x for name, x in options.items() if name in self._taken}
+        with AttentionByName(None):  # some call torch's attention
+            out: Tensor = self._compute(*(x.transpose(1, 2) for x in given), **options)
+        return out.transpose(1, 2)
+
+    def _dispatched(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Stands in the registry."""
+        if options.pop("_parallel_config", None) is not None:
+            raise ConfigurationError(
+                "ranks of a Predictor share the work, and so do those of enable_parallelism; leave that out"
+            )
+        given = [x.transpose(1, 2) for x in (query, key, value)]
+        if torch.compiler.is_compiling():
+            out = torch.ops.lightning_diffpipe.attend(*given, **options, kernel=self.name)
+        else:
+            out = self.answered(*given, **options)
+        return out.transpose(1, 2)
+
+    def answered(self, *given: Tensor, **options: Any) -> Tensor:
+        """Asks who answers attention by name in this thread; computes if nobody does."""
+        handler = AttentionByName.here()
+        if handler is None:
+            return self(*given, **options)
+        return answer_attention(handler, self, given, options)
+
+    def with_normaliser(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns attention and the logarithm of its normaliser, `(batch, heads, queries, 1)`."""
+        given = (x.transpose(1, 2) for x in (query, key, value))
+        with AttentionByName(None):
+            out, norm, *_ = self._compute(*given, scale=scale, return_lse=True)
+        return out.transpose(1, 2), norm.reshape(*query.shape[:-1], 1)
+
+
+_of_kernel = functools.cache(Kernel)
+
+
+class KernelsAnswered(contextlib.ContextDecorator):
+    """Lets kernels of diffusers' dispatch answer as torch's attention does meanwhile, in all threads.
+
+    `native` is left alone: it is torch's attention, and answers as that.
+    """
+
+    by_name: ClassVar[dict[str, Kernel]] = {}
+    _plain: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    _users, _lock = 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        cls, registry = KernelsAnswered, _dispatch()._AttentionBackendRegistry
+        with cls._lock:
+            cls._users += 1
+            if cls._users == 1:
+                cls._plain = {n: x for n, x in registry._backends.items() if n.value != "native"}
+                kernels = {n: _of_kernel(n.value, compute) for n, compute in cls._plain.items()}
+                cls.by_name = {kernel.name: kernel for kernel in kernels.values()}
+                registry._backends.update({n: kernel.dispatched for n, kernel in kernels.items()})
+
+    def __exit__(self, *error: object) -> None:
+        cls = KernelsAnswered
+        with cls._lock:
+            cls._users -= 1
+            if cls._users == 0:
+                _dispatch()._AttentionBackendRegistry._backends.update(cls._plain)
+
+
+def _dispatch() -> Any:
+    from diffusers.models import attention_dispatch
+
+    return attention_dispatch
+
+
+def set_attention(denoiser: nn.Module, name: str) -> None:
+    """Chooses the kernel of a denoiser's attention, by diffusers' name.
+
+    Raises:
+        ConfigurationError: There is no such kernel here, or the denoiser cannot take another one than torch's.
+    """
+    registry = _dispatch()._AttentionBackendRegistry
+    active, _ = registry.get_active_backend()
+    try:
+        denoiser.set_attention_backend(name)
+        registry.set_active_backend(active)  # which diffusers changes for all models of a process
+        if not _asked_for(denoiser):
+            raise ValueError("its attention has one kind of kernel, torch's own choice")
+    except (AttributeError, ValueError, RuntimeError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"attention={name}: {type(denoiser).__name__} cannot: {reason}"
+        ) from error
+
+
+def kernels_of(denoiser: nn.Module) -> list[Kernel]:
+    """Returns the kernels that a denoiser's attention goes through, but for torch's own choice."""
+    active, _ = _dispatch()._AttentionBackendRegistry.get_active_backend()
+    with KernelsAnswered():
+        names = {getattr(name or active, "value", name) for name in _asked_for(denoiser)}
+        return [KernelsAnswered.by_name[name] for name in sorted(names - {"native"})]
+
+
+def _asked_for(denoiser: nn.Module) -> list[Any]:
+    """Returns names of kernels, one for each processor that can take another; None for the active one."""
+    processors = (getattr(module, "processor", None) for module in denoiser.modules())
+    return [p._attention_backend for p in processors if hasattr(p, "_attention_backend")]
+
+
+class AttentionIntercepted(TorchFunctionMode):
+    """Lets a handler answer every `scaled_dot_product_attention` of this thread, and every `Kernel`."""
+
+    def __init__(self, handler: AttentionHandler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not _ATTENTION and not isinstance(func, Kernel):
+            return func(*args, **kwargs)
+        return answer_attention(self._handler, func, args, kwargs)
+
+
+def answer_attention(
+    handler: AttentionHandler, attend: Attend, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Hands a call of attention to a handler."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    options = dict(zip(names, args, strict=False)) | dict(kwargs)
+    query, key, value = (options.pop(name) for name in names[:3])
+    return handler(attend, query, key, value, **options)
+
+
+class AttentionByName:
+    """Lets a handler answer every attention of this thread that is looked up by name.
+
+    Nearly all code says `F.scaled_dot_product_attention` when it wants attention, not when it is imported. So the
+    name is given another meaning while a block runs, for the thread that runs it, and nothing else in the block
+    costs more than it does without. Code that took the function out of its module beforehand is not seen; the probe
+    counts whether that happens (`Layout.attention_by_name`), and such models pass every function of torch through
+    `AttentionIntercepted` instead, at 2 microseconds each.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(1, 1, 2, 4)
+        >>> with AttentionByName(lambda attend, q, k, v, **options: q - 1):
+        ...     float(F.scaled_dot_product_attention(x, x, x).sum())
+        0.0
+        >>> float(F.scaled_dot_product_attention(x, x, x).sum())
+        8.0
+    """
+
+    _here = threading.local()
+    # The name is shared by all threads; the last one that needs it puts the function back.
+    _users, _plain, _lock = 0, _ATTENTION, threading.Lock()
+
+    def __init__(self, handler: AttentionHandler | None) -> None:
+        self._handler = handler
+        self._before: AttentionHandler | None = None
+
+    def __enter__(self) -> AttentionByName:
+        cls = AttentionByName
+        with cls._lock:
+            cls._users += 1
+            if cls._users == 1:
+                cls._plain = F.scaled_dot_product_attention
+                F.scaled_dot_product_attention = _by_name
+        self._before, cls._here.handler = cls.here(), self._handler
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        cls = AttentionByName
+        cls._here.handler = self._before
+        with cls._lock:
+            cls._users -= 1
+            if cls._users == 0:
+                F.scaled_dot_product_attention = cls._plain
+
+    @classmethod
+    def here(cls) -> AttentionHandler | None:
+        """Returns who answers attention in this thread; None if torch does."""
+        return getattr(cls._here, "handler", None)
+
+    @classmethod
+    def answer(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """Answers a call of attention."""
+        handler = cls.here()
+        if handler is None:
+            return cls._plain(*args, **kwargs)
+        return answer_attention(handler, cls._plain, args, kwargs)
+
+
+def _by_name(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands under attention's name; in the graphs of `compiled.py` is an operator that does the same."""
+    if torch.compiler.is_compiling():
+        return torch.ops.lightning_diffpipe.attend(*args, **kwargs)
+    return AttentionByName.answer(*args, **kwargs)

@@ -1,0 +1,75 @@
+"""Calls of equal blocks run once for the same marks, and only for these."""
+
+import torch
+from torch import nn
+
+from lightning_diffpipe.sampling.tracing.repeats import BlockKinds, RepeatedCalls
+
+NAN = float("nan")
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.weight = factor, nn.Parameter(torch.randn(2))
+
+    def forward(self, x, shift=0.0):
+        return x * self.weight * self.factor + shift
+
+
+def sources(calls, factors=(1, 1, 1), **options):
+    """Which call ran in place of each: a call is the number of a block, and what it is given."""
+    blocks = nn.ModuleList(map(Scaled, factors))
+    repeats = RepeatedCalls(BlockKinds(blocks), **options)
+    for number, x in calls:
+        out = repeats.answer(str(number), (x,), {}, lambda n=number, x=x: blocks[n](x))
+        assert torch.equal(out.isnan(), blocks[number](x).isnan())
+    return repeats.sources
+
+
+def test_a_call_is_answered_like_one_of_an_equal_block_on_equal_marks():
+    first, second = torch.tensor([NAN, 1.0]), torch.tensor([1.0, NAN])
+    assert sources([(0, first), (1, first + 1), (2, second), (0, second), (1, first)]) == [
+        0,
+        0,
+        2,
+        2,
+        0,
+    ]
+
+
+def test_other_settings_shapes_types_and_numbers_make_calls_differ():
+    x = torch.ones(2)
+    assert sources([(0, x), (1, x)], factors=(1, 2)) == [0, 1]
+    assert sources([(0, x), (1, x[None]), (2, x.double())]) == [0, 1, 2]
+    assert sources(
+        [(0, torch.tensor([1, 2])), (1, torch.tensor([1, 2])), (2, torch.tensor([2, 1]))]
+    ) == [0, 0, 2]
+
+
+def test_where_numbers_matter_only_results_of_blocks_may_be_other_tensors():
+    x = torch.ones(2)
+    assert sources([(0, x), (1, x), (2, x.clone())], by_value=True) == [0, 0, 2]
+    blocks = nn.ModuleList(map(Scaled, (1, 1, 1)))
+    repeats = RepeatedCalls(BlockKinds(blocks), by_value=True)
+    for number in range(3):
+        x = repeats.answer(str(number), (x,), {}, lambda n=number, x=x: blocks[n](x))
+    assert repeats.sources == [0, 1, 1]
+
+
+def test_a_call_that_writes_into_what_it_is_given_is_not_remembered():
+    repeats = RepeatedCalls(BlockKinds(nn.ModuleList(map(Scaled, (1, 1)))))
+    for number in range(2):
+        given = torch.ones(2)
+        repeats.answer(str(number), (given,), {}, lambda x=given: x.fill_(NAN))
+    assert repeats.sources == [0, 1]
+
+
+def test_what_is_written_into_an_answer_changes_no_later_one():
+    x, blocks = torch.ones(2), nn.ModuleList(map(Scaled, (1, 1, 1)))
+    repeats = RepeatedCalls(BlockKinds(blocks))
+    for number in range(3):
+        out = repeats.answer(str(number), (x,), {}, lambda n=number: blocks[n](x))
+        assert out.isfinite().all()
+        out.data.fill_(NAN)
+    assert repeats.sources == [0, 0, 0]
