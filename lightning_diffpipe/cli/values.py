@@ -46,12 +46,8 @@ TYPES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("dtype", "pipeline_class", "base", "variant", "output"), _TEXT),
         **{"num_inference_steps": int, "fps": int, "height": _WHOLE, "width": _WHOLE},
         **{"guidance_scale": float | None, "timeout_s": float, "report": bool, "progress": bool},
-        **{
-            "busy_timeout_s": float | None,
-            "vae_tiling": bool,
-            "vae_slicing": bool,
-            "quantization": Any,
-        },
+        **{"busy_timeout_s": float | None, "vae_tiling": bool, "vae_slicing": bool},
+        **{"quantization": Any},
         **{"decoding": str, "compile": _TEXT, "attention": _TEXT, "cache": Any},
     },
     "profile": {
@@ -89,7 +85,7 @@ def verb(summary: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[Dict
 
 
 _POSITIVE = ("num_inference_steps", "height", "width", "timeout_s", "busy_timeout_s", "repeats",
-             "budget_s", "max_share", "explain_s",             "max_columns", "samples", "fps")  # fmt: skip
+             "budget_s", "max_share", "explain_s", "max_columns", "samples", "fps")  # fmt: skip
 
 
 @raised_by_all()
