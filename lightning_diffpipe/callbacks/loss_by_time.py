@@ -86,5 +86,5 @@ class LossByTime(L.Callback):
             means = {f"train/loss_q{k}": losses[k] / counts[k] for k in quantiles if counts[k] > 0}
             trainer.callback_metrics.update(means)
             numbers = {name: float(mean) for name, mean in means.items()}
-            for logger in trainer.loggers:  # in the row of this step's other numbers
+            for logger in trainer.loggers:  # with this step's other numbers
                 logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

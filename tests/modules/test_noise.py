@@ -283,6 +283,25 @@ def test_losses_equal_a_loop_over_samples(loss, shape, masked, weighted, schedul
     torch.testing.assert_close(torch.stack(halves).mean(), torch.stack(losses).mean())
 
 
+@pytest.mark.parametrize("prediction", ["flow_prediction", "epsilon"])
+def test_losses_are_summed_by_quantile_of_the_timesteps(prediction):
+    schedule = noise_schedule_of(diffusers.DDPMScheduler(prediction_type=prediction))
+    corrupted, guess = schedule.corrupt(normal(16, 4, 3, 5)), normal(16, 4, 3, 5).flip(0)
+    last = 1000 if prediction == "flow_prediction" else 999
+    ends = torch.tensor([0, 249, 250, last, *corrupted.timesteps[4:]]).to(corrupted.timesteps)
+    corrupted = corrupted._replace(timesteps=ends)
+    alone = schedule.losses(corrupted, guess)
+    schedule.num_quantiles = 4
+    losses = schedule.losses(corrupted, guess)
+    assert alone.keys() == {"loss"}
+    assert torch.equal(losses["loss"], alone["loss"])
+    each = (guess - corrupted.target).square().mean((1, 2, 3))
+    for k in range(4):
+        rows = [n for n, t in enumerate(ends.tolist()) if min(t // 250, 3) == k]
+        assert losses[f"loss_by_time_count_{k}"] == len(rows) > 0
+        torch.testing.assert_close(losses[f"loss_by_time_sum_{k}"], each[rows].sum())
+
+
 def test_a_mask_that_shows_nothing_trains_nothing():
     flow = FlowMatching()
     corrupted, prediction = flow.corrupt(normal(2, 4, 3, 5)), normal(2, 4, 3, 5).requires_grad_()
