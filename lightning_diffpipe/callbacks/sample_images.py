@@ -96,7 +96,11 @@ class Drawing(L.Callback):
     """
 
     def __init__(
-        self, num_inference_steps: int, guidance_scale: float, seed: int, num_patches: int
+        self,
+        num_inference_steps: int = 20,
+        guidance_scale: float = 3.0,
+        seed: int = 0,
+        num_patches: int = 1,
     ) -> None:
         require_number("num_inference_steps", num_inference_steps, 1, whole=True)
         require_number("guidance_scale", guidance_scale)

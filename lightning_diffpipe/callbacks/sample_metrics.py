@@ -13,7 +13,7 @@ Sources:
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,7 @@ class SampleMetric(Drawing):
         batch_size: Images that a pipeline draws at once.
         every_n_steps: Optimizer steps between two measurements, which begin with a validation; None for all of
             them, as `Trainer.val_check_interval` says. `trainer.validate` always measures.
-        num_inference_steps: Denoising steps.
-        guidance_scale: Strength of classifier-free guidance.
-        seed: Of the start noise; the same in every validation, so that values can be compared.
-        num_patches: Of PipeFusion; see `SampleImages`.
+        drawing: Arguments of `Drawing`. Samples are drawn from the same noise each time, so that values compare.
 
     Raises:
         ConfigurationError: A number is none that can be; the module cannot draw; or validation has no images, or
@@ -57,23 +54,17 @@ class SampleMetric(Drawing):
         num_samples: int = 1000,
         batch_size: int = 16,
         every_n_steps: int | None = None,
-        num_inference_steps: int = 20,
-        guidance_scale: float = 3.0,
-        seed: int = 0,
-        num_patches: int = 1,
+        **drawing: Any,
     ) -> None:
-        super().__init__(num_inference_steps, guidance_scale, seed, num_patches)
+        super().__init__(**drawing)
         require_number("num_samples", num_samples, 2, whole=True)
         require_number("batch_size", batch_size, 1, whole=True)
         if every_n_steps is not None:
             require_number("every_n_steps", every_n_steps, 1, whole=True)
-        self.name, self.metric = name, metric
+        self.name, self.metric, self.every_n_steps = name, metric, every_n_steps
         self.num_samples, self.batch_size = num_samples, batch_size
-        self.every_n_steps = every_n_steps
-        self._next_step = 0
-        self._is_due = False
-        self._prompts: list[Any] = []
-        self._conditions: list[Tensor] = []
+        self._next_step, self._is_due = 0, False
+        self._prompts, self._conditions = list[Any](), list[Tensor]()
 
     def add_real(self, images: Tensor) -> None:
         """Adds images of the data to the metric, `(N, 3, H, W)` in [0, 1]."""
@@ -102,24 +93,19 @@ class SampleMetric(Drawing):
 
     @torch.no_grad()
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         """Takes the images of a batch, and what to draw for them."""
-        left = -(-self.num_samples // _num_pipelines(trainer)) - len(self._prompts)
+        left = -(-self.num_samples // _share(trainer)[0]) - len(self._prompts)
         if not self._is_due or left <= 0:
             return
         wanted = ["image", draws_from(pl_module)]
         wanted += ["condition"] * draws_to_conditions(pl_module)
-        if missing := [name for name in wanted if name not in batch]:
+        entries = batch if isinstance(batch, Mapping) else {}
+        if missing := [name for name in wanted if name not in entries]:
             raise ConfigurationError(
                 f"{type(self).__name__} compares drawn images with those of validation batches, which have no "
-                f"{missing[0]!r} but {', '.join(map(str, batch))}; leave it out (callbacks.{self.name}=null)"
+                f"{missing[0]!r} but {', '.join(entries)}; leave it out (callbacks.{self.name}=null)"
             )
         self.add_real((batch["image"][:left] / 2 + 0.5).clamp(0, 1))
         prompts = batch[wanted[1]]
@@ -132,37 +118,35 @@ class SampleMetric(Drawing):
         """Draws, and logs the metric; every rank takes part."""
         if not self._is_due:
             return
-        count = torch.tensor(float(len(self._prompts)), device=trainer.strategy.root_device)
-        least, most = (
-            int(trainer.strategy.reduce(count.clone(), reduce_op=op)) for op in ("min", "max")
-        )
+        device, reduce = trainer.strategy.root_device, trainer.strategy.reduce
+        count = torch.tensor(float(len(self._prompts)), device=device)
+        least, most = (int(reduce(count.clone(), reduce_op=op)) for op in ("min", "max"))
         if least == 0:
             raise ConfigurationError(
                 f"{type(self).__name__} draws captions of validation batches, and there are none for "
                 f"{'a pipeline' if most else 'anybody'}; take a larger data.validation_share, or leave it out "
                 f"(callbacks.{self.name}=null)"
             )
-        number = _num_pipelines(trainer)
-        place = trainer.distributed_sampler_kwargs["rank"] if number > 1 else 0
+        number, place = _share(trainer)
         for draw, start in enumerate(range(0, most, self.batch_size)):
-            is_extra = start >= len(self._prompts)  # others have more
-            first = 0 if is_extra else start
-            prompts = self._prompts[first : first + self.batch_size]
-            conditions = self._conditions[first : first + self.batch_size]
-            given = torch.stack(conditions).to(pl_module.device) if conditions else None
+            rows = slice(start, start + self.batch_size)
+            prompts = self._prompts[rows]
+            # Where others have more, one is drawn again, with them.
+            conditions = (self._conditions[rows] or self._conditions[:1]) or None
+            given = conditions and torch.stack(conditions).to(device)
             seed = self.seed + draw * number + place
-            images = self.drawn(trainer, pl_module, prompts, given, seed)
-            if not is_extra:
+            images = self.drawn(trainer, pl_module, prompts or self._prompts[:1], given, seed)
+            if prompts:
                 with torch.no_grad():
-                    self.add_drawn(images.to(trainer.strategy.root_device).clamp(0, 1), prompts)
-        value = self.metric.compute()
-        self.log(f"val/{self.name}", value, sync_dist=True)
+                    self.add_drawn(images.to(device).clamp(0, 1), prompts)
+        self.log(f"val/{self.name}", self.metric.compute(), sync_dist=True)
         self.metric.cpu()
 
 
-def _num_pipelines(trainer: L.Trainer) -> int:
-    shares = getattr(trainer, "distributed_sampler_kwargs", None)
-    return shares["num_replicas"] if shares else 1
+def _share(trainer: L.Trainer) -> tuple[int, int]:
+    """Returns how many pipelines share out the data, and which one this is."""
+    share = getattr(trainer, "distributed_sampler_kwargs", None)
+    return (share["num_replicas"], share["rank"]) if share else (1, 0)
 
 
 class FID(SampleMetric):
@@ -181,19 +165,12 @@ class FID(SampleMetric):
     """
 
     def __init__(
-        self,
-        feature: int | nn.Module = 2048,
-        weights: str | Path | None = None,
-        **options: Any,
+        self, feature: int | nn.Module = 2048, weights: str | None = None, **options: Any
     ) -> None:
         if not isinstance(feature, nn.Module):
             _require_inception(weights)
-        path = None if weights is None else str(weights)
-        # Images of one size, as one network of features sees them.
-        metric = FrechetInceptionDistance(
-            feature, normalize=True, feature_extractor_weights_path=path
-        )
-        super().__init__("fid", metric, **options)
+        settings = {"normalize": True, "feature_extractor_weights_path": weights}
+        super().__init__("fid", FrechetInceptionDistance(feature, **settings), **options)
 
     def add_real(self, images: Tensor) -> None:
         """See `SampleMetric`."""
@@ -204,7 +181,7 @@ class FID(SampleMetric):
         self.metric.update(images.float(), real=False)
 
 
-def _require_inception(weights: str | Path | None) -> None:
+def _require_inception(weights: str | None) -> None:
     if importlib.util.find_spec("torch_fidelity") is None:
         raise ConfigurationError(
             "callbacks=fid needs the package torch-fidelity; run: pip install torch-fidelity, or give a network of "
