@@ -122,7 +122,7 @@ class Drawing(L.Callback):
             )
 
     @torch.no_grad()
-    def drawn(
+    def draw_for(
         self,
         trainer: L.Trainer,
         module: L.LightningModule,
@@ -374,10 +374,10 @@ class SampleImages(Drawing):
         return steps, image_grid(F.interpolate(tiles.float(), size, mode="area"), len(shown))
 
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """Draws the prompts; see `drawn`."""
+        """Draws the prompts; see `draw_for`."""
         assert self.prompts is not None, "captions are taken when training starts"
         conditions = None if self.conditions is None else self.conditions / 255
-        return self.drawn(trainer, module, self.prompts, conditions)
+        return self.draw_for(trainer, module, self.prompts, conditions)
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:

@@ -135,7 +135,7 @@ class SampleMetric(Drawing):
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
             given = conditions and torch.stack(conditions).to(device)
             seed = self.seed + draw * number + place
-            images = self.drawn(trainer, pl_module, prompts or self._prompts[:1], given, seed)
+            images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], given, seed)
             if prompts:
                 with torch.no_grad():
                     self.add_drawn(images.to(device).clamp(0, 1), prompts)
