@@ -42,6 +42,12 @@ EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
 NEEDED = {
     ("data", "image_folder"): ["data.folder=images"],
     ("data", "webdataset"): ["data.train_shards=x.tar", "data.samples_per_epoch=8"],
+    ("callbacks", "fid"): [
+        "callbacks.fid.feature={_target_: tests.callbacks.test_sample_metrics.Features}"
+    ],
+    ("callbacks", "clip_score"): [
+        "callbacks.clip_score.model={_target_: tests.callbacks.test_sample_metrics.any_clip, _partial_: true}"
+    ],
     ("trainer", "gpu"): ["trainer.accelerator=cpu", "trainer.devices=1"],
 }
 

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torch import Tensor, nn
@@ -49,6 +51,8 @@ from lightning_diffpipe.training.pipeline import Pipeline
 _log = logging.getLogger(__name__)
 _NUM_CAPTIONS = 8
 _NUM_FRAMES = 8  # at most, of a video
+_NUM_COLUMNS = 8  # at most, of drawings side by side
+_COLUMN_PIXELS = 256  # at most, their width
 
 
 def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
@@ -69,10 +73,107 @@ def image_grid(images: Tensor, columns: int = 8) -> Image.Image:
     return Image.fromarray(pixels.cpu().numpy())
 
 
-class SampleImages(L.Callback):
+def _tiles(path: Path, columns: int, height: int, width: int) -> Tensor:
+    """Returns what `image_grid` made a file of, `(N, 3, height, width)` in [0, 1]; nothing of another size."""
+    pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1) / 255
+    if pixels.shape[1] % height or pixels.shape[2] != columns * width:
+        return pixels.new_empty(0, 3, height, width)
+    lines = pixels.unflatten(2, (columns, width)).unflatten(1, (-1, height))
+    return lines.permute(1, 3, 0, 2, 4).flatten(0, 1)
+
+
+class Drawing(L.Callback):
+    """Draws samples in training; what callbacks that do so have in common.
+
+    Args:
+        num_inference_steps: Denoising steps.
+        guidance_scale: Strength of classifier-free guidance.
+        seed: Of the start noise.
+        num_patches: Of PipeFusion; see `SampleImages`.
+
+    Raises:
+        ConfigurationError: A number is none that can be.
+    """
+
+    def __init__(
+        self,
+        num_inference_steps: int = 20,
+        guidance_scale: float = 3.0,
+        seed: int = 0,
+        num_patches: int = 1,
+    ) -> None:
+        require_number("num_inference_steps", num_inference_steps, 1, whole=True)
+        require_number("guidance_scale", guidance_scale)
+        require_number("seed", seed, whole=True)
+        require_number("num_patches", num_patches, 1, whole=True)
+        self.num_inference_steps = num_inference_steps
+        self.guidance_scale = guidance_scale
+        self.seed = seed
+        self.num_patches = num_patches
+        self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
+
+    def require_sample(self, module: L.LightningModule) -> None:
+        """Raises ConfigurationError for a module that cannot draw."""
+        if not callable(getattr(module, "sample", None)):
+            raise ConfigurationError(
+                f"{type(self).__name__} draws with the module's own sample(prompts, num_inference_steps, "
+                f"guidance_scale, generator), and {type(module).__name__} has none; write one that returns images, "
+                "(N, 3, H, W) in [0, 1], or leave the callback out"
+            )
+
+    @torch.no_grad()
+    def draw_for(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        prompts: Sequence[Any],
+        conditions: Tensor | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Draws with the averaged weights, where there are any; by PipeFusion where stages allow it.
+
+        Collective: pipelines side by side draw at the same time, each as many prompts as it likes.
+
+        Args:
+            trainer: Of the training.
+            module: In training.
+            prompts: Texts or class numbers.
+            conditions: Images to draw to, `(len(prompts), 3, H, W)` in [0, 1].
+            seed: Of the start noise; None for that of the callback.
+
+        Returns:
+            `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
+        """
+        whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
+        averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
+        with contextlib.ExitStack() as stack:
+            for average in averages[:1]:
+                stack.enter_context(average.averaged(module))
+            stack.enter_context(whole_model())
+            settings: dict[str, Any] = {
+                "num_inference_steps": self.num_inference_steps,
+                "guidance_scale": self.guidance_scale,
+                "generator": torch.Generator().manual_seed(self.seed if seed is None else seed),
+            }
+            if conditions is not None:
+                settings["condition"] = conditions
+            pipeline = getattr(trainer.strategy, "pipeline", None)
+            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
+            if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
+                with module.evaluating():
+                    call = module.drawing(prompts, **settings)
+                    images = draw_on_stages(pipeline, call, self.num_patches)
+                if images is not None:
+                    return torch.stack(images) if isinstance(images, list) else images
+                self.draws_by_layers = True
+            return module.sample(prompts, **settings)
+
+
+class SampleImages(Drawing):
     """Draws prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
 
-    Both are called `samples`; those of a second such callback `samples_2`.
+    Both are called `samples`; those of a second such callback `samples_2`. `over_time.png`, for the logger
+    `samples_over_time`, has a row for each prompt and a column for each of up to eight drawings over the run.
 
     Args:
         prompts: What to draw, texts or class numbers; None takes eight captions of the data: of those held back, if
@@ -105,20 +206,13 @@ class SampleImages(L.Callback):
             raise ConfigurationError(f"prompts must be a list of texts, or None; got {prompts!r}")
         if every_n_steps is not None:
             require_number("every_n_steps", every_n_steps, 1, whole=True)
-        require_number("num_inference_steps", num_inference_steps, 1, whole=True)
-        require_number("guidance_scale", guidance_scale)
-        require_number("seed", seed, whole=True)
-        require_number("num_patches", num_patches, 1, whole=True)
+        super().__init__(num_inference_steps, guidance_scale, seed, num_patches)
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
         self.conditions: Tensor | None = None
         self.every_n_steps = every_n_steps
-        self.num_inference_steps = num_inference_steps
-        self.guidance_scale = guidance_scale
-        self.seed = seed
-        self.num_patches = num_patches
-        self.draws_by_layers = False  # PipeFusion has refused the model, or its partition
         self._last_step = 0
+        self._steps: list[int] = []  # drawn so far
         self._restored: dict[str, Any] = {}
 
     @property
@@ -146,14 +240,9 @@ class SampleImages(L.Callback):
         Raises:
             ConfigurationError: The module cannot draw, or draws to conditions, which named prompts have not.
         """
-        draws_itself = type(self).draw is not SampleImages.draw
-        if not draws_itself and not callable(getattr(pl_module, "sample", None)):
-            raise ConfigurationError(
-                "SampleImages draws with the module's own sample(prompts, num_inference_steps, guidance_scale, "
-                f"generator), and {type(pl_module).__name__} has none; write one that returns images, "
-                "(N, 3, H, W) in [0, 1], or leave the callback out (callbacks.samples=null)"
-            )
-        if self._wish is not None and _draws_to_conditions(pl_module):
+        if type(self).draw is SampleImages.draw:
+            self.require_sample(pl_module)
+        if self._wish is not None and draws_to_conditions(pl_module):
             raise ConfigurationError(
                 f"{type(pl_module).__name__} draws to conditions, and prompts that are named have none; leave them "
                 "out (callbacks.samples.prompts=null): captions of the data are drawn with their own conditions"
@@ -162,7 +251,8 @@ class SampleImages(L.Callback):
         self.prompts, self.conditions = self._wish, None
         self.draws_by_layers = False
         restored, self._restored = self._restored, {}
-        if self.prompts is None and restored:
+        self._steps = list(restored.get("steps", []))
+        if self.prompts is None and "prompts" in restored:
             self.prompts, self.conditions = restored["prompts"], restored.get("conditions")
         elif self.prompts is None:
             own = _held_back(trainer, pl_module) if trainer.is_global_zero else ([], None)
@@ -174,12 +264,12 @@ class SampleImages(L.Callback):
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
-            captions, conditions = there.get(_draws_from(pl_module), []), there.get("condition")
+            captions, conditions = there.get(draws_from(pl_module), []), there.get("condition")
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
             raise ConfigurationError(
-                f"SampleImages draws captions of the data, and batches have no {_draws_from(pl_module)!r}; say "
+                f"SampleImages draws captions of the data, and batches have no {draws_from(pl_module)!r}; say "
                 "what to draw: prompts=[...] (callbacks.samples.prompts), or leave it out (callbacks.samples=null)"
             )
 
@@ -191,7 +281,7 @@ class SampleImages(L.Callback):
         conditions: Tensor | None,
     ) -> None:
         """Takes those of rank 0, on all ranks: pipelines have other data, and draw in lock step."""
-        if not _draws_to_conditions(module):
+        if not draws_to_conditions(module):
             conditions = None
         if conditions is not None:  # in 8 bits, as checkpoints keep them
             conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
@@ -213,14 +303,14 @@ class SampleImages(L.Callback):
             self._draw_once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the captions that were taken of the data; nothing where the user said what to draw."""
-        if self._wish is not None or self.prompts is None:
-            return {}
-        conditions = {} if self.conditions is None else {"conditions": self.conditions}
-        return {"prompts": self.prompts, **conditions}
+        """Returns the steps drawn so far, and captions that were taken of the data."""
+        state: dict[str, Any] = {"steps": list(self._steps)}
+        if self._wish is None and self.prompts is not None:
+            state["prompts"] = self.prompts
+        return state if self.conditions is None else {**state, "conditions": self.conditions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the captions of the run that goes on."""
+        """Keeps the captions and the steps of the run that goes on."""
         self._restored = dict(state_dict)
 
     def _draw_once(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -235,6 +325,7 @@ class SampleImages(L.Callback):
         name = f"samples_{number + 1}" if number else "samples"
         # Asking for the folder is a collective operation, so all ranks ask.
         folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / name
+        self._steps.append(step)
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -247,64 +338,69 @@ class SampleImages(L.Callback):
             rows, columns = [self.conditions.to(images) / 255, images], len(images)
         image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
+        steps, grid = self._over_time(folder, rows, columns)
+        grid.save(folder / "over_time.png")
+        said = "steps " + ", ".join(map(str, steps))
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):
                 logger.log_image(name, grids, step=step, caption=self.prompts)
+                logger.log_image(f"{name}_over_time", [grid], step=step, caption=[said])
 
-    @torch.no_grad()
-    def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
-        """Draws the prompts with the averaged weights, where there are any; by PipeFusion where stages allow it.
+    def _over_time(
+        self, folder: Path, rows: Sequence[Tensor], columns: int
+    ) -> tuple[list[int], Image.Image]:
+        """Returns steps, and an image with a column for each, after one of the conditions if there are any.
 
-        Returns:
-            `(num prompts, 3, H, W)` in [0, 1].
+        Args:
+            folder: With the images of all steps so far, the latest among them.
+            rows: What the latest has, in order.
+            columns: How many of them stand in a line of it.
         """
+        *conditions, images = rows
+        height, width = images.shape[-2:]
+        spread = torch.linspace(0, len(self._steps) - 1, min(len(self._steps), _NUM_COLUMNS))
+        steps, shown = [], [condition.cpu() for condition in conditions]
+        for step in [self._steps[place] for place in spread.round().long()]:
+            path = folder / f"step_{step:06d}.png"
+            drawn = _tiles(path, columns, height, width) if path.is_file() else images[:0]
+            if len(drawn) >= len(images) * len(
+                rows
+            ):  # else they were of another size, before the run went on
+                last = len(images) * len(rows)
+                steps, shown = [*steps, step], [*shown, drawn[last - len(images) : last]]
+        tiles = torch.stack(shown, 1).flatten(0, 1)
+        factor = min(1.0, _COLUMN_PIXELS / width)
+        size = max(1, round(factor * height)), max(1, round(factor * width))
+        return steps, image_grid(F.interpolate(tiles.float(), size, mode="area"), len(shown))
+
+    def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
+        """Draws the prompts; see `draw_for`."""
         assert self.prompts is not None, "captions are taken when training starts"
-        whole_model = getattr(trainer.strategy, "whole_model", contextlib.nullcontext)
-        averages = [c for c in trainer.callbacks if isinstance(c, EMA) and c.averages]
-        with contextlib.ExitStack() as stack:
-            for average in averages[:1]:
-                stack.enter_context(average.averaged(module))
-            stack.enter_context(whole_model())
-            settings: dict[str, Any] = {
-                "num_inference_steps": self.num_inference_steps,
-                "guidance_scale": self.guidance_scale,
-                "generator": torch.Generator().manual_seed(self.seed),
-            }
-            if self.conditions is not None:
-                settings["condition"] = self.conditions / 255
-            pipeline = getattr(trainer.strategy, "pipeline", None)
-            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
-            if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
-                with module.evaluating():
-                    call = module.drawing(self.prompts, **settings)
-                    drawn = draw_on_stages(pipeline, call, self.num_patches)
-                if drawn is not None:
-                    return torch.stack(drawn) if isinstance(drawn, list) else drawn
-                self.draws_by_layers = True
-            return module.sample(self.prompts, **settings)
+        conditions = None if self.conditions is None else self.conditions / 255
+        return self.draw_for(trainer, module, self.prompts, conditions)
 
 
 def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:
     """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
     data, conditions = getattr(trainer, "datamodule", None), None
-    if _draws_to_conditions(module):
+    if draws_to_conditions(module):
         held_back = getattr(data, "held_back_conditions", None)
         conditions = held_back(_NUM_CAPTIONS) if held_back is not None else None
         if conditions is None:  # the first batch has both
             return [], None
     captions = getattr(data, "held_back_captions", None)
-    if _draws_from(module) != "caption":
+    if draws_from(module) != "caption":
         return [], None
     return captions(_NUM_CAPTIONS) if captions is not None else [], conditions
 
 
-def _draws_from(module: L.LightningModule) -> str:
-    # Models of classes draw class numbers, also where batches have captions.
+def draws_from(module: L.LightningModule) -> str:
+    """Returns what of a batch a module draws: class numbers, if it is of classes, also where there are captions."""
     return getattr(module, "draws_from", "caption")
 
 
-def _draws_to_conditions(module: L.LightningModule) -> bool:
-    # Batches may have a `condition` for a module that draws without one.
+def draws_to_conditions(module: L.LightningModule) -> bool:
+    """Returns whether a module draws to conditions; batches may have some for one that does not."""
     return getattr(module, "draws_to_conditions", False)
 
 

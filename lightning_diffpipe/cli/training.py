@@ -265,8 +265,10 @@ def _callbacks_that_save(config: DictConfig) -> list[Any]:
         found.append(FinalCheckpoint(Path(config.output_dir) / "final.ckpt"))
     if config.save_lora_every_n_steps is not None:
         names = config.save_lora_names and dict(config.save_lora_names)
-        with named({"every_n_steps": "save_lora_every_n_steps"}):
-            found.append(SaveLora(config.save_lora, config.save_lora_every_n_steps, names))
+        known = {"every_n_steps": "save_lora_every_n_steps", "keep_last": "save_lora_keep_last"}
+        with named(known):
+            numbers = config.save_lora_every_n_steps, names, config.save_lora_keep_last
+            found.append(SaveLora(config.save_lora, *numbers))
     return found
 
 
@@ -289,6 +291,11 @@ def _require_lora(config: DictConfig) -> None:
                 raise ConfigurationError(
                     f"{name} {use} adapters, and none are trained: add adapter=lora"
                 )
+    if config.save_lora_every_n_steps is None and config.save_lora_keep_last is not None:
+        raise ConfigurationError(
+            f"save_lora_keep_last={config.save_lora_keep_last} removes what save_lora_every_n_steps has written; "
+            "add save_lora_every_n_steps=500, for example"
+        )
     if config.save_lora is None and config.save_lora_every_n_steps is not None:
         raise ConfigurationError(
             f"save_lora_every_n_steps={config.save_lora_every_n_steps} writes into save_lora; add save_lora=FOLDER"
@@ -452,7 +459,8 @@ def bench(config: DictConfig) -> Any:
     config.trainer.update(
         enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0
     )
-    config.update(logger={}, save_to=None, save_lora=None, save_lora_every_n_steps=None)
+    config.update(logger={}, save_to=None, save_lora=None)
+    config.update(save_lora_every_n_steps=None, save_lora_keep_last=None)
     monitor = {
         "_target_": "lightning_diffpipe.PipelineMonitor",
         "every_n_steps": config.trainer.max_steps,  # the first looks come by themselves

@@ -39,6 +39,7 @@ TYPES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("name", "ckpt_path", "save_to", "lora_from", "save_lora"), _TEXT),
         **dict.fromkeys(("attention", "compile"), _TEXT),
         **{"output_dir": str, "save_dtype": str, "save_lora_every_n_steps": _WHOLE},
+        "save_lora_keep_last": _WHOLE,
     },
     "sample": {
         **_PROCESS,

@@ -393,7 +393,9 @@ def logged_values(root: nn.Module, logged: Any) -> Any:
 
     def detached(leaf: Any) -> Any:
         if isinstance(leaf, nn.ModuleDict):  # a collection of them
-            return {name: detached(metric) for name, metric in leaf.items()}
+            # Of metrics that share a state each would get a copy of it.
+            shares = {"copy_state": False} if getattr(leaf, "_enable_compute_groups", False) else {}
+            return {name: detached(metric) for name, metric in leaf.items(**shares)}
         if isinstance(leaf, Tensor):
             return leaf.detach()
         if not isinstance(leaf, nn.Module) or not hasattr(leaf, "_forward_cache"):

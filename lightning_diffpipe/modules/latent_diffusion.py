@@ -341,7 +341,7 @@ class LatentDiffusion(PartsModule):
                 estimate = self.noise_schedule.clean(corrupted.noisy, first, corrupted.timesteps)
             conditions["estimate"] = estimate
         prediction = self.denoise(*inputs, **conditions)
-        return {"loss": self.noise_schedule.loss(corrupted, prediction, batch)}
+        return self.noise_schedule.losses(corrupted, prediction, batch)
 
     def _conditions(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns what the denoiser is given of a batch besides captions, a row for each sample; for subclasses."""

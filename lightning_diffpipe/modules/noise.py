@@ -29,6 +29,9 @@ Loss = Literal["mse", "huber", "smooth_l1"]
 Span = tuple[float, float]
 """Timesteps from the first number on, below the second."""
 
+LOSS_BY_TIME = "loss_by_time_"
+"""What names of sums of losses begin with, for the callback `LossByTime`."""
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -183,11 +186,15 @@ class _Schedule:
 
     noise: Noise
     num_timesteps: int
+    num_quantiles = 0  # of the timesteps, whose losses are summed apart
 
-    def loss(
+    def losses(
         self, corrupted: Corrupted, prediction: Tensor, batch: Mapping[str, Any] | None = None
-    ) -> Tensor:
-        """Returns the mean loss of a prediction.
+    ) -> dict[str, Tensor]:
+        """Returns the mean loss of a prediction, `loss`; with `num_quantiles` also sums by timestep.
+
+        Of a quantile k, `loss_by_time_sum_k` is the sum of the losses of samples with timesteps in it, and
+        `loss_by_time_count_k` their number. The first quantile has the timesteps with least noise.
 
         That of a sample is `weight * sum(mask * errors) / sum(mask)`: a mean over what the mask shows, so that a
         small subject is trained as much as a large one. Samples count by their times, too (see `Noise`).
@@ -215,7 +222,16 @@ class _Schedule:
         for weights in (corrupted.weights, batch.get("weight")):
             if weights is not None:
                 errors = errors * _per_sample(weights.to(errors.dtype), errors)
-        return errors.mean()
+        sums: dict[str, Tensor] = {}
+        if self.num_quantiles:
+            each = errors.detach().flatten(1).mean(1)
+            quantiles = (corrupted.timesteps * self.num_quantiles / self.num_timesteps).long()
+            for k in range(self.num_quantiles):
+                # The timestep of pure noise may be `num_timesteps` itself.
+                is_in = quantiles.clamp(max=self.num_quantiles - 1) == k
+                sums[f"{LOSS_BY_TIME}sum_{k}"] = (each * is_in).sum()
+                sums[f"{LOSS_BY_TIME}count_{k}"] = is_in.sum().to(each.dtype)
+        return {"loss": errors.mean(), **sums}
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:

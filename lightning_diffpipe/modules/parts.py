@@ -63,6 +63,7 @@ from lightning_diffpipe.modules.adapters import (
     write_lora,
 )
 from lightning_diffpipe.modules.base_model import BASE_KEY, BaseModel, frozen_weights
+from lightning_diffpipe.modules.noise import LOSS_BY_TIME
 from lightning_diffpipe.modules.optimization import Optimization
 from lightning_diffpipe.quantization import (
     has_quantized,
@@ -467,8 +468,11 @@ class PartsModule(L.LightningModule):
     ) -> Tensor:
         size = len(batch["video"] if "video" in batch else batch["image"])
         for name, loss in losses.items():
-            is_shown = name == "loss"
-            self.log(f"{stage}/{name}", loss, prog_bar=is_shown, batch_size=size, **options)
+            if not name.startswith(LOSS_BY_TIME):
+                is_shown = name == "loss"
+                self.log(f"{stage}/{name}", loss, prog_bar=is_shown, batch_size=size, **options)
+            elif stage == "train":
+                self.log(name, loss, logger=False, reduce_fx="sum")
         return losses["loss"]
 
     def configure_optimizers(self) -> dict[str, Any]:

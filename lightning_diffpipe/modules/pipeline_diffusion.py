@@ -303,11 +303,12 @@ class PipelineDiffusion(PartsModule):
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
             prediction = step.predict(*inputs, self.tail, parts, further, shown)
-            losses.append(schedule.loss(corrupted, prediction, batch))
+            losses.append(schedule.losses(corrupted, prediction, batch))
         if len(losses) == 1:
-            return {"loss": losses[0]}
+            return losses[0]
         shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
-        return {"loss": sum(n * loss for n, loss in zip(shares, losses, strict=True))}
+        loss = sum(n * each["loss"] for n, each in zip(shares, losses, strict=True))
+        return {name: sum(each[name] for each in losses) for name in losses[0]} | {"loss": loss}
 
     def _read(self, batch: Mapping[str, Any], name: str, note: str = "") -> Any:
         if name not in batch:

@@ -28,10 +28,13 @@ class Memory(Logger):
 
     def __init__(self):
         super().__init__()
-        self.images, self.metrics = [], {}
+        self.images, self.over_time, self.metrics = [], [], {}
 
     def log_image(self, key, images, step, caption):
-        self.images.append((key, len(images), step, caption))
+        if key.endswith("_over_time"):
+            self.over_time.append((key, step, images[0].size, caption))
+        else:
+            self.images.append((key, len(images), step, caption))
 
     def log_metrics(self, metrics, step):
         self.metrics |= metrics
@@ -54,6 +57,34 @@ def test_images_come_every_few_optimizer_steps(tmp_path):
     logger = Memory()
     fit(tmp_path, [SampleImages(["a", "b"], every_n_steps=2)], logger, accumulate_grad_batches=2)
     assert logger.images == [("samples", 2, step, ["a", "b"]) for step in (2, 4, 6)]
+
+
+class Clock(Painter):
+    """Draws prompts as levels that rise with the step."""
+
+    def sample(self, prompts, *args, **settings):
+        levels = [10 * self.global_step + int(prompt) for prompt in prompts]
+        return torch.tensor(levels)[:, None, None, None].expand(-1, 3, 4, 600) / 255
+
+
+def test_drawings_stand_side_by_side_over_time_also_of_a_run_that_goes_on(tmp_path):
+    """Eight of ten, the first and the latest among them; wide ones are made smaller."""
+    logger, prompts = Memory(), [str(n) for n in range(9)]
+    samples, steps = [SampleImages(prompts, every_n_steps=2)], {"max_steps": 8}
+    fit(tmp_path, samples, logger, Clock(), **steps).save_checkpoint(tmp_path / "run.ckpt")
+    resumed = {"ckpt_path": tmp_path / "run.ckpt", "max_steps": 20}
+    trainer = fit(tmp_path, [SampleImages(prompts, 2)], logger, Clock(), **resumed)
+    shown = [2, 4, 8, 10, 12, 14, 18, 20]
+    assert logger.over_time[0] == ("samples_over_time", 2, (256, 18), ["steps 2"])
+    said = "steps " + ", ".join(map(str, shown))
+    assert logger.over_time[-1] == ("samples_over_time", 20, (8 * 256, 18), [said])
+    grid = Image.open(tmp_path / "samples" / "over_time.png")
+    levels = [[grid.getpixel((256 * x + 9, 2 * y + 1))[0] for x in range(8)] for y in range(9)]
+    assert levels == [[10 * step + n for step in shown] for n in range(9)]
+    # A run of its own begins anew.
+    fit(tmp_path, [SampleImages(prompts, 2)], logger, Clock(), max_steps=2)
+    assert logger.over_time[-1][-1] == ["steps 2"]
+    assert trainer.state.finished
 
 
 @pytest.mark.parametrize("every", [{"every_n_steps": 6}, {"every_n_steps": None}])
@@ -238,7 +269,9 @@ def test_several_callbacks_write_into_folders_of_their_own(tmp_path):
     folders = [tmp_path / name for name in ("samples", "samples_2")]
     assert {key for key, *_ in logger.images} == {"samples", "samples_2"}
     found = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-    assert found == [[f"step_{n:06}.png" for n in steps] for steps in ((2, 4, 6), (3, 6))]
+    assert found == [
+        ["over_time.png", *(f"step_{n:06}.png" for n in steps)] for steps in ((2, 4, 6), (3, 6))
+    ]
 
 
 def test_frames_of_videos_lie_side_by_side(tmp_path):
@@ -271,8 +304,8 @@ def test_wrong_settings_are_refused(wrong):
 def test_images_are_files_without_a_logger_that_takes_them(tmp_path):
     fit(tmp_path, [SampleImages(["a"] * 3, every_n_steps=3)], CSVLogger(tmp_path, "csv", ""))
     paths = sorted((tmp_path / "csv" / "samples").iterdir())
-    assert [path.name for path in paths] == ["step_000003.png", "step_000006.png"]
-    assert Image.open(paths[0]).size == (32, 4)
+    assert [p.name for p in paths] == ["over_time.png", "step_000003.png", "step_000006.png"]
+    assert Image.open(paths[-1]).size == (32, 4)
 
 
 def test_images_show_averaged_weights(tmp_path):

@@ -8,13 +8,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_diffpipe.data import ImageFolderDataModule
+from lightning_diffpipe.graph import rng
+from lightning_diffpipe.graph.rng import derived_seed
 from tests.command import run_on_forks
 from tests.data.folders import write_clips, write_ratios
 from tests.distributed.scenarios import (
+    SEED,
+    Recorder,
     Settings,
     assert_equal_runs,
     build,
     fit,
+    outcome,
     quick_strategy,
     quiet_trainer,
     reference,
@@ -63,6 +68,37 @@ def test_buckets_teach_what_they_do_in_one_process(name, kind, tmp_path):
     settings.strategy = {"num_stages": 2, "num_microbatches": 2}
     outcomes = run_ranks(fit, 2, settings, 2)
     assert_equal_runs(outcomes, expected, 1e-6)
+
+
+class Alternating(TinyPipeline):
+    """Draws for batches, in turn, what the first and what the second of two pipelines draws."""
+
+    def training_step(self, batch, batch_idx):
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        rng.seed_all(derived_seed(SEED, number % 2, number // 2, 0), host=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_pipelines_side_by_side_train_on_batches_of_unequal_sizes(tmp_path):
+    """One process does it with two batches for each step."""
+    write_ratios(tmp_path, 6, 2)
+    options = {**OPTIONS, "folder": tmp_path, "buckets": True, "batch_size": 3}
+    settings = Settings(
+        module={"name": "flux"}, module_class=Alternating, data_class=InOrder, data=options,
+        trainer={"max_epochs": 2, "accumulate_grad_batches": 2},
+    )  # fmt: skip
+    module, recorder, sizes = build(settings), Recorder(), []
+    module.on_train_batch_start = lambda batch, number: sizes.append(batch["image"].shape)
+    initial, trainer = weights_of(module), quiet_trainer(**settings.trainer, callbacks=[recorder])
+    trainer.fit(module, datamodule=InOrder(**options))
+    expected = outcome(trainer, module, recorder, initial)
+    pairs = list(zip(expected.losses[::2], expected.losses[1::2], strict=True))
+    expected.losses = [sum(pair) for pair in pairs]  # Lightning has halved them
+    assert any(one != other for one, other in zip(sizes[::2], sizes[1::2], strict=True))
+    settings.module_class, settings.strategy = TinyPipeline, {"num_stages": 1, "num_replicas": 1}
+    settings.strategy["num_microbatches"] = 1
+    settings.trainer = {"max_epochs": 2, "use_distributed_sampler": True}
+    assert_equal_runs(run_ranks(fit, 2, settings, 2), expected, 1e-6)
 
 
 class Noted(TinyPipeline):

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
 
+from lightning_diffpipe.graph.step import logged_values
 from lightning_diffpipe.graph.trial import untouched
 
 
@@ -148,3 +151,17 @@ def test_tensors_that_nothing_can_be_written_into_stay_alone(tmp_path):
     with untouched(module), torch.inference_mode():
         module.prompt += 1
     assert torch.equal(module.prompt, torch.ones(2))
+
+
+def test_metrics_of_a_group_share_their_state_when_they_are_logged():
+    """History: each was given a copy of it, as Lightning's own test of compute groups found."""
+    root = nn.Module()
+    root.metrics = MetricCollection([MulticlassPrecision(3), MulticlassRecall(3)], prefix="train/")
+    for _ in range(2):  # groups are found by the first
+        root.metrics.update(torch.eye(3), torch.arange(3))
+    logged = logged_values(root, ((root.metrics,), {}))[0][0]
+    assert {name: value.attribute for name, value in logged.items()} == {
+        f"train/{name}": f"metrics.{name}" for name in ("MulticlassPrecision", "MulticlassRecall")
+    }
+    one, other = dict.values(root.metrics._modules)
+    assert one.tp is other.tp

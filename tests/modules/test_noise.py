@@ -82,7 +82,7 @@ def test_min_snr_weights_are_those_of_diffusers_recipes(prediction):
     torch.testing.assert_close(corrupted.weights, weights)
     errors = (normal(64, 4, 2, 2).flip(0) - corrupted.target).square().mean((1, 2, 3))
     schedule = noise_schedule_of(scheduler, Noise(min_snr_gamma=5.0))
-    loss = schedule.loss(corrupted, normal(64, 4, 2, 2).flip(0))
+    loss = schedule.losses(corrupted, normal(64, 4, 2, 2).flip(0))["loss"]
     torch.testing.assert_close(loss, (errors * weights).mean())
 
 
@@ -269,23 +269,44 @@ def test_losses_equal_a_loop_over_samples(loss, shape, masked, weighted, schedul
             shown = mask[i].reshape(3, 8, 5, 8).mean((1, 3))
             errors = (errors * shown).sum() / shown.expand_as(errors).sum()
         losses.append(errors.mean() * corrupted.weights[i] * (weight[i] if weighted else 1))
-    torch.testing.assert_close(flow.loss(corrupted, prediction, batch), torch.stack(losses).mean())
+    torch.testing.assert_close(
+        flow.losses(corrupted, prediction, batch)["loss"], torch.stack(losses).mean()
+    )
     halves = [
-        flow.loss(
+        flow.losses(
             type(corrupted)(*(each[part] for each in corrupted)),
             prediction[part],
             {key: value[part] for key, value in batch.items()},
-        )
+        )["loss"]
         for part in (slice(3), slice(3, 6))
     ]
     torch.testing.assert_close(torch.stack(halves).mean(), torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("prediction", ["flow_prediction", "epsilon"])
+def test_losses_are_summed_by_quantile_of_the_timesteps(prediction):
+    schedule = noise_schedule_of(diffusers.DDPMScheduler(prediction_type=prediction))
+    corrupted, guess = schedule.corrupt(normal(16, 4, 3, 5)), normal(16, 4, 3, 5).flip(0)
+    last = 1000 if prediction == "flow_prediction" else 999
+    ends = torch.tensor([0, 249, 250, last, *corrupted.timesteps[4:]]).to(corrupted.timesteps)
+    corrupted = corrupted._replace(timesteps=ends)
+    alone = schedule.losses(corrupted, guess)
+    schedule.num_quantiles = 4
+    losses = schedule.losses(corrupted, guess)
+    assert alone.keys() == {"loss"}
+    assert torch.equal(losses["loss"], alone["loss"])
+    each = (guess - corrupted.target).square().mean((1, 2, 3))
+    for k in range(4):
+        rows = [n for n, t in enumerate(ends.tolist()) if min(t // 250, 3) == k]
+        assert losses[f"loss_by_time_count_{k}"] == len(rows) > 0
+        torch.testing.assert_close(losses[f"loss_by_time_sum_{k}"], each[rows].sum())
 
 
 def test_a_mask_that_shows_nothing_trains_nothing():
     flow = FlowMatching()
     corrupted, prediction = flow.corrupt(normal(2, 4, 3, 5)), normal(2, 4, 3, 5).requires_grad_()
     mask = torch.stack([torch.zeros(1, 24, 40), torch.ones(1, 24, 40)])
-    flow.loss(corrupted, prediction, {"mask": mask}).backward()
+    flow.losses(corrupted, prediction, {"mask": mask})["loss"].backward()
     assert prediction.grad[0].abs().max() == 0
     assert prediction.grad[1].abs().max() > 0
 

@@ -423,6 +423,10 @@ def test_experts_learn_at_their_own_times(expert, tmp_path):
     assert encoded.call_count == 1  # for both
     torch.manual_seed(0)
     torch.testing.assert_close(got, by_hand_experts(module, batch), rtol=2e-6, atol=0)
+    module.noise_schedule.num_quantiles = 2
+    sums = module.losses(batch)
+    counts = int(sum(sums[f"loss_by_time_count_{k}"] for k in range(2)))
+    assert counts == len(batch["caption"]) * len(module.steps)
     got.backward()
     trained = {n.partition(".")[0] for n, p in module.named_parameters() if p.grad is not None}
     names = {"high": {"transformer"}, "low": {"transformer_2"}}

@@ -1,0 +1,272 @@
+"""Quality of samples in training: a metric of torchmetrics over images drawn for captions of validation batches.
+
+    validation batch    real images -> metric; captions are kept         each pipeline those of its own batches
+    end of validation   captions -> samples, drawn as `SampleImages` does -> metric      all ranks together
+    logged              the metric, over the pipelines side by side
+
+Ranks of a pipeline have the same batches and get the same samples, so that each computes the same state, and one
+of each pipeline counts (`training/metric_sync.py`). Pipelines draw as often as the one with most captions.
+
+Sources:
+    FID, Heusel et al. (2017), https://arxiv.org/abs/1706.08500
+    CLIPScore, Hessel et al. (2021), https://arxiv.org/abs/2104.08718
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.multimodal.clip_score import CLIPScore
+
+from lightning_diffpipe.callbacks.sample_images import Drawing, draws_from, draws_to_conditions
+from lightning_diffpipe.errors import ConfigurationError, require_number
+
+
+class SampleMetric(Drawing):
+    """Logs a metric of samples drawn for validation batches, by the model in training; for subclasses.
+
+    Args:
+        name: Of what is logged, `val/NAME`.
+        metric: On the device while it is computed, on the host else.
+        num_samples: Images drawn, by all pipelines together, or as many as validation has.
+        batch_size: Images that a pipeline draws at once.
+        every_n_steps: Optimizer steps between two measurements, which begin with a validation; None for all of
+            them, as `Trainer.val_check_interval` says. `trainer.validate` always measures.
+        drawing: Arguments of `Drawing`. Samples are drawn from the same noise each time, so that values compare.
+
+    Raises:
+        ConfigurationError: A number is none that can be; the module cannot draw; or validation has no images, or
+            nothing to draw.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        metric: Metric,
+        num_samples: int = 1000,
+        batch_size: int = 16,
+        every_n_steps: int | None = None,
+        **drawing: Any,
+    ) -> None:
+        super().__init__(**drawing)
+        require_number("num_samples", num_samples, 2, whole=True)
+        require_number("batch_size", batch_size, 1, whole=True)
+        if every_n_steps is not None:
+            require_number("every_n_steps", every_n_steps, 1, whole=True)
+        self.name, self.metric, self.every_n_steps = name, metric, every_n_steps
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self._next_step, self._is_due = 0, False
+        self._prompts, self._conditions = list[Any](), list[Tensor]()
+
+    def add_real(self, images: Tensor) -> None:
+        """Adds images of the data to the metric, `(N, 3, H, W)` in [0, 1]."""
+
+    def add_drawn(self, images: Tensor, prompts: list[Any]) -> None:
+        """Adds samples to the metric, `(N, 3, H, W)` in [0, 1], with what they were drawn for."""
+        raise NotImplementedError
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuses a module that cannot draw."""
+        self._next_step = 0
+        if stage in ("fit", "validate"):
+            self.require_sample(pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begins a measurement, if one is due."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._is_due = not trainer.sanity_checking and trainer.global_step >= self._next_step
+        else:
+            self._is_due = trainer.state.fn == TrainerFn.VALIDATING
+        if self._is_due:
+            self._next_step = trainer.global_step + (self.every_n_steps or 0)
+            self._prompts, self._conditions = [], []
+            self.metric.reset()
+            self.metric.to(trainer.strategy.root_device)
+
+    @torch.no_grad()
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        """Takes the images of a batch, and what to draw for them."""
+        left = -(-self.num_samples // _share(trainer)[0]) - len(self._prompts)
+        if not self._is_due or left <= 0:
+            return
+        wanted = ["image", draws_from(pl_module)]
+        wanted += ["condition"] * draws_to_conditions(pl_module)
+        entries = batch if isinstance(batch, Mapping) else {}
+        if missing := [name for name in wanted if name not in entries]:
+            raise ConfigurationError(
+                f"{type(self).__name__} compares drawn images with those of validation batches, which have no "
+                f"{missing[0]!r} but {', '.join(entries)}; leave it out (callbacks.{self.name}=null)"
+            )
+        self.add_real((batch["image"][:left] / 2 + 0.5).clamp(0, 1))
+        prompts = batch[wanted[1]]
+        prompts = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+        self._prompts += prompts[:left]
+        if "condition" in wanted:
+            self._conditions += batch["condition"][:left].cpu()
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draws, and logs the metric; every rank takes part."""
+        if not self._is_due:
+            return
+        device, reduce = trainer.strategy.root_device, trainer.strategy.reduce
+        count = torch.tensor(float(len(self._prompts)), device=device)
+        least, most = (int(reduce(count.clone(), reduce_op=op)) for op in ("min", "max"))
+        if least == 0:
+            raise ConfigurationError(
+                f"{type(self).__name__} draws captions of validation batches, and there are none for "
+                f"{'a pipeline' if most else 'anybody'}; take a larger data.validation_share, or leave it out "
+                f"(callbacks.{self.name}=null)"
+            )
+        number, place = _share(trainer)
+        for draw, start in enumerate(range(0, most, self.batch_size)):
+            rows = slice(start, start + self.batch_size)
+            prompts = self._prompts[rows]
+            # Where others have more, one is drawn again, with them.
+            conditions = (self._conditions[rows] or self._conditions[:1]) or None
+            given = conditions and torch.stack(conditions).to(device)
+            seed = self.seed + draw * number + place
+            images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], given, seed)
+            if prompts:
+                with torch.no_grad():
+                    self.add_drawn(images.to(device).clamp(0, 1), prompts)
+        self.log(f"val/{self.name}", self.metric.compute(), sync_dist=True)
+        self.metric.cpu()
+
+
+def _share(trainer: L.Trainer) -> tuple[int, int]:
+    """Returns how many pipelines share out the data, and which one this is."""
+    share = getattr(trainer, "distributed_sampler_kwargs", None)
+    return (share["num_replicas"], share["rank"]) if share else (1, 0)
+
+
+class FID(SampleMetric):
+    """Logs `val/fid`, the Frechet distance between features of samples and of validation images.
+
+    Small sets give larger distances: compare those of one `num_samples` only.
+
+    Args:
+        feature: Width of the features of InceptionV3 (64, 192, 768 or 2048), or a network of your own, which gets
+            `(N, 3, H, W)` in [0, 1] and returns `(N, D)`.
+        weights: File with the weights of InceptionV3; None to download them once.
+        options: Further arguments of `SampleMetric`.
+
+    Raises:
+        ConfigurationError: The package torch-fidelity is missing, or weights are, and downloads are off.
+    """
+
+    def __init__(
+        self, feature: int | nn.Module = 2048, weights: str | None = None, **options: Any
+    ) -> None:
+        if not isinstance(feature, nn.Module):
+            _require_inception(weights)
+        settings = {"normalize": True, "feature_extractor_weights_path": weights}
+        super().__init__("fid", FrechetInceptionDistance(feature, **settings), **options)
+
+    def add_real(self, images: Tensor) -> None:
+        """See `SampleMetric`."""
+        self.metric.update(images.float(), real=True)
+
+    def add_drawn(self, images: Tensor, prompts: list[Any]) -> None:
+        """See `SampleMetric`."""
+        self.metric.update(images.float(), real=False)
+
+
+def _require_inception(weights: str | None) -> None:
+    if importlib.util.find_spec("torch_fidelity") is None:
+        raise ConfigurationError(
+            "callbacks=fid needs the package torch-fidelity; run: pip install torch-fidelity, or give a network of "
+            "features of your own (callbacks.fid.feature._target_=CLASS)"
+        )
+    from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+
+    default = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[-1]
+    path = default if weights is None else Path(weights)
+    if not path.is_file() and (weights is not None or huggingface_hub.constants.HF_HUB_OFFLINE):
+        raise ConfigurationError(
+            f"the weights of InceptionV3 are not at {path}; allow to download them (offline=false), or put "
+            f"{URL_INCEPTION_V3} there"
+        )
+
+
+class _Clip(nn.Module):
+    """CLIP as torchmetrics calls it: transformers 5 returns more than embeddings.
+
+    Args:
+        model: See `ClipScore`.
+        processor: See there. It cuts long captions before torchmetrics does, which takes their end token off.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__()
+        self.model, self._processor = model, processor
+        self.config = None  # nothing is left to be cut
+
+    def process(self, text: Any = None, images: Any = None, **options: Any) -> Any:
+        options |= {} if text is None else {"text": text, "truncation": True}
+        return self._processor(**options, **({} if images is None else {"images": images}))
+
+    def get_image_features(self, *inputs: Tensor) -> Tensor:
+        found = self.model.get_image_features(*inputs)
+        return getattr(found, "pooler_output", found)
+
+    def get_text_features(self, *inputs: Tensor) -> Tensor:
+        found = self.model.get_text_features(*inputs)
+        return getattr(found, "pooler_output", found)
+
+
+class ClipScore(SampleMetric):
+    """Logs `val/clip_score`, 100 times the cosine between CLIP's embeddings of samples and of their captions.
+
+    Args:
+        model: A folder or hub id with a CLIP model and its processor, or a function that returns both. Captions
+            that are too long for it are cut.
+        options: Further arguments of `SampleMetric`.
+
+    Raises:
+        ConfigurationError: There is no such model, or the module draws classes.
+    """
+
+    def __init__(
+        self,
+        model: str | Callable[[], tuple[Any, Any]] = "openai/clip-vit-base-patch16",
+        **options: Any,
+    ) -> None:
+        clip = _Clip(*(_opened(model) if isinstance(model, str) else model()))
+        metric = CLIPScore(lambda: (clip, clip.process))
+        super().__init__("clip_score", metric, **options)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuses a module that draws no captions."""
+        super().setup(trainer, pl_module, stage)
+        if draws_from(pl_module) != "caption":
+            raise ConfigurationError(
+                f"ClipScore compares images with captions, and {type(pl_module).__name__} draws "
+                f"{draws_from(pl_module)}; leave it out (callbacks.clip_score=null), or take fid"
+            )
+
+    def add_drawn(self, images: Tensor, prompts: list[Any]) -> None:
+        """See `SampleMetric`."""
+        self.metric.update((255 * images).round().byte(), prompts)
+
+
+def _opened(model: str) -> tuple[Any, Any]:
+    from transformers import CLIPModel, CLIPProcessor  # takes its time
+
+    try:
+        return CLIPModel.from_pretrained(model), CLIPProcessor.from_pretrained(model)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"callbacks.clip_score.model={model} cannot be opened; check it, or allow downloads (offline=false): "
+            f"{reason}"
+        ) from error
