@@ -381,21 +381,24 @@ class Watcher:
             if not has_given_up and now_s - started_s > _GIVE_UP_S:
                 has_given_up = True
                 give_up()
-            others, turn = self._statuses.copy(), self.status.turn
-            limits = {True: (self._timeout_s, "timeout_s")}
-            limits[False] = max(limits[True], (self.busy_timeout_s, "busy_timeout_s"))
-            going = [each for each in others.values() if each.step and each.turn == turn]
-            going = [each for each in going if each.step > 0 or not each.waits]
-            stuck = [e for e in going if now_s - self._moved_s[e.rank] > limits[e.step > 0][0]]
-            if arrived():  # who has done its part may be gone
+            statuses, moved_s = self._statuses.copy(), self._moved_s.copy()
+            if arrived():  # a rank that has done its work may have ended
                 return
             self.refuse_loss()
-            for each in stuck:
-                self._has_given_up, (limit_s, name) = True, limits[each.step > 0]
-                raise PipelineTimeoutError(
-                    f"{self._here} waited for {what}: rank {each.rank} ({each.phase}) lives, but has made no step "
-                    f"for {limit_s:g} s ({name})"
-                )
+            for status in statuses.values():
+                # Before the first step, whose number is negative, a rank may be busy, or wait for another.
+                is_waiting = status.step < 0 and status.waits
+                if not status.step or is_waiting or status.turn != self.status.turn:
+                    continue
+                limit_s, name = self._timeout_s, "timeout_s"
+                if status.step < 0:
+                    limit_s, name = max((limit_s, name), (self.busy_timeout_s, "busy_timeout_s"))
+                if now_s - moved_s[status.rank] > limit_s:
+                    self._has_given_up = True
+                    raise PipelineTimeoutError(
+                        f"{self._here} waited for {what}: rank {status.rank} ({status.phase}) lives, but has made "
+                        f"no step for {limit_s:g} s ({name})"
+                    )
 
     def call(self, what: str, function: Callable[[], Any]) -> Any:
         """Returns what a function returns that may block for ever, in a thread of its own; as `wait`."""

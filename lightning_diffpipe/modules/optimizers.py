@@ -88,21 +88,24 @@ class Prodigy(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates all parameters that have a gradient; a collective call with `sum_over_ranks`."""
+        """Estimates the distance to the solution, `d`, which scales the learning rate, and makes a step of Adam.
+
+        A collective call with `sum_over_ranks`. Parameters without a gradient stay as they are.
+        """
         loss = _loss_of(closure)
         first = self.param_groups[0]
         d, d0, beta3 = first["d"], first["d0"], first["beta3"]
         rate = d * max(group["lr"] for group in self.param_groups)
         if first["use_bias_correction"]:
-            one, two = (1 - beta ** (first["k"] + 1) for beta in first["betas"])
-            rate *= math.sqrt(two) / one
-        shift = d / d0 * (d if first["safeguard_warmup"] else rate)
+            correction1, correction2 = (1 - beta ** (first["k"] + 1) for beta in first["betas"])
+            rate *= math.sqrt(correction2) / correction1
+        s_rate = d / d0 * (d if first["safeguard_warmup"] else rate)
         updated = [
             (group, p) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
         device = updated[0][1].device if updated else torch.device("cpu")
-        kind = torch.float32 if device.type == "mps" else torch.float64
-        sums = torch.zeros(2, dtype=kind, device=device)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        sums = torch.zeros(2, dtype=dtype, device=device)
         for group, p in updated:
             state, gradient = self.state[p], p.grad
             if not state:
@@ -111,12 +114,14 @@ class Prodigy(Optimizer):
             if group["lr"] == 0:
                 continue
             beta1, beta2 = group["betas"]
-            moved = torch.sum(gradient * (state["p0"] - p), dtype=kind)
+            towards_solution = torch.sum(gradient * (state["p0"] - p), dtype=dtype)
             state["exp_avg"].mul_(beta1).add_(gradient, alpha=d * (1 - beta1))
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=d * d * (1 - beta2))
-            state["s"].mul_(beta3).add_(gradient, alpha=shift)
+            state["s"].mul_(beta3).add_(gradient, alpha=s_rate)
             if self._counted is None or id(p) in self._counted:
-                sums += torch.stack([d / d0 * rate * moved, state["s"].abs().sum(dtype=kind)])
+                sums += torch.stack(
+                    [d / d0 * rate * towards_solution, state["s"].abs().sum(dtype=dtype)]
+                )
         if self._reduce is not None:
             sums = self._reduce(sums)
         numerator, denominator = sums.tolist()

@@ -202,7 +202,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _stepped(optimizer: Optimizer, seed: int, with_others: bool) -> list[Any]:
-    """Returns what is known of small parameters after steps, with gradients of those next to them or without."""
+    """Returns small parameters and their states after trial steps, with gradients of other parameters or without.
+
+    Where both are equal, the optimizer updates each parameter by itself, and ranks can share them out.
+    """
     small: dict[int, Any] = {}
     for each in with_wrapped([optimizer]):
         for tensor in pytree.tree_leaves([group["params"] for group in each.param_groups]):

@@ -430,6 +430,7 @@ class _RowsOfDraws(TorchDispatchMode):
         return out.copy_(self._part(whole, out))
 
     def _part(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Returns those of the random numbers of a whole batch that its microbatch would have drawn."""
         size = self._rows.stop - self._rows.start
         if whole.shape == part.shape:
             return whole

@@ -312,7 +312,14 @@ class DistriFusionRun(Run):
 
 
 def profiled(call: ModelCall, run: Callable[[ModelCall], Any]) -> list[Profile]:
-    """Runs a call in some way, and returns the profile of what each function gave the model."""
+    """Returns, for each function that a model calls in a run, means of its magnitudes along every axis.
+
+    They tell at which function two runs of one call begin to differ.
+
+    Args:
+        call: The call.
+        run: Makes it, on bands or as a whole.
+    """
     profiles: list[Profile] = []
 
     class Noting(TorchFunctionMode):
