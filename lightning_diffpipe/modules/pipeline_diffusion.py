@@ -58,7 +58,8 @@ class PipelineDiffusion(PartsModule):
     `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
     `original_size` and `crops_coords_top_left` of SDXL, are those of each image where the batch has them,
     `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit images learn from `condition`, the image
-    before, `(B, 3, H, W)` in [0, 1]. `mask` and `weight` say where and how much a loss counts (`noise.py`).
+    before, `(B, 3, H, W)` in [0, 1], or from `references`, one or several images of any size, a list of `(B, h, w, 3)`
+    in 8 bits on the host. `mask` and `weight` say where and how much a loss counts (`noise.py`).
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
@@ -281,9 +282,10 @@ class PipelineDiffusion(PartsModule):
         if step.condition is not None:
             wanted = "caption" if step.condition == "prompt" else step.condition
             conditions = self._read(batch, wanted)
-        if step.image is not None and (step.needs_image or "condition" in batch):
-            note = ", the images before, which a folder names in metadata.jsonl (data.condition)"
-            further[step.image] = self._read(batch, "condition", note)
+        if "references" in batch or (step.image is not None and step.needs_image):
+            further[step.image] = self._image_of(batch)
+        elif step.image is not None and "condition" in batch:
+            further[step.image] = batch["condition"]
         if is_training and step.condition == "prompt":
             coins = [random.random() for _ in conditions]
             dropped = self.hparams.caption_dropout
@@ -316,6 +318,27 @@ class PipelineDiffusion(PartsModule):
                 + ", ".join(map(str, batch))
             )
         return batch[name]
+
+    def _image_of(self, batch: Mapping[str, Any]) -> Any:
+        """Returns what of a batch the pipeline edits, as `OneStep.predict` takes it."""
+        step, references = self.step, batch.get("references")
+        if step.reads_references:
+            note = ", images that it edits, which metadata.jsonl names for each (data.references)"
+            return self._read(batch, "references", note)
+        if references is None:
+            note = ", the images before, which a folder names in metadata.jsonl (data.condition)"
+            return self._read(batch, "condition", note)
+        if step.image is None:
+            raise ConfigurationError(
+                f"{step.name} edits no image, and batches have references; leave out data.references, or take a "
+                "pipeline that does"
+            )
+        if len(references) > 1:
+            raise ConfigurationError(
+                f"{step.name} edits one image, and each sample has {len(references)} references; name one of them"
+            )
+        numbers = torch.tensor(references[0], device=self.device).permute(0, 3, 1, 2)
+        return numbers.float() / 255
 
     def _shown(self, coins: Sequence[float]) -> Tensor:
         """Returns 1 for samples that keep the image before, 0 for others, `(B,)`, by the coins of their captions.

@@ -12,7 +12,8 @@ For training it is run with four things replaced, in a shallow copy of the pipel
     noise       the methods that draw it are given our noisy latents instead
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
-    tokenizers  pad to a fixed length, so that every microbatch has the same shapes
+    tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
+                images with the prompts, and states of prompts that a pipeline gives its denoiser with a mask
     encoders    of prompts answer in the type of the denoiser, whatever they are stored in
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
@@ -36,12 +37,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
+from transformers import ProcessorMixin
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
     Draw,
+    PaddingProcessor,
     PaddingTokenizer,
     Place,
     StandIn,
@@ -49,6 +53,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     dropping_encoder,
     no_decoder,
     of_type,
+    of_length,
     one_timestep,
     per_sample,
     torch_of_call,
@@ -155,6 +160,8 @@ class OneStep:
         refused_image: Why training cannot follow what becomes of the image, if it cannot.
         image: The argument with an image for each sample that the pipeline edits; None if it edits none.
         needs_image: Whether it draws nothing without one.
+        reads_references: Whether the image is one or several of any size, in 8 bits, as a processor reads them.
+        reads_several: Whether a list of images belongs to one sample, so that samples are predicted one by one.
         guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
         sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
@@ -189,6 +196,7 @@ class OneStep:
         self.neutral = _NEUTRAL[self.condition]
         self.image = image_of(type(pipeline))
         self.needs_image = self.image in required_by(type(pipeline))
+        self.reads_references = self.reads_several = False
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
         given = dict(arguments or {})
@@ -207,6 +215,10 @@ class OneStep:
         self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
         self.note_tokens: Callable[..., None] = lambda *_: None
+        limit = inspect.signature(self._call).parameters.get("max_sequence_length")
+        self._most_tokens = self.arguments.get("max_sequence_length", limit and limit.default)
+        names = inspect.signature(components[self.denoiser].forward).parameters
+        self._masks_states = any(n.endswith("_mask") and n[:-5] in names for n in names)
         self._drawing = _methods_that_draw(type(pipeline))
 
     def predict(
@@ -217,7 +229,7 @@ class OneStep:
         pixels: Mapping[str, int],
         tail: Tail,
         parts: Mapping[str, Any],
-        further: Mapping[str, Tensor],
+        further: Mapping[str, Any],
         shown: Tensor | None = None,
     ) -> Tensor:
         """Returns what the denoiser predicts, as the scheduler understands it: fp32, of the shape of `noisy`.
@@ -230,13 +242,35 @@ class OneStep:
             tail: From `find_tail` of `trial.py`.
             parts: The pipeline's parts as they are now, by name.
             further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.image`,
-                `(B, 3, H, W)` in [0, 1].
+                `(B, 3, H, W)` in [0, 1], or a list of reference images, `(B, H, W, 3)` each in 8 bits on the host,
+                where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
 
         Raises:
             ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
                 way that training cannot follow.
         """
+        if self.reads_references and self.image in further:
+            references = further[self.image]
+            if self.reads_several and len(noisy) > 1:
+                rows = [slice(i, i + 1) for i in range(len(noisy))]
+                take = lambda row: [image[row] for image in references]
+                each = [{n: x[row] for n, x in further.items() if n != self.image} for row in rows]
+                return torch.cat(
+                    [
+                        self.predict(
+                            noisy[row], timesteps[row], conditions[row], pixels, tail, parts,
+                            {**own, self.image: take(row)},
+                        )
+                        for row, own in zip(rows, each, strict=True)
+                    ]
+                )  # fmt: skip
+            if len(references) > 1 and not self.reads_several:
+                raise ConfigurationError(
+                    f"{self.name} edits one image, and each sample has {len(references)} references; name one"
+                )
+            chosen = [image[0] for image in references] if self.reads_several else references[0]
+            further = {**further, self.image: [Image.fromarray(image) for image in chosen]}
         predicted: list[Tensor] = []
 
         def draw(shape: Sequence[int]) -> Tensor:
@@ -298,19 +332,26 @@ class OneStep:
         if self.time is not None:
             times = torch.tensor(self.time, dtype=timesteps.dtype)
             known[TIME] = timesteps[:, None]
-        own[self.denoiser] = per_sample(parts[self.denoiser], self.places, known)
+        denoiser = per_sample(parts[self.denoiser], self.places, known)
         dtype = _dtype_of(parts[self.denoiser])
         # A pipeline takes the type of one of its denoisers for that of all.
         own.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
         own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
+        processor: PaddingProcessor | None = None
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part, self.note_tokens)
+            elif isinstance(part, ProcessorMixin) and self._most_tokens:
+                own[name] = processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
             elif name.startswith("text_encoder") and part is not None:
                 own[name] = of_type(part, dtype)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
+        if self._most_tokens and self._masks_states:
+            of_images = lambda: processor.num_image_tokens if processor else 0
+            denoiser = of_length(denoiser, lambda: self._most_tokens + of_images())
+        own[self.denoiser] = denoiser
         if self.decoder is not None:
             own[self.decoder] = no_decoder(parts[self.decoder], on_decode)
         methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import BatchEncoding
@@ -179,6 +180,37 @@ class PaddingTokenizer(StandIn):
         return self._answer
 
 
+class PaddingProcessor(StandIn):
+    """A processor of texts and images whose answers have one length for images of given sizes.
+
+    Args:
+        real: The processor.
+        most_tokens: So many tokens it reads besides those of images, of which it cuts off the rest.
+        note: As `PaddingTokenizer` takes it.
+
+    Attributes:
+        num_image_tokens: Tokens of the images, of the sample that has most of them.
+    """
+
+    def __init__(self, real: Any, most_tokens: int, note: Callable[..., None]) -> None:
+        super().__init__(real, num_image_tokens=0, _most_tokens=most_tokens, _note=note)
+
+    def __call__(self, text: Any = None, images: Any = None, **options: Any) -> Any:
+        """Tokenizes texts, in which images take the place of their tokens."""
+        answer = self._real(text=text, images=images, **options)
+        ids = answer["input_ids"]
+        self.num_image_tokens = int((ids == self._real.image_token_id).sum(1).max())
+        missing = self._most_tokens + self.num_image_tokens - ids.shape[1]
+        if missing < 0:
+            uncut = types.SimpleNamespace(encodings=None)
+            self._note(self._real.tokenizer, text, uncut, self._most_tokens)
+        fill = {"input_ids": self._real.tokenizer.pad_token_id or 0}
+        for name, value in answer.items():
+            if isinstance(value, Tensor) and value.shape == ids.shape:
+                answer[name] = F.pad(value, (0, missing), value=fill.get(name, 0))
+        return answer
+
+
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
     known = torch.amp.is_autocast_available(device.type)  # not so of models on paper
@@ -211,6 +243,27 @@ def of_type(real: Any, dtype: torch.dtype) -> Any:
         return in_type(real(*args, **options), dtype)
 
     return StandIn(real, call=call, dtype=dtype)
+
+
+def of_length(real: Any, length: Callable[[], int]) -> StandIn:
+    """Returns a denoiser whose states of prompts have one length, whatever that of the prompts.
+
+    Args:
+        real: Computes.
+        length: Gives the length. Longer states stay as they are, and so do those without a mask.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        for masked in [n for n in options if n.endswith("_mask") and n[:-5] in options]:
+            states, mask = options[masked[:-5]], options[masked]
+            missing = max(0, length() - states.shape[1])
+            # A mask that is left out where all are read would change what is called.
+            mask = states.new_ones(states.shape[:2], dtype=torch.long) if mask is None else mask
+            options[masked[:-5]] = F.pad(states, (0, 0, 0, missing))
+            options[masked] = F.pad(mask, (0, missing))
+        return real(*args, **options)
+
+    return StandIn(real, call=call)
 
 
 def replaying(real: Any) -> Callable[[], StandIn]:
