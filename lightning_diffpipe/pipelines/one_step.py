@@ -160,8 +160,9 @@ class OneStep:
         refused_image: Why training cannot follow what becomes of the image, if it cannot.
         image: The argument with an image for each sample that the pipeline edits; None if it edits none.
         needs_image: Whether it draws nothing without one.
-        reads_references: Whether the image is one or several of any size, in 8 bits, as a processor reads them.
-        reads_several: Whether a list of images belongs to one sample, so that samples are predicted one by one.
+        reads_references: Whether it shows the image to a processor, which reads it in 8 bits. Then samples are
+            predicted one by one, as such pipelines read several images for those of one sample.
+        reads_several: Whether a sample may have several images then.
         guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
         sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
@@ -251,26 +252,19 @@ class OneStep:
                 way that training cannot follow.
         """
         if self.reads_references and self.image in further:
-            references = further[self.image]
-            if self.reads_several and len(noisy) > 1:
+            if len(noisy) > 1:
                 rows = [slice(i, i + 1) for i in range(len(noisy))]
-                take = lambda row: [image[row] for image in references]
-                each = [{n: x[row] for n, x in further.items() if n != self.image} for row in rows]
-                return torch.cat(
-                    [
-                        self.predict(
-                            noisy[row], timesteps[row], conditions[row], pixels, tail, parts,
-                            {**own, self.image: take(row)},
-                        )
-                        for row, own in zip(rows, each, strict=True)
-                    ]
-                )  # fmt: skip
-            if len(references) > 1 and not self.reads_several:
+                own = [{n: _rows_of(value, row) for n, value in further.items()} for row in rows]
+                inputs = [(noisy[row], timesteps[row], conditions[row]) for row in rows]
+                common = pixels, tail, parts
+                alone = [self.predict(*i, *common, o) for i, o in zip(inputs, own, strict=True)]
+                return torch.cat(alone)
+            images = [Image.fromarray(image[0]) for image in further[self.image]]
+            if len(images) > 1 and not self.reads_several:
                 raise ConfigurationError(
-                    f"{self.name} edits one image, and each sample has {len(references)} references; name one"
+                    f"{self.name} edits one image, and each sample has {len(images)} references; name one of them"
                 )
-            chosen = [image[0] for image in references] if self.reads_several else references[0]
-            further = {**further, self.image: [Image.fromarray(image) for image in chosen]}
+            further = {**further, self.image: images if len(images) > 1 else images[0]}
         predicted: list[Tensor] = []
 
         def draw(shape: Sequence[int]) -> Tensor:
@@ -380,6 +374,11 @@ class OneStep:
     def check(self, pixels: Mapping[str, int]) -> None:
         """Raises ConfigurationError where the pipeline's own check refuses `pixels`, as of `predict`."""
         checked_arguments(self._pipeline, self._given([self.neutral], 1, pixels))
+
+
+def _rows_of(value: Any, row: slice) -> Any:
+    """Returns some samples of what each has of its own, of lists in each entry."""
+    return [each[row] for each in value] if isinstance(value, list) else value[row]
 
 
 def patched(decoded: Tensor, patch: int) -> Tensor:

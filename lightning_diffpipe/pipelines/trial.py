@@ -57,8 +57,9 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
                 trial = Trial(step, parts)
                 if one_time:
                     step.places = (trial.place_of_time(),)
-                step.reads_several = of_references and Trial(step, parts).reads_several()
-                if not step.reads_several:
+                if of_references:
+                    step.reads_several = Trial(step, parts).reads_several()
+                else:
                     trial.check_samples_apart()
                 step.places += trial.places_of_sizes()
                 step.refused_image = None if of_references else trial.refused_image()
@@ -217,7 +218,8 @@ class Trial:
         if not self._step.reads_references:
             return {self._step.image: images}
         in_8_bits = (images * 255).byte().permute(0, 2, 3, 1).numpy()
-        return {self._step.image: [Image.fromarray(image) for image in in_8_bits]}
+        pictures = [Image.fromarray(image) for image in in_8_bits]
+        return {self._step.image: pictures if len(pictures) > 1 else pictures[0]}
 
     def reads_several(self) -> bool:
         """Says whether a sample may have several images, from a run with two."""

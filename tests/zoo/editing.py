@@ -28,8 +28,8 @@ NUM_REFERENCES = {
 }
 CALLS = {
     "FluxKontextPipeline": PIPELINES["FluxKontextPipeline"].call,
-    "QwenImageEditPipeline": {"max_sequence_length": 440},
-    "QwenImageEditPlusPipeline": {"max_sequence_length": 440},
+    "QwenImageEditPipeline": {"max_sequence_length": 480},
+    "QwenImageEditPlusPipeline": {"max_sequence_length": 480},
 }
 CAPTIONS = ["make it snow", "x", "a very long dog who sits in the rain"]
 

@@ -1,0 +1,163 @@
+"""Pipelines that read reference images: losses and gradients of steps written by hand, in double precision."""
+
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
+
+from lightning_diffpipe.errors import ConfigurationError
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
+from tests.graph.emulate import relative_error, take_gradients
+from tests.predictor import tiny_pipelines as tiny
+from tests.rows import row
+from tests.zoo.double import in_double
+from tests.zoo.editing import CALLS, batch_of, build_editing, small_references
+from tests.zoo.pipelines import build
+
+QWEN = ["QwenImageEditPipeline", "QwenImageEditPlusPipeline"]
+NAMES = ["FluxKontextPipeline", *QWEN]
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    with small_references():
+        yield
+
+
+def module_of(name, folder, call=None, **options):
+    pipeline = build_editing(name, folder)
+    return PipelineDiffusion(pipeline, call=call or CALLS[name], caption_dropout=0.0, **options)
+
+
+def loss_of(module, batch, seed=0):
+    torch.manual_seed(seed)
+    with mock.patch.object(module, "log"):
+        return module.training_step(batch, 0)
+
+
+# ------------------------------------------------------------------ steps written by hand
+
+
+def pixels_of(images, height, width):
+    """As pipelines read files: scaled by Lanczos, in [-1, 1]."""
+    scaled = [Image.fromarray(i).resize((width, height), Image.Resampling.LANCZOS) for i in images]
+    levels = np.stack([np.asarray(image, np.float32) / 255 for image in scaled])
+    return scaled, (2 * torch.from_numpy(levels).permute(0, 3, 1, 2) - 1).double()
+
+
+def packed(latents):
+    """Squares of two by two as tokens."""
+    rows, columns = (n // 2 for n in latents.shape[-2:])
+    squares = latents.reshape(len(latents), -1, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
+    return squares.reshape(len(latents), rows * columns, -1)
+
+
+def flow(latents):
+    """Noisy latents, times and target, as diffusers' scripts draw them, from the times of its scheduler."""
+    u = torch.sigmoid(-torch.randn(len(latents)))
+    sigmas = 1 - (u * 1000).long().double() / 1000
+    noise = torch.randn(latents.shape)
+    wide = sigmas.reshape(-1, *[1] * (latents.ndim - 1))
+    return (1 - wide) * latents + wide * noise, sigmas, noise - latents
+
+
+def by_hand_kontext(m, batch):
+    """References are more tokens at the places of a second layer, as in `train_dreambooth_lora_flux_kontext.py`."""
+    shift, scale = m.vae.config.shift_factor, m.vae.config.scaling_factor
+    latents = (m.vae.encode(batch["image"]).latent_dist.sample() - shift) * scale
+    noisy, sigmas, target = flow(latents)
+    (images,) = batch["references"]
+    _, pixels = pixels_of(images, *images.shape[1:3])
+    before = (m.vae.encode(pixels).latent_dist.mode() - shift) * scale
+    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    clip = m.tokenizer(batch["caption"], max_length=m.tokenizer.model_max_length, **options)
+    words = m.tokenizer_2(batch["caption"], max_length=8, **options)
+
+    def places(latents, layer):
+        rows, columns = (torch.arange(n // 2) for n in latents.shape[-2:])
+        return torch.cartesian_prod(torch.tensor([layer]), rows, columns).double()
+
+    tokens = packed(noisy)
+    predicted = m.transformer(
+        torch.cat([tokens, packed(before)], 1),
+        m.text_encoder_2(words.input_ids)[0],
+        m.text_encoder(clip.input_ids).pooler_output,
+        sigmas,
+        torch.cat([places(noisy, 0), places(before, 1)]),
+        torch.zeros(8, 3),
+        guidance=torch.ones(len(noisy)) if m.transformer.config.guidance_embeds else None,
+    ).sample
+    return F.mse_loss(predicted[:, : tokens.shape[1]], packed(target))
+
+
+def of_vae(m, encoded):
+    shape = 1, -1, 1, 1, 1
+    mean, std = (
+        torch.tensor(getattr(m.vae.config, f"latents_{name}")).reshape(shape).double()
+        for name in ("mean", "std")
+    )
+    return ((encoded - mean) / std)[:, :, 0]
+
+
+def by_hand_qwen(m, batch, sizes, size_shown, words):
+    """One sample at a time: its references are more tokens, and are shown to the text encoder before its words."""
+    video = batch["image"].unsqueeze(2)
+    latents = of_vae(m, m.vae.encode(video).latent_dist.sample())
+    noisy, sigmas, target = flow(latents)
+    drop, losses = m.pipeline.prompt_template_encode_start_idx, []
+    for i, caption in enumerate(batch["caption"]):
+        shown, tokens, shapes = [], [packed(noisy[i : i + 1])], [(1, 4, 4)]
+        for images, (height, width) in zip(batch["references"], sizes, strict=True):
+            scaled, pixels = pixels_of(images[i : i + 1], height, width)
+            encoded = m.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
+            tokens.append(packed(of_vae(m, encoded)))
+            shapes.append((1, height // 8, width // 8))
+            shown += (
+                scaled if size_shown is None else pixels_of(images[i : i + 1], *size_shown)[0]
+            )
+        text = m.pipeline.prompt_template_encode.format(words.format(caption))
+        read = m.processor(text=[text], images=shown, return_tensors="pt")
+        given = "input_ids", "attention_mask", "pixel_values", "image_grid_thw"
+        read = {name: read[name] for name in given}
+        states = m.text_encoder(**read, output_hidden_states=True).hidden_states[-1][:, drop:]
+        predicted = m.transformer(
+            torch.cat(tokens, 1),
+            encoder_hidden_states=states,
+            timestep=sigmas[i : i + 1],
+            img_shapes=[shapes],
+        ).sample
+        losses.append(F.mse_loss(predicted[:, :16], packed(target[i : i + 1])))
+    return sum(losses) / len(losses)
+
+
+BY_HAND = {
+    "FluxKontextPipeline": by_hand_kontext,
+    # 64 x 64 pixels, which the encoder is shown, too
+    "QwenImageEditPipeline": lambda m, batch: by_hand_qwen(m, batch, [(64, 64)], None, "{}"),
+    # references of their own shapes, of which the encoder is shown smaller ones, by their numbers
+    "QwenImageEditPlusPipeline": lambda m, batch: by_hand_qwen(
+        m, batch, [(64, 64), (32, 96)], (32, 32),
+        "".join(f"Picture {n}: <|vision_start|><|image_pad|><|vision_end|>" for n in (1, 2)) + "{}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_are_those_of_a_step_written_by_hand(name, tmp_path):
+    module, batch = module_of(name, tmp_path).double().eval(), batch_of(name, dtype=torch.float64)
+    with in_double():
+        module.setup("fit")
+        got = loss_of(module, batch)
+        got.backward()
+        gradients = take_gradients(module)
+        torch.manual_seed(0)
+        expected = BY_HAND[name](module, batch)
+        expected.backward()
+        error, where = relative_error(take_gradients(module), gradients)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=0)
+    assert error < 1e-10, where
