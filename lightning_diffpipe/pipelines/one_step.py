@@ -45,6 +45,7 @@ from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
     Draw,
+    Lockstep,
     PaddingProcessor,
     PaddingTokenizer,
     Place,
@@ -160,8 +161,8 @@ class OneStep:
         refused_image: Why training cannot follow what becomes of the image, if it cannot.
         image: The argument with an image for each sample that the pipeline edits; None if it edits none.
         needs_image: Whether it draws nothing without one.
-        reads_references: Whether it shows the image to a processor, which reads it in 8 bits. Then samples are
-            predicted one by one, as such pipelines read several images for those of one sample.
+        reads_references: Whether it shows the image to a processor, which reads it in 8 bits. Then the call is run
+            for each sample, as such pipelines read a list of images for those of one sample.
         reads_several: Whether a sample may have several images then.
         guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
@@ -251,20 +252,70 @@ class OneStep:
             ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
                 way that training cannot follow.
         """
+        inputs = noisy, timesteps, conditions, pixels, tail
+        if self.image in further and self.refused_image is not None:
+            raise self.refused_image
+        parts = dict(parts)
+        if shown is not None and self.decoder is not None:
+            parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
         if self.reads_references and self.image in further:
-            if len(noisy) > 1:
-                rows = [slice(i, i + 1) for i in range(len(noisy))]
-                own = [{n: _rows_of(value, row) for n, value in further.items()} for row in rows]
-                inputs = [(noisy[row], timesteps[row], conditions[row]) for row in rows]
-                common = pixels, tail, parts
-                alone = [self.predict(*i, *common, o) for i, o in zip(inputs, own, strict=True)]
-                return torch.cat(alone)
-            images = [Image.fromarray(image[0]) for image in further[self.image]]
-            if len(images) > 1 and not self.reads_several:
+            num_references = len(further[self.image])
+            if num_references > 1 and not self.reads_several:
                 raise ConfigurationError(
-                    f"{self.name} edits one image, and each sample has {len(images)} references; name one of them"
+                    f"{self.name} edits one image, and each sample has {num_references} references; name one of them"
                 )
-            further = {**further, self.image: images if len(images) > 1 else images[0]}
+            predicted = self._predicted_in_lockstep(*inputs, parts, further)
+        else:
+            predicted = self._predicted(*inputs, parts, further)
+        if predicted is None or predicted.shape != noisy.shape:
+            got = "none" if predicted is None else tuple(predicted.shape)
+            raise ConfigurationError(
+                f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
+            )
+        return predicted
+
+    def _predicted_in_lockstep(
+        self,
+        noisy: Tensor,
+        timesteps: Tensor,
+        conditions: Sequence[Any],
+        pixels: Mapping[str, int],
+        tail: Tail,
+        parts: Mapping[str, Any],
+        further: Mapping[str, Any],
+    ) -> Tensor | None:
+        """Returns the predictions for samples of which the call takes one at a time."""
+        vae, encoders = self.decoder, [n for n in parts if n.startswith("text_encoder")]
+        lockstep = Lockstep(
+            {n: parts[n] for n in (self.denoiser, *encoders) if parts[n] is not None},
+            {} if vae is None else {vae: parts[vae]},
+            {n: p for n, p in parts.items() if isinstance(p, ProcessorMixin)},
+            getattr(self._pipeline, "image_processor", None),
+            len(noisy),
+        )
+        while True:
+            predicted = []
+            for i, own in enumerate(lockstep.parts()):
+                row = slice(i, i + 1)
+                images = [Image.fromarray(image[i]) for image in further[self.image]]
+                others = {n: value[row] for n, value in further.items() if n != self.image}
+                others[self.image] = images if len(images) > 1 else images[0]
+                inputs = noisy[row], timesteps[row], conditions[row], pixels, tail
+                predicted.append(self._predicted(*inputs, {**parts, **own}, others))
+            if not lockstep.answer():
+                return None if None in predicted else torch.cat(predicted)
+
+    def _predicted(
+        self,
+        noisy: Tensor,
+        timesteps: Tensor,
+        conditions: Sequence[Any],
+        pixels: Mapping[str, int],
+        tail: Tail,
+        parts: Mapping[str, Any],
+        further: Mapping[str, Any],
+    ) -> Tensor | None:
+        """Returns what one run of the call predicts; None if it ends before."""
         predicted: list[Tensor] = []
 
         def draw(shape: Sequence[int]) -> Tensor:
@@ -283,19 +334,9 @@ class OneStep:
                 raise Captured
             return prediction
 
-        if self.image in further and self.refused_image is not None:
-            raise self.refused_image
-        parts = dict(parts)
-        if shown is not None and self.decoder is not None:
-            parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
         self.run(draw, timesteps, conditions, {**pixels, **further}, parts, step, decode)
-        if not predicted or predicted[0].shape != noisy.shape:
-            got = tuple(predicted[0].shape) if predicted else "none"
-            raise ConfigurationError(
-                f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
-            )
-        return predicted[0]
+        return predicted[0] if predicted else None
 
     def time_at(self, share: float) -> float:
         """Returns the whole timestep at a share of the span, of those that the scheduler knows."""
@@ -336,7 +377,7 @@ class OneStep:
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part, self.note_tokens)
-            elif isinstance(part, ProcessorMixin) and self._most_tokens:
+            elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
                 own[name] = processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
             elif name.startswith("text_encoder") and part is not None:
                 own[name] = of_type(part, dtype)
@@ -374,11 +415,6 @@ class OneStep:
     def check(self, pixels: Mapping[str, int]) -> None:
         """Raises ConfigurationError where the pipeline's own check refuses `pixels`, as of `predict`."""
         checked_arguments(self._pipeline, self._given([self.neutral], 1, pixels))
-
-
-def _rows_of(value: Any, row: slice) -> Any:
-    """Returns some samples of what each has of its own, of lists in each entry."""
-    return [each[row] for each in value] if isinstance(value, list) else value[row]
 
 
 def patched(decoded: Tensor, patch: int) -> Tensor:

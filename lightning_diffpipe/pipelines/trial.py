@@ -9,7 +9,6 @@ Other runs show how the denoiser is given times and sizes, whether samples are a
 import copy
 import functools
 import itertools
-import types
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,14 @@ from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
-from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given, in_type
+from lightning_diffpipe.pipelines.stand_ins import (
+    Draw,
+    Place,
+    StandIn,
+    given,
+    in_type,
+    posterior_of,
+)
 
 _NO_SIZE = (
     ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
@@ -157,7 +163,7 @@ class Trial:
                 return wide().encode(pixels.double(), *args, **options)
             shape = outline().encode(pixels.to("meta", decoder.dtype)).latent_dist.mode().shape
             means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-            return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=lambda: means))
+            return posterior_of(means)
 
         return StandIn(decoder, encode=encode)
 

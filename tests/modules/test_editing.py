@@ -43,10 +43,10 @@ def loss_of(module, batch, seed=0):
 # ------------------------------------------------------------------ steps written by hand
 
 
-def pixels_of(images, height, width):
-    """As pipelines read files: scaled by Lanczos, in [-1, 1]."""
+def pixels_of(images, height, width, dtype=np.float32):
+    """As pipelines read files, in single precision: scaled by Lanczos, in [-1, 1]."""
     scaled = [Image.fromarray(i).resize((width, height), Image.Resampling.LANCZOS) for i in images]
-    levels = np.stack([np.asarray(image, np.float32) / 255 for image in scaled])
+    levels = np.stack([np.asarray(image, dtype) / 255 for image in scaled])
     return scaled, (2 * torch.from_numpy(levels).permute(0, 3, 1, 2) - 1).double()
 
 
@@ -72,7 +72,7 @@ def by_hand_kontext(m, batch):
     latents = (m.vae.encode(batch["image"]).latent_dist.sample() - shift) * scale
     noisy, sigmas, target = flow(latents)
     (images,) = batch["references"]
-    _, pixels = pixels_of(images, *images.shape[1:3])
+    _, pixels = pixels_of(images, *images.shape[1:3], np.float64)
     before = (m.vae.encode(pixels).latent_dist.mode() - shift) * scale
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     clip = m.tokenizer(batch["caption"], max_length=m.tokenizer.model_max_length, **options)
