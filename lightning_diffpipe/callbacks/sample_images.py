@@ -27,6 +27,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class SampleImages(L.Callback):
             the data module has them (`held_back_captions`), or of the first batch, and of that class labels where
             the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
-            `condition`, and shown above what is drawn to them.
+            `condition`, and shown above what is drawn to them; so are `references` of pipelines that edit images.
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
@@ -111,7 +112,7 @@ class SampleImages(L.Callback):
         require_number("num_patches", num_patches, 1, whole=True)
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
-        self.conditions: Tensor | None = None
+        self.conditions: Tensor | list[Tensor] | None = None
         self.every_n_steps = every_n_steps
         self.num_inference_steps = num_inference_steps
         self.guidance_scale = guidance_scale
@@ -174,7 +175,8 @@ class SampleImages(L.Callback):
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
-            captions, conditions = there.get(_draws_from(pl_module), []), there.get("condition")
+            captions = there.get(_draws_from(pl_module), [])
+            conditions = there.get("references", there.get("condition"))
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
@@ -188,12 +190,14 @@ class SampleImages(L.Callback):
         trainer: L.Trainer,
         module: L.LightningModule,
         captions: list[str],
-        conditions: Tensor | None,
+        conditions: Tensor | list[Any] | None,
     ) -> None:
         """Takes those of rank 0, on all ranks: pipelines have other data, and draw in lock step."""
         if not _draws_to_conditions(module):
             conditions = None
-        if conditions is not None:  # in 8 bits, as checkpoints keep them
+        if isinstance(conditions, list):
+            conditions = [torch.from_numpy(each[:_NUM_CAPTIONS]) for each in conditions]
+        elif conditions is not None:  # in 8 bits, as checkpoints keep them
             conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
         first = captions[:_NUM_CAPTIONS], conditions
         prompts, self.conditions = trainer.strategy.broadcast(first)
@@ -244,7 +248,12 @@ class SampleImages(L.Callback):
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
             rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
         if self.conditions is not None:  # on top of what is drawn to them
-            rows, columns = [self.conditions.to(images) / 255, images], len(images)
+            above = self.conditions
+            if isinstance(above, list):  # of any shape
+                channels_first = [each.permute(0, 3, 1, 2).float() for each in above]
+                above = [F.interpolate(each, images.shape[-2:]) for each in channels_first]
+            above = above if isinstance(above, list) else [above]
+            rows, columns = [*(each.to(images) / 255 for each in above), images], len(images)
         image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
         for logger in trainer.loggers:
@@ -270,10 +279,13 @@ class SampleImages(L.Callback):
                 "guidance_scale": self.guidance_scale,
                 "generator": torch.Generator().manual_seed(self.seed),
             }
-            if self.conditions is not None:
+            of_references = isinstance(self.conditions, list)  # samples are drawn one by one
+            if of_references:
+                settings["condition"] = [each.numpy() for each in self.conditions]
+            elif self.conditions is not None:
                 settings["condition"] = self.conditions / 255
             pipeline = getattr(trainer.strategy, "pipeline", None)
-            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
+            by_layers = self.draws_by_layers or of_references or not hasattr(module, "drawing")
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(self.prompts, **settings)
@@ -284,7 +296,7 @@ class SampleImages(L.Callback):
             return module.sample(self.prompts, **settings)
 
 
-def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:
+def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Any]:
     """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
     data, conditions = getattr(trainer, "datamodule", None), None
     if _draws_to_conditions(module):

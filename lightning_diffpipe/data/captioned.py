@@ -5,8 +5,8 @@ lists the captions. Captions stay text, because only the model knows its tokeniz
 `"condition"` besides, `(3, H, W)` in [0, 1], made from the image itself (`"edges"`) or read with it. Images
 that were scaled and cropped come with their size before (`"original_size"`, height and width) and where the crop
 begins (`"crops_coords_top_left"`), `(2,)` each. A `"mask"`, `(1, H, W)` in [0, 1], says where the loss counts, and
-a `"weight"` how much that of the sample does. For pipelines that edit images there are `"references"`, one or several
-images of any size, `(h, w, 3)` in 8 bits, which stay on the host, where processors read them.
+a `"weight"` how much that of the sample does. For pipelines that edit images there are `"references"`, one or
+several images of any size, `(h, w, 3)` in 8 bits, which stay on the host, where processors read them.
 """
 
 import hashlib
@@ -240,9 +240,11 @@ class CaptionedDataModule(L.LightningDataModule):
         """Returns up to `count` captions of the samples held back, spread over them, to be drawn while training."""
         return [sample["caption"] for sample in self._held_back(count)]
 
-    def held_back_conditions(self, count: int) -> Tensor | None:
-        """Returns what a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
+    def held_back_conditions(self, count: int) -> Tensor | list[np.ndarray] | None:
+        """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing."""
         samples = self._held_back(count)
+        if samples and "references" in samples[0]:
+            return collate(samples)["references"]
         if not samples or "condition" not in samples[0]:
             return None
         return torch.stack([sample["condition"] for sample in samples])

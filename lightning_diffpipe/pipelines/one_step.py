@@ -53,8 +53,8 @@ from lightning_diffpipe.pipelines.stand_ins import (
     checked_arguments,
     dropping_encoder,
     no_decoder,
-    of_type,
     of_length,
+    of_type,
     one_timestep,
     per_sample,
     torch_of_call,
@@ -262,7 +262,7 @@ class OneStep:
             num_references = len(further[self.image])
             if num_references > 1 and not self.reads_several:
                 raise ConfigurationError(
-                    f"{self.name} edits one image, and each sample has {num_references} references; name one of them"
+                    f"{self.name} edits one image, and each sample has {num_references} references; name one"
                 )
             predicted = self._predicted_in_lockstep(*inputs, parts, further)
         else:

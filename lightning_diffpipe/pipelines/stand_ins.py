@@ -334,7 +334,9 @@ class Lockstep:
                 parts[name] = StandIn(part, call=call, dtype=part.dtype)
             for name, part in self._encoders.items():
                 mode = partial(self._ask, partial(_mode, part), given)
-                parts[name] = StandIn(part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels)))
+                parts[name] = StandIn(
+                    part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels))
+                )
             if methods:
                 own = {name: make() for name, make in methods.items()}
                 parts["image_processor"] = StandIn(self._images, **own)
@@ -383,7 +385,9 @@ def _joined(values: Sequence[Any]) -> Any:
     """Returns an argument for all samples, of those that each has."""
     if isinstance(values[0], Tensor) and values[0].ndim:
         return torch.cat(list(values))
-    return sum(values, []) if isinstance(values[0], list) else values[0]
+    if isinstance(values[0], list):
+        return list(itertools.chain.from_iterable(values))
+    return values[0]
 
 
 def in_type(answer: Any, dtype: torch.dtype) -> Any:

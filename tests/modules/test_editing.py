@@ -1,23 +1,21 @@
 """Pipelines that read reference images: losses and gradients of steps written by hand, in double precision."""
 
-import re
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from tests.graph.emulate import relative_error, take_gradients
+from tests.modules.tiny_parts import tiny_latent_diffusion
 from tests.predictor import tiny_pipelines as tiny
 from tests.rows import row
 from tests.zoo.double import in_double
 from tests.zoo.editing import CALLS, batch_of, build_editing, small_references
-from tests.zoo.pipelines import build
 
 QWEN = ["QwenImageEditPipeline", "QwenImageEditPlusPipeline"]
 NAMES = ["FluxKontextPipeline", *QWEN]
@@ -117,9 +115,7 @@ def by_hand_qwen(m, batch, sizes, size_shown, words):
             encoded = m.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
             tokens.append(packed(of_vae(m, encoded)))
             shapes.append((1, height // 8, width // 8))
-            shown += (
-                scaled if size_shown is None else pixels_of(images[i : i + 1], *size_shown)[0]
-            )
+            shown += scaled if size_shown is None else pixels_of(images[i : i + 1], *size_shown)[0]
         text = m.pipeline.prompt_template_encode.format(words.format(caption))
         read = m.processor(text=[text], images=shown, return_tensors="pt")
         given = "input_ids", "attention_mask", "pixel_values", "image_grid_thw"
@@ -161,3 +157,123 @@ def test_loss_and_gradients_are_those_of_a_step_written_by_hand(name, tmp_path):
         error, where = relative_error(take_gradients(module), gradients)
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=0)
     assert error < 1e-10, where
+
+
+# ------------------------------------------------------------------ what a pipeline is given
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_prompts_of_several_lengths_are_states_of_one_length(name, tmp_path):
+    """Microbatches of one shape on every stage; what is added is masked."""
+    module, batch, lengths = module_of(name, tmp_path).eval(), batch_of(name), []
+    module.transformer.register_forward_pre_hook(
+        lambda _, args, options: lengths.append(
+            (
+                options["encoder_hidden_states"].shape[1],
+                options["encoder_hidden_states_mask"].sum(1),
+            )
+        ),
+        with_kwargs=True,
+    )
+    loss_of(module, batch)
+    for i in range(3):
+        part = {n: x[i : i + 1] for n, x in batch.items() if n != "references"}
+        loss_of(module, part | {"references": [each[i : i + 1] for each in batch["references"]]})
+    padded, words = zip(*lengths[-4:], strict=True)
+    assert len(set(padded)) == 1
+    assert words[0].tolist() == [n.item() for n in words[1:]]
+    assert len(set(words[0].tolist())) == 3
+
+
+def test_each_part_is_called_once_for_all_samples(tmp_path):
+    """History: a loop over samples called layers as often as a microbatch has samples, which cannot be cut."""
+    module, calls = module_of(QWEN[1], tmp_path).eval(), []
+    module.setup("fit")
+    for part in (module.text_encoder, module.vae.encoder, module.transformer):
+        part.register_forward_hook(lambda *_, part=part: calls.append(type(part).__name__))
+    with mock.patch.object(type(module.processor), "__call__", autospec=True) as read:
+        read.side_effect = type(module.processor).__mro__[1].__call__
+        loss_of(module, batch_of(QWEN[1]))
+    assert read.call_count == 3
+    assert [name.removesuffix("ForConditionalGeneration") for name in calls] == [
+        "QwenImageEncoder3d",  # of the images that are learnt
+        "Qwen2_5_VL",
+        *["QwenImageEncoder3d"] * 2,  # of the first and of the second references
+        "QwenImageTransformer2DModel",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_model_cannot_learn_from_is_named(name, tmp_path):
+    module, batch = module_of(name, tmp_path), batch_of(name)
+    references = batch.pop("references")
+    if name in QWEN:
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"{name} learns from batches with 'references', .* has image, cap",
+        ):
+            loss_of(module, batch)
+    else:  # draws without an image, too
+        loss_of(module, batch)
+    if name != QWEN[1]:
+        with pytest.raises(
+            ConfigurationError, match=f"{name} edits one image, and each .* 2 refer"
+        ):
+            loss_of(module, batch | {"references": references * 2})
+
+
+def test_references_for_a_model_that_edits_nothing_are_refused(tmp_path):
+    """As they would be left out without a word."""
+    batch = batch_of("FluxKontextPipeline")
+    plain = PipelineDiffusion(tiny.build("flux", tmp_path), call={"max_sequence_length": 8})
+    with pytest.raises(ConfigurationError, match="FluxPipeline edits no images, and batches have"):
+        loss_of(plain, batch)
+    with pytest.raises(ConfigurationError, match="LatentDiffusion edits no images"):
+        loss_of(tiny_latent_diffusion(), batch)
+
+
+def test_prompts_that_are_cut_are_warned_of(tmp_path):
+    module = module_of(QWEN[0], tmp_path, call={"max_sequence_length": 420}).eval()
+    module.setup("fit")
+    module.on_train_start()
+    with pytest.warns(UserWarning, match="captions have more tokens than the 420 that ByT5Tok"):
+        loss_of(module, batch_of(QWEN[0]))
+
+
+# ------------------------------------------------------------------ adapters and drawing
+
+
+@pytest.mark.parametrize("name", [NAMES[2], *map(row, NAMES[:2])])
+def test_adapters_open_in_diffusers_and_draw_the_same(name, tmp_path):
+    module = module_of(name, tmp_path / "parts", lora=Lora(rank=2, alpha=6)).eval()
+    plain, batch = build_editing(name, tmp_path / "again"), batch_of(name, 2)
+    module.setup("fit")
+    with torch.no_grad():
+        for parameter_name, parameter in module.named_parameters():
+            if ".lora_B" in parameter_name:
+                parameter.normal_(std=0.3)
+    module.save_lora(tmp_path / "lora")
+    options = {**CALLS[name], "height": 32, "width": 32, "num_inference_steps": 2}
+    if name == NAMES[0]:
+        options |= {"max_area": 32 * 32, "_auto_resize": False}
+
+    def drawn(pipeline):
+        noise, images = torch.Generator().manual_seed(1), []
+        for i, caption in enumerate(batch["caption"]):
+            files = [Image.fromarray(each[i]) for each in batch["references"]]
+            image = files if len(files) > 1 else files[0]
+            own = {"prompt": caption, "image": image, "output_type": "pt", "generator": noise}
+            images.append(pipeline(**options, **own)[0])
+        return torch.cat(images)
+
+    without = drawn(plain)
+    plain.load_lora_weights(tmp_path / "lora")
+    expected = drawn(plain)
+    assert not torch.allclose(expected, without)
+    steps = options.pop("num_inference_steps")
+    if name == NAMES[0]:  # all at once
+        options["generator"] = [torch.Generator().manual_seed(1)] * 2
+    else:
+        options["generator"] = torch.Generator().manual_seed(1)
+    got = module.sample(batch["caption"], steps, condition=batch["references"], **options)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)

@@ -36,7 +36,7 @@ CAPTIONS = ["make it snow", "x", "a very long dog who sits in the rain"]
 
 @contextlib.contextmanager
 def small_references() -> Iterator[None]:
-    """Has both pipelines of Qwen make references of about 64 x 64 pixels, those it shows to its encoder of 32 x 32."""
+    """Has Qwen's make references of about 64 x 64 pixels, and of 32 x 32 those that Plus shows to its encoder."""
     with contextlib.ExitStack() as stack:
         for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
             real = module.calculate_dimensions
