@@ -53,6 +53,16 @@ class Processor(transformers.Qwen2_5_VLProcessor):
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         transformers.ProcessorMixin.__init__(self, image_processor, tokenizer)
 
+    @classmethod
+    def from_pretrained(cls, folder: Any, **_: Any) -> Any:
+        images = transformers.Qwen2VLImageProcessor.from_pretrained(folder)
+        return cls(images, transformers.ByT5Tokenizer.from_pretrained(folder))
+
+
+# Under the name of which diffusers saves it, and finds it where a test puts it there.
+Processor.__module__ = transformers.Qwen2_5_VLProcessor.__module__
+Processor.__name__ = Processor.__qualname__ = "Qwen2_5_VLProcessor"
+
 
 def processor() -> Processor:
     tokenizer = transformers.ByT5Tokenizer(model_max_length=4096)
