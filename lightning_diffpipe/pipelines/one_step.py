@@ -32,6 +32,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -68,6 +69,7 @@ EXPERTS = ("transformer", "transformer_2")
 
 _FIXED: dict[str, Any] = {
     "guidance_scale": 1.0,
+    "true_cfg_scale": 1.0,
     "pag_scale": 0.0,
     "sag_scale": 0.0,
     "use_resolution_binning": False,
@@ -212,7 +214,9 @@ class OneStep:
         # Guidance adds a part of the difference, which is none at 1 for most pipelines, for others at 0.
         self.unguided: list[dict[str, Any]] = [{}]
         if "guidance_scale" in fixed and "guidance_scale" not in given:
-            self.unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
+            default = inspect.signature(self._call).parameters["guidance_scale"].default
+            scales = (None, 1.0, 0.0) if default is None else (1.0, 0.0)
+            self.unguided = [{"guidance_scale": scale} for scale in scales]
         self.time: float | None = None
         self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
@@ -222,6 +226,9 @@ class OneStep:
         names = inspect.signature(components[self.denoiser].forward).parameters
         self._masks_states = any(n.endswith("_mask") and n[:-5] in names for n in names)
         self._drawing = _methods_that_draw(type(pipeline))
+        encoders = {n: p for n, p in components.items() if n.startswith("text_encoder") and p}
+        takes = {n: inspect.signature(p.forward).parameters for n, p in encoders.items()}
+        self._generating = frozenset(n for n, names in takes.items() if "use_cache" in names)
 
     def predict(
         self,
@@ -381,6 +388,9 @@ class OneStep:
                 own[name] = processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
             elif name.startswith("text_encoder") and part is not None:
                 own[name] = of_type(part, dtype)
+                if name in self._generating:
+                    # Nobody reads the keys and values that such a model keeps for tokens to come.
+                    own[name] = StandIn(own[name], call=partial(own[name], use_cache=False))
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self._most_tokens and self._masks_states:
