@@ -106,7 +106,7 @@ def build_editing(name: str, folder: Path, **parts: Any) -> Any:
 def batch_of(name: str, num_samples: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Images of 32 pixels, captions of several lengths, and references of several shapes."""
     generator = np.random.default_rng(0)
-    shapes = [(32, 32), (32, 64)][: NUM_REFERENCES[name]]
+    shapes = [(32, 32), (32, 64)][: NUM_REFERENCES.get(name, 0)]
     pixels = torch.randn(num_samples, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     return {
         "image": pixels.to(dtype),
