@@ -47,7 +47,7 @@ THIRD_PARTY = {
     "comm": {"torch"},
     "runtime": {"torch", "numpy"},
     "sampling": {"torch", "numpy", "diffusers", "safetensors", "transformers"},
-    "pipelines": {"torch", "transformers"},
+    "pipelines": {"torch", "transformers", "PIL"},
 }
 REASONS = {
     "planning": "planning is pure, so that it can be tested without a GPU; move the measurement to profiling/",

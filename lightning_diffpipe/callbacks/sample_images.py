@@ -127,7 +127,7 @@ class Drawing(L.Callback):
         trainer: L.Trainer,
         module: L.LightningModule,
         prompts: Sequence[Any],
-        conditions: Tensor | None = None,
+        conditions: Tensor | list[Any] | None = None,
         seed: int | None = None,
     ) -> Tensor:
         """Draws with the averaged weights, where there are any; by PipeFusion where stages allow it.
@@ -138,7 +138,7 @@ class Drawing(L.Callback):
             trainer: Of the training.
             module: In training.
             prompts: Texts or class numbers.
-            conditions: Images to draw to, `(len(prompts), 3, H, W)` in [0, 1].
+            conditions: Images to draw to, `(len(prompts), 3, H, W)` in [0, 1], or references, as batches have them.
             seed: Of the start noise; None for that of the callback.
 
         Returns:
@@ -158,7 +158,8 @@ class Drawing(L.Callback):
             if conditions is not None:
                 settings["condition"] = conditions
             pipeline = getattr(trainer.strategy, "pipeline", None)
-            by_layers = self.draws_by_layers or not hasattr(module, "drawing")
+            of_references = isinstance(conditions, list)  # samples are drawn one by one
+            by_layers = self.draws_by_layers or of_references or not hasattr(module, "drawing")
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(prompts, **settings)
@@ -180,7 +181,7 @@ class SampleImages(Drawing):
             the data module has them (`held_back_captions`), or of the first batch, and of that class labels where
             the module says `draws_from = "class_labels"`. Conditions of a ControlNet are taken with them
             (`held_back_conditions`) where the module says `draws_to_conditions = True`, given to its `sample` as
-            `condition`, and shown above what is drawn to them.
+            `condition`, and shown above what is drawn to them; so are `references` of pipelines that edit images.
         every_n_steps: Optimizer steps between two drawings; None draws at the end of every validation.
         num_inference_steps: Denoising steps.
         guidance_scale: Strength of classifier-free guidance.
@@ -209,7 +210,7 @@ class SampleImages(Drawing):
         super().__init__(num_inference_steps, guidance_scale, seed, num_patches)
         self._wish = None if prompts is None else list(prompts)
         self.prompts = self._wish
-        self.conditions: Tensor | None = None
+        self.conditions: Tensor | list[Tensor] | None = None
         self.every_n_steps = every_n_steps
         self._last_step = 0
         self._steps: list[int] = []  # drawn so far
@@ -264,7 +265,8 @@ class SampleImages(Drawing):
         """Takes captions of the first batch, if there are no others; raises ConfigurationError if it has none."""
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
-            captions, conditions = there.get(draws_from(pl_module), []), there.get("condition")
+            captions = there.get(draws_from(pl_module), [])
+            conditions = there.get("references", there.get("condition"))
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
@@ -278,12 +280,14 @@ class SampleImages(Drawing):
         trainer: L.Trainer,
         module: L.LightningModule,
         captions: list[str],
-        conditions: Tensor | None,
+        conditions: Tensor | list[Any] | None,
     ) -> None:
         """Takes those of rank 0, on all ranks: pipelines have other data, and draw in lock step."""
         if not draws_to_conditions(module):
             conditions = None
-        if conditions is not None:  # in 8 bits, as checkpoints keep them
+        if isinstance(conditions, list):
+            conditions = [torch.from_numpy(each[:_NUM_CAPTIONS]) for each in conditions]
+        elif conditions is not None:  # in 8 bits, as checkpoints keep them
             conditions = (conditions[:_NUM_CAPTIONS].cpu().clamp(0, 1) * 255).round().byte()
         first = captions[:_NUM_CAPTIONS], conditions
         prompts, self.conditions = trainer.strategy.broadcast(first)
@@ -335,7 +339,12 @@ class SampleImages(Drawing):
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
             rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
         if self.conditions is not None:  # on top of what is drawn to them
-            rows, columns = [self.conditions.to(images) / 255, images], len(images)
+            above = self.conditions
+            if isinstance(above, list):  # of any shape
+                channels_first = [each.permute(0, 3, 1, 2).float() for each in above]
+                above = [F.interpolate(each, images.shape[-2:]) for each in channels_first]
+            above = above if isinstance(above, list) else [above]
+            rows, columns = [*(each.to(images) / 255 for each in above), images], len(images)
         image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
         steps, grid = self._over_time(folder, rows, columns)
@@ -363,10 +372,8 @@ class SampleImages(Drawing):
         for step in [self._steps[place] for place in spread.round().long()]:
             path = folder / f"step_{step:06d}.png"
             drawn = _tiles(path, columns, height, width) if path.is_file() else images[:0]
-            if len(drawn) >= len(images) * len(
-                rows
-            ):  # else they were of another size, before the run went on
-                last = len(images) * len(rows)
+            last = len(images) * len(rows)
+            if len(drawn) >= last:  # else they were of another size, before the run went on
                 steps, shown = [*steps, step], [*shown, drawn[last - len(images) : last]]
         tiles = torch.stack(shown, 1).flatten(0, 1)
         factor = min(1.0, _COLUMN_PIXELS / width)
@@ -376,11 +383,15 @@ class SampleImages(Drawing):
     def draw(self, trainer: L.Trainer, module: L.LightningModule) -> Tensor:
         """Draws the prompts; see `draw_for`."""
         assert self.prompts is not None, "captions are taken when training starts"
-        conditions = None if self.conditions is None else self.conditions / 255
+        conditions = self.conditions
+        if isinstance(conditions, list):
+            conditions = [each.numpy() for each in conditions]
+        elif conditions is not None:
+            conditions = conditions / 255
         return self.draw_for(trainer, module, self.prompts, conditions)
 
 
-def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Tensor | None]:
+def _held_back(trainer: L.Trainer, module: L.LightningModule) -> tuple[list[str], Any]:
     """Returns captions that the data holds back, with conditions where they are drawn to, if it has them."""
     data, conditions = getattr(trainer, "datamodule", None), None
     if draws_to_conditions(module):

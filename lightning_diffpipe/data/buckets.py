@@ -3,8 +3,9 @@
     resolution 512, step 64:   1024x256  896x256 ... 576x448  512x512  448x576 ... 256x1024
 
 An image gets the size whose ratio of sides is nearest to its own. One that is smaller keeps its pixels: sides of
-the size that are longer than its own are cut to multiples of the step. A bucket is all samples of one size (and, of
-videos, number of frames); an epoch takes each of them once, in an order of its own.
+the size that are longer than its own are cut to multiples of the step. A bucket is all samples of one size (and
+number of frames, of videos, or number and sizes of reference images); an epoch takes each of them once, in an order
+of its own.
 
 Source:
     Buckets of aspect ratios: NovelAI (2022), https://blog.novelai.net/novelai-improvements-on-stable-diffusion-e10d38db82ac
@@ -27,16 +28,18 @@ Last = Literal["filled", "dropped", "smaller"]
 
 
 class Shape(NamedTuple):
-    """Height and width in pixels, and of videos the number of frames."""
+    """Height and width in pixels, of videos the number of frames, and heights and widths of reference images."""
 
     height: int
     width: int
     num_frames: int | None = None
+    references: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         """Returns width x height, as images are described."""
         frames = "" if self.num_frames is None else f", {self.num_frames} frames"
-        return f"{self.width}x{self.height}{frames}"
+        others = " + ".join(f"{width}x{height}" for height, width in self.references)
+        return f"{self.width}x{self.height}{frames}" + f" of {others}" * bool(others)
 
 
 @dataclass(frozen=True)

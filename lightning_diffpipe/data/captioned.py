@@ -5,7 +5,8 @@ lists the captions. Captions stay text, because only the model knows its tokeniz
 `"condition"` besides, `(3, H, W)` in [0, 1], made from the image itself (`"edges"`) or read with it. Images
 that were scaled and cropped come with their size before (`"original_size"`, height and width) and where the crop
 begins (`"crops_coords_top_left"`), `(2,)` each. A `"mask"`, `(1, H, W)` in [0, 1], says where the loss counts, and
-a `"weight"` how much that of the sample does.
+a `"weight"` how much that of the sample does. For pipelines that edit images there are `"references"`, one or
+several images of any size, `(h, w, 3)` in 8 bits, which stay on the host, where processors read them.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -26,6 +28,7 @@ class _Tensors(TypedDict, total=False):
     image: Tensor
     video: Tensor
     condition: Tensor
+    references: list[np.ndarray]
     original_size: Tensor
     crops_coords_top_left: Tensor
     mask: Tensor
@@ -51,10 +54,16 @@ class Batch(_Tensors):
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Stacks `B` images, or videos, of one size, and lists captions; all have conditions and sizes, or none has."""
+    """Stacks `B` images, or videos, of one size, and lists captions; all have conditions and sizes, or none has.
+
+    The first references of all samples are one array, `(B, h, w, 3)`, the second ones another.
+    """
     batch: Batch = {"caption": [sample["caption"] for sample in samples]}
     for name in samples[0]:
-        if name != "caption":
+        if name == "references":
+            columns = zip(*(sample["references"] for sample in samples), strict=True)
+            batch["references"] = [np.stack(column) for column in columns]
+        elif name != "caption":
             batch[name] = torch.stack([sample[name] for sample in samples])
     return batch
 
@@ -231,9 +240,11 @@ class CaptionedDataModule(L.LightningDataModule):
         """Returns up to `count` captions of the samples held back, spread over them, to be drawn while training."""
         return [sample["caption"] for sample in self._held_back(count)]
 
-    def held_back_conditions(self, count: int) -> Tensor | None:
-        """Returns what a ControlNet is shown with these captions, `(N, 3, H, W)`; None if there is nothing."""
+    def held_back_conditions(self, count: int) -> Tensor | list[np.ndarray] | None:
+        """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing."""
         samples = self._held_back(count)
+        if samples and "references" in samples[0]:
+            return collate(samples)["references"]
         if not samples or "condition" not in samples[0]:
             return None
         return torch.stack([sample["condition"] for sample in samples])

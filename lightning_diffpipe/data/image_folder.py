@@ -6,6 +6,8 @@ mask that says where the loss counts (`mask="masks"`):
 
     {"file_name": "cat.png", "text": "a cat on a sofa", "conditioning_image": "cat_edges.png"}
 
+Pipelines that make an image from others of any shape learn from `references` (`listing.py`).
+
 Where `num_frames` are asked for, files are videos that PyAV decodes (mp4, webm, gif, ...), or folders of frames.
 """
 
@@ -15,7 +17,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -26,9 +28,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
-from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
+from lightning_diffpipe.data.captioned import (
+    MADE,
+    Batch,
+    CaptionedDataModule,
+    Sample,
+    share_of,
+)
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (
+    read_reference,
     read_sample,
     read_video,
     reading,
@@ -109,10 +118,21 @@ class FolderSamples(Dataset[Sample]):
             sample: Sample = {"video": video, "caption": caption}
         else:
             companions = {
-                n: (file, f"{file} ({entry.where})") for n, file in entry.companions.items()
+                n: (file, f"{file} ({entry.where})")
+                for n, file in entry.companions.items()
+                if n != "references"
             }
             given = entry.path, caption, crop, self.background, called, companions, self.alpha
             sample = read_sample(*given)
+            if shape.references:  # cut and mirrored as the image, as far as shapes allow
+                files = zip(entry.companions["references"], shape.references, strict=True)
+                sample["references"] = [
+                    read_reference(
+                        file, replace(crop, height=height, width=width), self.background,
+                        f"{file} ({entry.where})",
+                    )
+                    for file, (height, width) in files
+                ]  # fmt: skip
         if self.is_weighted:
             sample["weight"] = torch.tensor(entry.weight)
         return sample
@@ -131,6 +151,9 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: Worker processes that decode images.
         condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of the
             metadata that names a second image of the same shape, or a folder of such images; None for nothing.
+        references: What a pipeline that edits images makes each of: the key of the metadata that names one image
+            or a list of them, of any shape, or a folder with one for each; None for nothing. They get sizes as
+            images do, and a batch has one number and shape of them.
         on_error: What becomes of lines and images that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and says their number. Broken images are found when
             they are loaded; the next one of the same size takes the place of each.
@@ -166,6 +189,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         batch_size: int = 16,
         num_workers: int = 4,
         condition: str | None = None,
+        references: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         num_frames: int | Sequence[int] | None = None,
         background: str = "white",
@@ -192,7 +216,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
             for number in self._frames:
                 require_number("num_frames", number, 1, whole=True)
-            for name, value in (("condition", condition), ("mask", mask)):
+            others = {"condition": condition, "references": references, "mask": mask}
+            for name, value in others.items():
                 if value is not None:
                     raise ConfigurationError(
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
@@ -264,7 +289,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         if self._split:
             return
         h = self.hparams
-        wanted = {"condition": h.condition, "mask": h.mask}
+        wanted = {"condition": h.condition, "references": h.references, "mask": h.mask}
         made = {*MADE, "alpha", None}
         companions = {kind: key for kind, key in wanted.items() if key not in made}
         split: list[dict[str, Any]] = [{"entries": [], "shapes": []} for _ in range(2)]
@@ -330,7 +355,8 @@ class ImageFolderDataModule(CaptionedDataModule):
 
     @property
     def _has_buckets(self) -> bool:
-        return self._sizes is not None or len(self._frames) > 1
+        some = self.hparams.references is not None  # one, or two, or in several shapes
+        return self._sizes is not None or len(self._frames) > 1 or some
 
     def _shape(self, entry: Entry) -> Shape | DataError:
         """Returns what an entry is given, by its header; or why it cannot be used."""
@@ -345,8 +371,12 @@ class ImageFolderDataModule(CaptionedDataModule):
                 else:
                     with Image.open(entry.path) as image:
                         width, height = size_of(image)
-                size = self._sizes.of(height, width) if self._sizes else (side, side)
-                return Shape(*size, frames)
+                sized = self._sizes.of if self._sizes else lambda *_: (side, side)
+                size, references = sized(height, width), []
+            for file in entry.companions.get("references", ()):
+                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                    references.append(sized(*reversed(size_of(image))))
+            return Shape(*size, frames, tuple(references))
         except DataError as error:
             return error
 
@@ -369,9 +399,16 @@ class ImageFolderDataModule(CaptionedDataModule):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
+            collate_fn=_unchanged,
         )
 
     def _drawn_from(self) -> Sequence[int]:
-        if self.hparams.condition is None or not self.validation_buckets:
+        one_shape = self.hparams.condition or self.hparams.references
+        if one_shape is None or not self.validation_buckets:
             return super()._drawn_from()
-        return next(iter(self.validation_buckets.values()))  # conditions of one shape
+        return next(iter(self.validation_buckets.values()))
+
+
+def _unchanged(batch: Batch) -> Batch:
+    """Returns a batch in which references stay arrays, of which torch would make tensors."""
+    return batch

@@ -6,10 +6,15 @@
 
 The first two are the layout of Hugging Face's ImageFolder, the third that of most trainers. A folder with metadata
 consists of what they list; a text next to one of these images must say the same. In a folder without, images are
-found by their endings. What lies next to an image (a condition, a mask) is named by a key of the metadata, or
-is the file of the same name in a folder: `folder/masks/cat.png`.
+found by their endings. What lies next to an image (a condition, a mask, a reference) is named by a key of the
+metadata, or is the file of the same name in a folder: `folder/masks/cat.png`. Of references there may be several:
+
+    {"file_name": "both.png", "text": "she wears the hat", "references": ["her.png", "hat.png"]}
+
+which in a table are written so, too: `"[""her.png"", ""hat.png""]"`.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -32,14 +37,15 @@ class Entry(NamedTuple):
     Attributes:
         path: Of the image.
         caption: As it is written.
-        companions: Files of a `"condition"` and a `"mask"`, as far as they are asked for.
+        companions: Files of a `"condition"`, a `"mask"` and the first, second, ... of `"references"` (in a tuple),
+            as far as they are asked for.
         where: The listing and line, or the file of the caption, for messages.
         weight: How much its loss counts.
     """
 
     path: Path
     caption: str
-    companions: Mapping[str, Path]
+    companions: Mapping[str, Any]
     where: str
     weight: float = 1.0
 
@@ -141,11 +147,18 @@ class Listing:
         except (KeyError, TypeError) as error:
             raise DataError(self._expected(where, json.dumps(values))) from error
         at = f"{self.folder / where}"
-        for key, text in zip(keys, texts, strict=True):
-            if not isinstance(text, str):
+        kinds = "image", "caption", *self.companions
+        for index, (key, text, kind) in enumerate(zip(keys, texts, kinds, strict=True)):
+            if kind == "references":
+                texts[index] = _several(text, f"{at}: {key!r}")
+            elif not isinstance(text, str):
                 raise DataError(f"{at}: {key!r} must be a text, but is {json.dumps(text)[:80]}")
         name, caption, *names = texts
-        path, *others = (self._there(self.folder / each, at) for each in (name, *names))
+        there = lambda each: self._there(self.folder / each, at)
+        path = there(name)
+        others = [
+            there(each) if isinstance(each, str) else tuple(map(there, each)) for each in names
+        ]
         text = path.with_suffix(".txt")
         if text.is_file() and (other := _caption_in(text)) != " ".join(caption.split()):
             raise DataError(
@@ -199,13 +212,14 @@ class Listing:
     def _of_files(
         self, path: Path, text: Path | None, folders: Mapping[str, Mapping[str, Path]]
     ) -> Entry:
-        companions = {}
+        companions: dict[str, Any] = {}
         for kind, key in self.companions.items():
             if path.stem not in folders[key]:
                 raise DataError(
                     f"{path} has no {kind}: {self.folder / key / path.name} is not there"
                 )
-            companions[kind] = self._there(folders[key][path.stem], str(path))
+            file = self._there(folders[key][path.stem], str(path))
+            companions[kind] = (file,) if kind == "references" else file
         caption = "" if text is None else _caption_in(text)
         where = "no caption" if text is None else text.name
         return Entry(self._there(path, str(path)), caption, companions, where)
@@ -223,6 +237,21 @@ class Listing:
         if not status.st_size:
             raise DataError(f"{where}: {path} is empty (0 bytes)")
         return path
+
+
+def _several(value: Any, called: str) -> list[str]:
+    """Returns the names that a value is: one, or a list of them, which a table has as a text in JSON."""
+    names = value
+    if isinstance(value, str):
+        names = [value]
+        if value.lstrip().startswith("["):
+            with contextlib.suppress(json.JSONDecodeError):
+                names = json.loads(value)
+    if isinstance(names, list) and names and all(isinstance(n, str) and n for n in names):
+        return names
+    raise DataError(
+        f'{called} must name a file, or several as in ["a.png", "b.png"], but is {json.dumps(value)[:80]}'
+    )
 
 
 def _decoded(content: bytes, where: str) -> str:

@@ -181,6 +181,20 @@ def read_sample(
     return sample
 
 
+def read_reference(path: Path, crop: Crop, background: str, name: str) -> np.ndarray:
+    """Reads an image that another one is made from; it may have any shape.
+
+    Returns:
+        What the crop keeps of it, `(height, width, 3)` in 8 bits.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    with reading(name), Image.open(path) as image:
+        levels = (to_pixels(image, crop, background) + 1) * 127.5
+        return levels.round().byte().permute(1, 2, 0).contiguous().numpy()
+
+
 def read_video(path: Path, num_frames: int, crop: Crop, background: str = "white") -> Tensor:
     """Reads successive frames out of the middle of a video.
 

@@ -270,6 +270,7 @@ class PartsModule(L.LightningModule):
 
     part_names: ClassVar[tuple[str, ...]] = ()
     frozen_parts: tuple[str, ...] = ()
+    edits_images: bool = False
     optimization: Optimization
 
     def __init__(self) -> None:
@@ -444,7 +445,16 @@ class PartsModule(L.LightningModule):
             optimizer.train()
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        """Returns the loss of one batch; see `losses`."""
+        """Returns the loss of one batch; see `losses`.
+
+        Raises:
+            ConfigurationError: It has references, and the model edits no images.
+        """
+        if "references" in batch and not self.edits_images:
+            raise ConfigurationError(
+                f"{self.pipeline_index.get('_class_name', type(self).__name__)} edits no images, and batches have "
+                "references; leave data.references out, or take a pipeline that does"
+            )
         return self._logged("train", batch, self.losses(batch))
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:

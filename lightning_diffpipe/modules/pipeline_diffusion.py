@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, get_args
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -58,7 +59,9 @@ class PipelineDiffusion(PartsModule):
     `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
     `original_size` and `crops_coords_top_left` of SDXL, are those of each image where the batch has them,
     `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit images learn from `condition`, the image
-    before, `(B, 3, H, W)` in [0, 1]. `mask` and `weight` say where and how much a loss counts (`noise.py`).
+    before, `(B, 3, H, W)` in [0, 1], or from `references`, a list of one or several images of any size,
+    `(B, h, w, 3)` each in 8 bits on the host. `mask` and `weight` say where and how much a loss counts
+    (`noise.py`).
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
@@ -206,6 +209,11 @@ class PipelineDiffusion(PartsModule):
         return cls(known(**{**own, **absent, **parts}), **arguments)
 
     @property
+    def edits_images(self) -> bool:  # type: ignore[override]
+        """Whether batches may have references."""
+        return self.step.image is not None
+
+    @property
     def step(self) -> OneStep:
         """The first of `steps`."""
         return self.steps[0]
@@ -275,15 +283,17 @@ class PipelineDiffusion(PartsModule):
         Raises:
             ConfigurationError: The batch lacks what the pipeline draws from.
         """
+        tail = self.tail  # by which it is known how images are read
         step, pixels = self.step, _pixels_of(batch)
         is_training, conditions, shown = generator is None, [], None
         further = {name: batch[name] for name in step.sizes if name in batch}
         if step.condition is not None:
             wanted = "caption" if step.condition == "prompt" else step.condition
             conditions = self._read(batch, wanted)
-        if step.image is not None and (step.needs_image or "condition" in batch):
-            note = ", the images before, which a folder names in metadata.jsonl (data.condition)"
-            further[step.image] = self._read(batch, "condition", note)
+        if "references" in batch or (step.image is not None and step.needs_image):
+            further[step.image] = self._image_of(batch)
+        elif step.image is not None and "condition" in batch:
+            further[step.image] = batch["condition"]
         if is_training and step.condition == "prompt":
             coins = [random.random() for _ in conditions]
             dropped = self.hparams.caption_dropout
@@ -302,7 +312,7 @@ class PipelineDiffusion(PartsModule):
             if len(self.steps) > 1:
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
-            prediction = step.predict(*inputs, self.tail, parts, further, shown)
+            prediction = step.predict(*inputs, tail, parts, further, shown)
             losses.append(schedule.losses(corrupted, prediction, batch))
         if len(losses) == 1:
             return losses[0]
@@ -317,6 +327,25 @@ class PipelineDiffusion(PartsModule):
                 + ", ".join(map(str, batch))
             )
         return batch[name]
+
+    def _image_of(self, batch: Mapping[str, Any]) -> Any:
+        """Returns what of a batch the pipeline edits, as `OneStep.predict` takes it."""
+        step, references = self.step, batch.get("references")
+        if step.reads_references:
+            note = ", images that it edits, which metadata.jsonl names for each (data.references)"
+            return self._read(batch, "references", note)
+        if references is None:
+            note = ", the images before, which a folder names in metadata.jsonl (data.condition)"
+            return self._read(batch, "condition", note)
+        return self._as_numbers(references)
+
+    def _as_numbers(self, references: Sequence[Any]) -> Tensor:
+        """Returns references for a pipeline that edits one image, `(B, 3, h, w)` in [0, 1]."""
+        if len(references) > 1:
+            raise ConfigurationError(
+                f"{self.step.name} edits one image, and each sample has {len(references)} references; name one"
+            )
+        return torch.tensor(references[0], device=self.device).permute(0, 3, 1, 2).float() / 255
 
     def _shown(self, coins: Sequence[float]) -> Tensor:
         """Returns 1 for samples that keep the image before, 0 for others, `(B,)`, by the coins of their captions.
@@ -353,7 +382,7 @@ class PipelineDiffusion(PartsModule):
         num_inference_steps: int = 25,
         guidance_scale: float | None = None,
         generator: torch.Generator | None = None,
-        condition: Tensor | None = None,
+        condition: Tensor | Sequence[Any] | None = None,
         **options: Any,
     ) -> Tensor:
         """Draws one image or video per prompt with the pipeline's own call, in this process.
@@ -364,7 +393,8 @@ class PipelineDiffusion(PartsModule):
             guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
                 given.
             generator: Of the start noise.
-            condition: The images to edit, `(len(prompts), 3, H, W)` in [0, 1].
+            condition: The images to edit, `(len(prompts), 3, H, W)` in [0, 1], or a list of references,
+                `(len(prompts), h, w, 3)` each in 8 bits.
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
                 batch trained on if not given, or else the pipeline's own.
 
@@ -372,22 +402,29 @@ class PipelineDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
         settings = {"guidance_scale": guidance_scale, "generator": generator, **options}
-        settings |= {"num_inference_steps": num_inference_steps, "condition": condition}
-        call = self.drawing(prompts, **settings)
+        settings["num_inference_steps"] = num_inference_steps
+        calls = [(prompts, condition)]
+        if self.step.reads_references and not isinstance(condition, Tensor | None):
+            rows = [slice(i, i + 1) for i in range(len(prompts))]
+            calls = [(prompts[row], [each[row] for each in condition]) for row in rows]
         progress = getattr(self.pipeline, "_progress_bar_config", {})
         self.pipeline.set_progress_bar_config(disable=True)
         try:
             with self.evaluating():
-                drawn = self.pipeline(**call.arguments)[0]
+                drawn = [
+                    self.pipeline(**self.drawing(some, condition=images, **settings).arguments)[0]
+                    for some, images in calls
+                ]
         finally:
             self.pipeline.set_progress_bar_config(**progress)
-        return torch.stack(list(drawn)) if isinstance(drawn, list) else drawn
+        images = [torch.stack(list(each)) if isinstance(each, list) else each for each in drawn]
+        return images[0] if len(images) == 1 else torch.cat(images)
 
     def drawing(
         self,
         prompts: Sequence[Any],
         guidance_scale: float | None = None,
-        condition: Tensor | None = None,
+        condition: Tensor | Sequence[Any] | None = None,
         **settings: Any,
     ) -> PipelineCall:
         """Returns the pipeline's call that `sample` makes of these arguments, for samplers that run its loop."""
@@ -398,8 +435,12 @@ class PipelineDiffusion(PartsModule):
         arguments |= {**settings, "output_type": "pt"}
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
-        if condition is not None:
-            arguments[self.step.image] = condition
+        if self.step.reads_references and not isinstance(condition, Tensor | None):
+            images = [Image.fromarray(each[0]) for each in condition]  # of one prompt
+            arguments[self.step.image] = images if len(images) > 1 else images[0]
+        elif condition is not None:
+            is_tensor = isinstance(condition, Tensor)
+            arguments[self.step.image] = condition if is_tensor else self._as_numbers(condition)
         return call_of(self.pipeline, arguments, self.device)
 
 

@@ -12,7 +12,8 @@ For training it is run with four things replaced, in a shallow copy of the pipel
     noise       the methods that draw it are given our noisy latents instead
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
-    tokenizers  pad to a fixed length, so that every microbatch has the same shapes
+    tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
+                images with the prompts, and states of prompts that a pipeline gives its denoiser with a mask
     encoders    of prompts answer in the type of the denoiser, whatever they are stored in
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
@@ -31,23 +32,29 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
+from transformers import ProcessorMixin
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
     Captured,
     Draw,
+    Lockstep,
+    PaddingProcessor,
     PaddingTokenizer,
     Place,
     StandIn,
     checked_arguments,
     dropping_encoder,
     no_decoder,
+    of_length,
     of_type,
     one_timestep,
     per_sample,
@@ -62,6 +69,7 @@ EXPERTS = ("transformer", "transformer_2")
 
 _FIXED: dict[str, Any] = {
     "guidance_scale": 1.0,
+    "true_cfg_scale": 1.0,
     "pag_scale": 0.0,
     "sag_scale": 0.0,
     "use_resolution_binning": False,
@@ -155,6 +163,9 @@ class OneStep:
         refused_image: Why training cannot follow what becomes of the image, if it cannot.
         image: The argument with an image for each sample that the pipeline edits; None if it edits none.
         needs_image: Whether it draws nothing without one.
+        reads_references: Whether it shows the image to a processor, which reads it in 8 bits. Then the call is run
+            for each sample, as such pipelines read a list of images for those of one sample.
+        reads_several: Whether a sample may have several images then.
         guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
         sizes: Arguments with two numbers that each sample may have of its own, such as `"original_size"`; without
@@ -189,6 +200,7 @@ class OneStep:
         self.neutral = _NEUTRAL[self.condition]
         self.image = image_of(type(pipeline))
         self.needs_image = self.image in required_by(type(pipeline))
+        self.reads_references = self.reads_several = False
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
         given = dict(arguments or {})
@@ -202,12 +214,21 @@ class OneStep:
         # Guidance adds a part of the difference, which is none at 1 for most pipelines, for others at 0.
         self.unguided: list[dict[str, Any]] = [{}]
         if "guidance_scale" in fixed and "guidance_scale" not in given:
-            self.unguided = [{"guidance_scale": 1.0}, {"guidance_scale": 0.0}]
+            default = inspect.signature(self._call).parameters["guidance_scale"].default
+            scales = (None, 1.0, 0.0) if default is None else (1.0, 0.0)
+            self.unguided = [{"guidance_scale": scale} for scale in scales]
         self.time: float | None = None
         self.places: tuple[Place, ...] = ()
         self.sizes = tuple(n for n in _SIZES if n in self._parameters and n not in given)
         self.note_tokens: Callable[..., None] = lambda *_: None
+        limit = inspect.signature(self._call).parameters.get("max_sequence_length")
+        self._most_tokens = self.arguments.get("max_sequence_length", limit and limit.default)
+        names = inspect.signature(components[self.denoiser].forward).parameters
+        self._masks_states = any(n.endswith("_mask") and n[:-5] in names for n in names)
         self._drawing = _methods_that_draw(type(pipeline))
+        encoders = {n: p for n, p in components.items() if n.startswith("text_encoder") and p}
+        takes = {n: inspect.signature(p.forward).parameters for n, p in encoders.items()}
+        self._generating = frozenset(n for n, names in takes.items() if "use_cache" in names)
 
     def predict(
         self,
@@ -217,7 +238,7 @@ class OneStep:
         pixels: Mapping[str, int],
         tail: Tail,
         parts: Mapping[str, Any],
-        further: Mapping[str, Tensor],
+        further: Mapping[str, Any],
         shown: Tensor | None = None,
     ) -> Tensor:
         """Returns what the denoiser predicts, as the scheduler understands it: fp32, of the shape of `noisy`.
@@ -230,13 +251,78 @@ class OneStep:
             tail: From `find_tail` of `trial.py`.
             parts: The pipeline's parts as they are now, by name.
             further: By argument, what each sample has of its own: `self.sizes`, `(B, 2)`, and `self.image`,
-                `(B, 3, H, W)` in [0, 1].
+                `(B, 3, H, W)` in [0, 1], or a list of reference images, `(B, H, W, 3)` each in 8 bits on the host,
+                where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
 
         Raises:
             ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
                 way that training cannot follow.
         """
+        inputs = noisy, timesteps, conditions, pixels, tail
+        if self.image in further and self.refused_image is not None:
+            raise self.refused_image
+        parts = dict(parts)
+        if shown is not None and self.decoder is not None:
+            parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
+        if self.reads_references and self.image in further:
+            num_references = len(further[self.image])
+            if num_references > 1 and not self.reads_several:
+                raise ConfigurationError(
+                    f"{self.name} edits one image, and each sample has {num_references} references; name one"
+                )
+            predicted = self._predicted_in_lockstep(*inputs, parts, further)
+        else:
+            predicted = self._predicted(*inputs, parts, further)
+        if predicted is None or predicted.shape != noisy.shape:
+            got = "none" if predicted is None else tuple(predicted.shape)
+            raise ConfigurationError(
+                f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
+            )
+        return predicted
+
+    def _predicted_in_lockstep(
+        self,
+        noisy: Tensor,
+        timesteps: Tensor,
+        conditions: Sequence[Any],
+        pixels: Mapping[str, int],
+        tail: Tail,
+        parts: Mapping[str, Any],
+        further: Mapping[str, Any],
+    ) -> Tensor | None:
+        """Returns the predictions for samples of which the call takes one at a time."""
+        vae, encoders = self.decoder, [n for n in parts if n.startswith("text_encoder")]
+        lockstep = Lockstep(
+            {n: parts[n] for n in (self.denoiser, *encoders) if parts[n] is not None},
+            {} if vae is None else {vae: parts[vae]},
+            {n: p for n, p in parts.items() if isinstance(p, ProcessorMixin)},
+            getattr(self._pipeline, "image_processor", None),
+            len(noisy),
+        )
+        while True:
+            predicted = []
+            for i, own in enumerate(lockstep.parts()):
+                row = slice(i, i + 1)
+                images = [Image.fromarray(image[i]) for image in further[self.image]]
+                others = {n: value[row] for n, value in further.items() if n != self.image}
+                others[self.image] = images if len(images) > 1 else images[0]
+                inputs = noisy[row], timesteps[row], conditions[row], pixels, tail
+                predicted.append(self._predicted(*inputs, {**parts, **own}, others))
+            if not lockstep.answer():
+                return None if None in predicted else torch.cat(predicted)
+
+    def _predicted(
+        self,
+        noisy: Tensor,
+        timesteps: Tensor,
+        conditions: Sequence[Any],
+        pixels: Mapping[str, int],
+        tail: Tail,
+        parts: Mapping[str, Any],
+        further: Mapping[str, Any],
+    ) -> Tensor | None:
+        """Returns what one run of the call predicts; None if it ends before."""
         predicted: list[Tensor] = []
 
         def draw(shape: Sequence[int]) -> Tensor:
@@ -255,19 +341,9 @@ class OneStep:
                 raise Captured
             return prediction
 
-        if self.image in further and self.refused_image is not None:
-            raise self.refused_image
-        parts = dict(parts)
-        if shown is not None and self.decoder is not None:
-            parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
         self.run(draw, timesteps, conditions, {**pixels, **further}, parts, step, decode)
-        if not predicted or predicted[0].shape != noisy.shape:
-            got = tuple(predicted[0].shape) if predicted else "none"
-            raise ConfigurationError(
-                f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
-            )
-        return predicted[0]
+        return predicted[0] if predicted else None
 
     def time_at(self, share: float) -> float:
         """Returns the whole timestep at a share of the span, of those that the scheduler knows."""
@@ -298,19 +374,29 @@ class OneStep:
         if self.time is not None:
             times = torch.tensor(self.time, dtype=timesteps.dtype)
             known[TIME] = timesteps[:, None]
-        own[self.denoiser] = per_sample(parts[self.denoiser], self.places, known)
+        denoiser = per_sample(parts[self.denoiser], self.places, known)
         dtype = _dtype_of(parts[self.denoiser])
         # A pipeline takes the type of one of its denoisers for that of all.
         own.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
         own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
         own["_progress_bar_config"] = {"disable": True}
+        processor: PaddingProcessor | None = None
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part, self.note_tokens)
+            elif isinstance(getattr(part, "real", part), ProcessorMixin) and self._most_tokens:
+                own[name] = processor = PaddingProcessor(part, self._most_tokens, self.note_tokens)
             elif name.startswith("text_encoder") and part is not None:
                 own[name] = of_type(part, dtype)
+                if name in self._generating:
+                    # Nobody reads the keys and values that such a model keeps for tokens to come.
+                    own[name] = StandIn(own[name], call=partial(own[name], use_cache=False))
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
+        if self._most_tokens and self._masks_states:
+            of_images = lambda: processor.num_image_tokens if processor else 0
+            denoiser = of_length(denoiser, lambda: self._most_tokens + of_images())
+        own[self.denoiser] = denoiser
         if self.decoder is not None:
             own[self.decoder] = no_decoder(parts[self.decoder], on_decode)
         methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}

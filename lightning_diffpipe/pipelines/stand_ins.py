@@ -10,12 +10,14 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import BatchEncoding
@@ -74,6 +76,11 @@ class StandIn:
 
     def __init__(self, real: Any, **members: Any) -> None:
         vars(self).update(members, _real=real)
+
+    @property
+    def real(self) -> Any:
+        """The part."""
+        return self._real
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not yet made, as in a deep copy
@@ -179,6 +186,37 @@ class PaddingTokenizer(StandIn):
         return self._answer
 
 
+class PaddingProcessor(StandIn):
+    """A processor of texts and images whose answers have one length for images of given sizes.
+
+    Args:
+        real: The processor.
+        most_tokens: So many tokens it reads besides those of images, of which it cuts off the rest.
+        note: As `PaddingTokenizer` takes it.
+
+    Attributes:
+        num_image_tokens: Tokens of the images, of the sample that has most of them.
+    """
+
+    def __init__(self, real: Any, most_tokens: int, note: Callable[..., None]) -> None:
+        super().__init__(real, num_image_tokens=0, _most_tokens=most_tokens, _note=note)
+
+    def __call__(self, text: Any = None, images: Any = None, **options: Any) -> Any:
+        """Tokenizes texts, in which images take the place of their tokens."""
+        answer = self._real(text=text, images=images, **options)
+        ids = answer["input_ids"]
+        self.num_image_tokens = int((ids == self._real.image_token_id).sum(1).max())
+        missing = self._most_tokens + self.num_image_tokens - ids.shape[1]
+        if missing < 0:
+            uncut = types.SimpleNamespace(encodings=None)
+            self._note(self._real.tokenizer, text, uncut, self._most_tokens)
+        fill = {"input_ids": self._real.tokenizer.pad_token_id or 0}
+        for name, value in answer.items():
+            if isinstance(value, Tensor) and value.shape == ids.shape:
+                answer[name] = F.pad(value, (0, missing), value=fill.get(name, 0))
+        return answer
+
+
 def in_own_precision(vae: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast for an autoencoder that asks for it (`force_upcast` in its config)."""
     known = torch.amp.is_autocast_available(device.type)  # not so of models on paper
@@ -213,6 +251,27 @@ def of_type(real: Any, dtype: torch.dtype) -> Any:
     return StandIn(real, call=call, dtype=dtype)
 
 
+def of_length(real: Any, length: Callable[[], int]) -> StandIn:
+    """Returns a denoiser whose states of prompts have one length, whatever that of the prompts.
+
+    Args:
+        real: Computes.
+        length: Gives the length. Longer states stay as they are, and so do those without a mask.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        for masked in [n for n in options if n.endswith("_mask") and n[:-5] in options]:
+            states, mask = options[masked[:-5]], options[masked]
+            missing = max(0, length() - states.shape[1])
+            # A mask that is left out where all are read would change what is called.
+            mask = states.new_ones(states.shape[:2], dtype=torch.long) if mask is None else mask
+            options[masked[:-5]] = F.pad(states, (0, 0, 0, missing))
+            options[masked] = F.pad(mask, (0, missing))
+        return real(*args, **options)
+
+    return StandIn(real, call=call)
+
+
 def replaying(real: Any) -> Callable[[], StandIn]:
     """Returns what makes stand-ins of an encoder: the first computes, later ones give its answers in turn."""
     answers: list[Any] = []
@@ -230,6 +289,107 @@ def replaying(real: Any) -> Callable[[], StandIn]:
     return make
 
 
+class Lockstep:
+    """Parts of a pipeline whose call takes one sample, such that each is called once for several of them.
+
+    The call is run for each sample up to the first part that computes, the part computes for all, and the call is
+    run again up to the next one, with the answers so far. Arguments of a part have samples along axis 0, and lists
+    an entry for each. What prepares images and texts does so once for each sample.
+
+    Args:
+        networks: Those that are called, by name.
+        encoders: Those whose `encode` is; of what it returns only the mode of the posterior is left.
+        processors: Prepare texts and images.
+        images: Prepares images, with `resize` and `preprocess`; None if nothing does.
+        num_samples: So many.
+    """
+
+    def __init__(
+        self,
+        networks: Mapping[str, Any],
+        encoders: Mapping[str, Any],
+        processors: Mapping[str, Any],
+        images: Any,
+        num_samples: int,
+    ) -> None:
+        self._networks, self._encoders, self._images = networks, encoders, images
+        self._answers: list[list[Any]] = [[] for _ in range(num_samples)]
+        self._asked: list[tuple[Callable[..., Any], Any, Any]] = []
+        methods = ("resize", "preprocess") if images is not None else ()
+        self._prepared = [
+            (
+                {name: replaying(part) for name, part in processors.items()},
+                {name: replaying(getattr(images, name)) for name in methods},
+            )
+            for _ in range(num_samples)
+        ]
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yields the stand-ins for a run of the call, sample by sample."""
+        for answers, (processors, methods) in zip(self._answers, self._prepared, strict=True):
+            given = iter(answers)
+            parts: dict[str, Any] = {name: make() for name, make in processors.items()}
+            for name, part in self._networks.items():
+                call = partial(self._ask, part, given)
+                parts[name] = StandIn(part, call=call, dtype=part.dtype)
+            for name, part in self._encoders.items():
+                mode = partial(self._ask, partial(_mode, part), given)
+                parts[name] = StandIn(
+                    part, encode=lambda pixels, mode=mode: posterior_of(mode(pixels))
+                )
+            if methods:
+                own = {name: make() for name, make in methods.items()}
+                parts["image_processor"] = StandIn(self._images, **own)
+            yield parts
+
+    def _ask(self, compute: Any, given: Iterator[Any], *args: Any, **options: Any) -> Any:
+        for answer in given:
+            return answer
+        self._asked.append((compute, args, options))
+        raise Captured
+
+    def answer(self) -> bool:
+        """Computes what all samples have asked for in the last run; returns whether they did."""
+        asked, self._asked = self._asked, []
+        if not asked:
+            return False
+        args = [_joined(values) for values in zip(*(args for _, args, _ in asked), strict=True)]
+        options = {name: _joined([each[name] for *_, each in asked]) for name in asked[0][2]}
+        answer = asked[0][0](*args, **options)
+        for index, answers in enumerate(self._answers):
+            rows = lambda x, index=index: x.chunk(len(asked))[index] if x.ndim else x
+            answers.append(pytree.tree_map_only(Tensor, rows, answer))
+        return True
+
+
+def encoding(real: Any) -> Callable[..., Any]:
+    """Returns the encoder of an autoencoder, in its own precision and type."""
+
+    def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
+        with in_own_precision(real, pixels.device):
+            return real.encode(pixels.to(real.dtype), *args, **options)
+
+    return encode
+
+
+def _mode(vae: Any, pixels: Tensor) -> Tensor:
+    return encoding(vae)(pixels).latent_dist.mode()
+
+
+def posterior_of(mode: Tensor) -> types.SimpleNamespace:
+    """Returns an encoding of which only the mode is left."""
+    return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=lambda: mode))
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Returns an argument for all samples, of those that each has."""
+    if isinstance(values[0], Tensor) and values[0].ndim:
+        return torch.cat(list(values))
+    if isinstance(values[0], list):
+        return list(itertools.chain.from_iterable(values))
+    return values[0]
+
+
 def in_type(answer: Any, dtype: torch.dtype) -> Any:
     """Gives floating tensors a type, wherever they stand in an answer."""
     return pytree.tree_map_only(
@@ -244,12 +404,8 @@ def no_decoder(real: Any, give: Callable[[Tensor], None]) -> StandIn:
         give(latents)
         raise Captured
 
-    def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
-        with in_own_precision(real, pixels.device):
-            return real.encode(pixels.to(real.dtype), *args, **options)
-
     # In float32, so that the pipeline does not round what it unpacks.
-    return StandIn(real, decode=decode, encode=encode, dtype=torch.float32)
+    return StandIn(real, decode=decode, encode=encoding(real), dtype=torch.float32)
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
@@ -262,8 +418,7 @@ def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
 
     def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
         mode = real.encode(pixels, *args, **options).latent_dist.mode()
-        latents = mode * shown.to(mode).view(-1, *[1] * (mode.ndim - 1))
-        return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=lambda: latents))
+        return posterior_of(mode * shown.to(mode).view(-1, *[1] * (mode.ndim - 1)))
 
     return StandIn(real, encode=encode)
 

@@ -15,12 +15,21 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from PIL import Image
 from torch import Tensor, nn
+from transformers import ProcessorMixin
 from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
-from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given, in_type
+from lightning_diffpipe.pipelines.stand_ins import (
+    Draw,
+    Place,
+    StandIn,
+    given,
+    in_type,
+    posterior_of,
+)
 
 _NO_SIZE = (
     ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
@@ -32,7 +41,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
     """Runs the call at its default size with stand-ins, to see what can be trained and how.
 
     Args:
-        step: The call; gets `arguments`, `time`, `places` and `refused_image`.
+        step: The call; gets `arguments`, `time`, `places`, and what is said of the image.
         parts: The pipeline's parts by name. Its text encoders are called once, with an empty prompt; denoiser
             and decoder are not called.
 
@@ -42,17 +51,24 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             undone, or the pipeline expects something else of its scheduler.
     """
     refusals, config = [], getattr(parts[step.denoiser], "config", {})
-    for one_time, arguments in itertools.product((False, True), step.unguided):
+    reads = step.image and any(isinstance(part, ProcessorMixin) for part in parts.values())
+    ways = (False, True) if reads else (False,)
+    needs_image = step.needs_image
+    for of_references, one_time, arguments in itertools.product(ways, (False, True), step.unguided):
         step.arguments |= arguments
         step.time, step.places = None, ()
+        step.reads_references, step.needs_image = of_references, needs_image or of_references
         try:
             with torch.no_grad():
                 trial = Trial(step, parts)
                 if one_time:
                     step.places = (trial.place_of_time(),)
-                trial.check_samples_apart()
+                if of_references:
+                    step.reads_several = Trial(step, parts).reads_several()
+                else:
+                    trial.check_samples_apart()
                 step.places += trial.places_of_sizes()
-                step.refused_image = trial.refused_image()
+                step.refused_image = None if of_references else trial.refused_image()
                 if step.needs_image and step.refused_image is not None:
                     raise step.refused_image
                 return trial.tail()
@@ -69,7 +85,7 @@ def find_tail(step: OneStep, parts: Mapping[str, Any]) -> Tail:
             )
             refusal.__cause__ = error
             refusals.append(refusal)
-    raise refusals[0]
+    raise refusals[len(refusals) // 2 if reads else 0]
 
 
 class Trial:
@@ -135,13 +151,19 @@ class Trial:
     def _noting(self, name: str, decoder: nn.Module) -> StandIn:
         """Returns an autoencoder that notes what it encodes, in double precision.
 
-        Kernels of lower precision sum in an order that depends on how many images there are.
+        Kernels of lower precision sum in an order that depends on how many images there are. References, which a
+        pipeline makes as large as those it draws, are encoded as their means.
         """
         wide = functools.cache(lambda: copy.deepcopy(decoder).double())
+        outline = functools.cache(lambda: copy.deepcopy(decoder).to("meta"))
 
         def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
             self._calls[name].append(pixels)
-            return wide().encode(pixels.double(), *args, **options)
+            if not self._step.reads_references:
+                return wide().encode(pixels.double(), *args, **options)
+            shape = outline().encode(pixels.to("meta", decoder.dtype)).latent_dist.mode().shape
+            means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
+            return posterior_of(means)
 
         return StandIn(decoder, encode=encode)
 
@@ -190,7 +212,7 @@ class Trial:
             )
         return found[0].float()
 
-    def _image(self, levels: Tensor) -> dict[str, Tensor]:
+    def _image(self, levels: Tensor) -> dict[str, Any]:
         """Makes images for a pipeline that cannot do without, one for each level in [0, 1].
 
         None is even: an autoencoder would divide what rounding makes of it by a variance of almost nothing.
@@ -198,7 +220,22 @@ class Trial:
         if not self._step.needs_image:
             return {}
         pattern = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
-        return {self._step.image: levels[:, None, None, None] * pattern}
+        images = levels[:, None, None, None] * pattern
+        if not self._step.reads_references:
+            return {self._step.image: images}
+        in_8_bits = (images * 255).byte().permute(0, 2, 3, 1).numpy()
+        pictures = [Image.fromarray(image) for image in in_8_bits]
+        return {self._step.image: pictures if len(pictures) > 1 else pictures[0]}
+
+    def reads_several(self) -> bool:
+        """Says whether a sample may have several images, from a run with two."""
+        try:
+            self._decoded(torch.zeros, further=self._image(torch.tensor([0.2, 0.9])))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of the pipeline, its processor or its networks
+            return False
+        return True
 
     def place_of_time(self) -> Place:
         """Finds where the denoiser is given the time, from runs with one time for all samples.

@@ -71,6 +71,9 @@ from nothing, or that edit an image, are trained so; `tests/test_pipelines.py` b
 into two stages, compares loss and gradients with one process in double precision, writes it with `save_pretrained`,
 opens that with diffusers alone, and draws with both from the same noise. The rest says what cannot be followed.
 
+`QwenImageEditPipeline` and `QwenImageEditPlusPipeline`, which show references to their text encoder, are trained
+so, too, with Flux Kontext from [references](pretrained.md#references): `tests/modules/test_editing.py`.
+
 The last columns say how the [Predictor](sampling.md) samples it, found by drawing, two prompts at a time where
 diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the last bit, and to rounding where two
 ranks draw a prompt each; under the other methods it is the same to rounding on two ranks, while all steps are
