@@ -281,9 +281,12 @@ class PipelineDiffusion(PartsModule):
         if step.condition is not None:
             wanted = "caption" if step.condition == "prompt" else step.condition
             conditions = self._read(batch, wanted)
+        if step.animates:
+            self._require_frames(batch)
         if step.image is not None and (step.needs_image or "condition" in batch):
             note = ", the images before, which a folder names in metadata.jsonl (data.condition)"
-            further[step.image] = self._read(batch, "condition", note)
+            own = {"condition": (pixels[:, :, 0] + 1) / 2} if step.animates else {}
+            further[step.image] = self._read({**own, **batch}, "condition", note)
         if is_training and step.condition == "prompt":
             coins = [random.random() for _ in conditions]
             dropped = self.hparams.caption_dropout
@@ -294,7 +297,9 @@ class PipelineDiffusion(PartsModule):
         schedule, clean = self.noise_schedule, self.encode(pixels, is_training)
         parts, losses = self.parts, []
         if len(self.steps) > 1:
-            encoders = {n: p for n, p in parts.items() if n.startswith("text_encoder") and p}
+            trained = [step.denoiser for step in self.steps]
+            modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
+            encoders = {n: part for n, part in modules.items() if n not in trained}
             answers = {name: replaying(part) for name, part in encoders.items()}
         for step in self.steps:
             has_all = step.span == (0, math.inf)
@@ -303,11 +308,23 @@ class PipelineDiffusion(PartsModule):
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
             prediction = step.predict(*inputs, self.tail, parts, further, shown)
-            losses.append(schedule.loss(corrupted, prediction, batch))
+            target = self.tail.predicted(corrupted.target)
+            losses.append(schedule.loss(corrupted._replace(target=target), prediction, batch))
         if len(losses) == 1:
             return {"loss": losses[0]}
         shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
         return {"loss": sum(n * loss for n, loss in zip(shares, losses, strict=True))}
+
+    def _require_frames(self, batch: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError unless a batch has videos of which an autoencoder takes every frame."""
+        video = self._read(batch, "video", ", which begin with the image (data.num_frames)")
+        ratio, num_frames = self.tail.temporal_ratio, video.shape[2]
+        if ratio is not None and (num_frames - 1 < ratio or (num_frames - 1) % ratio):
+            raise ConfigurationError(
+                f"{self.step.name} draws videos of {ratio + 1}, {2 * ratio + 1}, {3 * ratio + 1}, ... frames, and "
+                f"those of the batch have {num_frames}; take {max(1, num_frames // ratio) * ratio + 1} "
+                "(data.num_frames)"
+            )
 
     def _read(self, batch: Mapping[str, Any], name: str, note: str = "") -> Any:
         if name not in batch:

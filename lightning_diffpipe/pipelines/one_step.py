@@ -36,7 +36,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from diffusers.video_processor import VideoProcessor
 from torch import Tensor, nn
+from transformers import BaseImageProcessor
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
@@ -47,10 +49,14 @@ from lightning_diffpipe.pipelines.stand_ins import (
     StandIn,
     checked_arguments,
     dropping_encoder,
+    encoder_of_images,
+    encoding_first_frames,
+    first_frame_processor,
     no_decoder,
     of_type,
     one_timestep,
     per_sample,
+    tensor_processor,
     torch_of_call,
 )
 
@@ -99,6 +105,8 @@ class Tail:
         patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
             channels; scale and shift are those of the latents' channels.
         frames_apart: The decoder takes each frame of a video as an image. Axes are counted with frames as axis 1.
+        num_given: First frames of the latents that are those of the image that is animated, and not predicted.
+        temporal_ratio: Frames of a video for each frame of the latents after the first, where an image is animated.
     """
 
     scale: Tensor
@@ -107,6 +115,16 @@ class Tail:
     num_axes: int
     patch: int = 1
     frames_apart: bool = False
+    num_given: int = 0
+    temporal_ratio: int | None = None
+
+    def predicted(self, latents: Tensor) -> Tensor:
+        """Returns the frames of latents that the denoiser predicts."""
+        if not self.num_given:
+            return latents
+        axis = self.axes[2]
+        assert axis is not None
+        return latents.narrow(axis, self.num_given, latents.shape[axis] - self.num_given)
 
     def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
         """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance.
@@ -153,7 +171,9 @@ class OneStep:
         time: The time given to a pipeline that takes one for all samples; None where it takes those of the samples.
         places: Where the denoiser is given sizes, and the time if the pipeline is told one.
         refused_image: Why training cannot follow what becomes of the image, if it cannot.
-        image: The argument with an image for each sample that the pipeline edits; None if it edits none.
+        image: The argument with an image for each sample that the pipeline edits or animates; None without one.
+        animates: Whether it draws videos that begin with the image.
+        image_noise: What noise is added to the image that it animates, as `encoding_first_frames` takes it.
         needs_image: Whether it draws nothing without one.
         guides_by_image: Whether it can be guided by the difference that the image makes.
         note_tokens: As `PaddingTokenizer` takes it.
@@ -189,6 +209,8 @@ class OneStep:
         self.neutral = _NEUTRAL[self.condition]
         self.image = image_of(type(pipeline))
         self.needs_image = self.image in required_by(type(pipeline))
+        self.animates = self.needs_image and not {*_FRAMES}.isdisjoint(self._parameters)
+        self.image_noise: tuple[float, float] | None = None
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
         given = dict(arguments or {})
@@ -220,7 +242,7 @@ class OneStep:
         further: Mapping[str, Tensor],
         shown: Tensor | None = None,
     ) -> Tensor:
-        """Returns what the denoiser predicts, as the scheduler understands it: fp32, of the shape of `noisy`.
+        """Returns what the denoiser predicts, as the scheduler understands it: fp32, like `tail.predicted(noisy)`.
 
         Args:
             noisy: Noisy latents as the pipeline draws them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
@@ -238,6 +260,7 @@ class OneStep:
                 way that training cannot follow.
         """
         predicted: list[Tensor] = []
+        shape = tail.predicted(noisy).shape
 
         def draw(shape: Sequence[int]) -> Tensor:
             if tuple(shape) != tuple(noisy.shape):
@@ -249,7 +272,7 @@ class OneStep:
             return noisy
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
-            if sample.shape == noisy.shape:
+            if sample.shape in (noisy.shape, shape):
                 # A variance after the mean, which schedulers take off, is not trained.
                 predicted.append(prediction[:, : noisy.shape[1]].float())
                 raise Captured
@@ -262,7 +285,9 @@ class OneStep:
             parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
         self.run(draw, timesteps, conditions, {**pixels, **further}, parts, step, decode)
-        if not predicted or predicted[0].shape != noisy.shape:
+        if predicted and predicted[0].shape == noisy.shape:
+            predicted[0] = tail.predicted(predicted[0])
+        if not predicted or predicted[0].shape != shape:
             got = tuple(predicted[0].shape) if predicted else "none"
             raise ConfigurationError(
                 f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
@@ -302,18 +327,38 @@ class OneStep:
         dtype = _dtype_of(parts[self.denoiser])
         # A pipeline takes the type of one of its denoisers for that of all.
         own.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
-        own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
+        is_over = False
+
+        def step(prediction: Tensor, sample: Tensor) -> Tensor:
+            nonlocal is_over
+            is_over = True
+            return on_step(prediction, sample)
+
+        def noise(shape: Sequence[int]) -> Tensor:
+            # After the step some add noise to what is decoded: none of it, or `find_tail` sees it.
+            return torch.randn(tuple(shape), device=timesteps.device) if is_over else draw(shape)
+
+        own["scheduler"] = one_timestep(parts["scheduler"], times, step)
         own["_progress_bar_config"] = {"disable": True}
         for name, part in parts.items():
             if name.startswith("tokenizer") and part is not None:
                 own[name] = PaddingTokenizer(part, self.note_tokens)
             elif name.startswith("text_encoder") and part is not None:
                 own[name] = of_type(part, dtype)
+            elif name.startswith("image_encoder") and part is not None:
+                own[name] = encoder_of_images(part)
+            elif isinstance(part, BaseImageProcessor):
+                own[name] = tensor_processor(part)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self.decoder is not None:
-            own[self.decoder] = no_decoder(parts[self.decoder], on_decode)
-        methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}
+            encode, images = None, further.get(self.image)
+            if self.animates and images is not None:
+                encode = encoding_first_frames(parts[self.decoder], images, self.image_noise)
+                processors = {n: p for n, p in own.items() if isinstance(p, VideoProcessor)}
+                own.update({n: first_frame_processor(p) for n, p in processors.items()})
+            own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
+        methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")
         for name, method in methods.items():
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)

@@ -102,7 +102,7 @@ def batch_of(name: str) -> dict[str, Any]:
     entry = PIPELINES[name]
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(entry.num_samples, *entry.pixels, generator=generator)
-    before = torch.rand(pixels.shape, generator=generator)
+    before = torch.rand(*pixels.shape[:2], *pixels.shape[-2:], generator=generator)
     return {
         **({"condition": before} if entry.edits else {}),
         "video" if pixels.ndim == 5 else "image": pixels,
