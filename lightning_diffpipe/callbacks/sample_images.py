@@ -175,6 +175,8 @@ class SampleImages(L.Callback):
         if self.prompts is None:
             there = batch if isinstance(batch, Mapping) else {}
             captions, conditions = there.get(_draws_from(pl_module), []), there.get("condition")
+            if conditions is None and "video" in there:  # which begins with what it is drawn from
+                conditions = (there["video"][:, :, 0] + 1) / 2
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
@@ -243,7 +245,7 @@ class SampleImages(L.Callback):
             num_frames = min(images.shape[1], _NUM_FRAMES)
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
             rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
-        if self.conditions is not None:  # on top of what is drawn to them
+        elif self.conditions is not None:  # on top of what is drawn to them
             rows, columns = [self.conditions.to(images) / 255, images], len(images)
         image_grid(torch.cat(rows), columns).save(folder / f"step_{step:06d}.png")
         grids = [image_grid(torch.stack(column), columns=1) for column in zip(*rows, strict=True)]
@@ -274,6 +276,7 @@ class SampleImages(L.Callback):
                 settings["condition"] = self.conditions / 255
             pipeline = getattr(trainer.strategy, "pipeline", None)
             by_layers = self.draws_by_layers or not hasattr(module, "drawing")
+            by_layers = by_layers or getattr(module, "draws_apart", False)
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(self.prompts, **settings)

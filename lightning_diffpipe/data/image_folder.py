@@ -34,6 +34,7 @@ from lightning_diffpipe.data.pixels import (
     reading,
     require_color,
     size_of,
+    to_pixels,
     too_short,
     video_size,
 )
@@ -107,6 +108,9 @@ class FolderSamples(Dataset[Sample]):
             with reading(called):
                 video = read_video(entry.path, shape.num_frames, crop, self.background)
             sample: Sample = {"video": video, "caption": caption}
+            for kind, file in entry.companions.items():
+                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                    sample[kind] = (to_pixels(image, crop, self.background) + 1) / 2
         else:
             companions = {
                 n: (file, f"{file} ({entry.where})") for n, file in entry.companions.items()
@@ -131,6 +135,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: Worker processes that decode images.
         condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of the
             metadata that names a second image of the same shape, or a folder of such images; None for nothing.
+            With `num_frames` the image that a video begins with; None then for its first frame.
         on_error: What becomes of lines and images that cannot be used: `"raise"` ends the run with an error that
             names file and line, `"skip"` leaves them out and says their number. Broken images are found when
             they are loaded; the next one of the same size takes the place of each.
@@ -192,7 +197,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
             for number in self._frames:
                 require_number("num_frames", number, 1, whole=True)
-            for name, value in (("condition", condition), ("mask", mask)):
+            made = condition if condition in MADE else None
+            for name, value in (("condition", made), ("mask", mask)):
                 if value is not None:
                     raise ConfigurationError(
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, get_args
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -58,11 +59,13 @@ class PipelineDiffusion(PartsModule):
     `class_labels`, B numbers, as the pipeline asks for. Sizes and crops that a pipeline tells its denoiser, such as
     `original_size` and `crops_coords_top_left` of SDXL, are those of each image where the batch has them,
     `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit images learn from `condition`, the image
-    before, `(B, 3, H, W)` in [0, 1]. `mask` and `weight` say where and how much a loss counts (`noise.py`).
+    before, `(B, 3, H, W)` in [0, 1]. Pipelines that animate an image learn from videos, each of which begins with
+    it; `condition` takes the place of the first frame where a batch has it. `mask` and `weight` say where and how
+    much a loss counts (`noise.py`).
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
-            prompts or classes alone, or edits images.
+            prompts or classes alone, or edits or animates images.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
         condition_dropout: Share of the training samples that lose the image before, where the pipeline guides by
@@ -77,6 +80,8 @@ class PipelineDiffusion(PartsModule):
         expert: Of a pipeline with a denoiser for noisier times and one for the others (Wan 2.2), which is trained:
             `"high"`, `"low"`, or None for `"both"`. Then every sample goes through both, each at a time of its own,
             and their losses count by the shares of times they are for: the mean over all times.
+        image_noise: Noise that is added to the image that is animated, with pixels in [-1, 1]: mean and deviation
+            of the logarithm of its deviation, (-3.0, 0.5) in the training of CogVideoX. None for no noise.
 
     Attributes:
         steps: The calls of the pipeline that training runs, one for each denoiser.
@@ -101,6 +106,7 @@ class PipelineDiffusion(PartsModule):
         call: Mapping[str, Any] | None = None,
         noise: Noise | None = None,
         expert: Expert | None = None,
+        image_noise: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         call = dict(call or {})
@@ -119,8 +125,23 @@ class PipelineDiffusion(PartsModule):
                 f"(image_guidance_scale), which {self.step.name} does not have, so that nothing would be dropped; "
                 "leave condition_dropout out"
             )
+        if image_noise is not None:
+            if not self.step.animates or len(image_noise) != 2:
+                raise ConfigurationError(
+                    f"image_noise={image_noise!r}: expected two numbers, such as [-3.0, 0.5], and a pipeline that "
+                    f"animates an image, which {self.step.name} does{'' if self.step.animates else ' not'}; leave "
+                    "it out for no noise"
+                )
+            image_noise = (float(image_noise[0]), float(image_noise[1]))
+            for step in self.steps:
+                step.image_noise = image_noise
         self.save_hyperparameters(
-            "caption_dropout", "condition_dropout", "train_text_encoder", "call", "expert"
+            "caption_dropout",
+            "condition_dropout",
+            "train_text_encoder",
+            "call",
+            "expert",
+            "image_noise",
         )
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
@@ -362,6 +383,11 @@ class PipelineDiffusion(PartsModule):
         """Whether a prompt alone does not say what to draw; asked by the callback SampleImages."""
         return self.step.needs_image
 
+    @property
+    def draws_apart(self) -> bool:
+        """Whether each prompt is drawn by a call of its own; asked by the callback SampleImages."""
+        return self.step.animates
+
     @torch.no_grad()
     def sample(
         self,
@@ -380,7 +406,7 @@ class PipelineDiffusion(PartsModule):
             guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
                 given.
             generator: Of the start noise.
-            condition: The images to edit, `(len(prompts), 3, H, W)` in [0, 1].
+            condition: The images to edit or animate, `(len(prompts), 3, H, W)` in [0, 1].
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
                 batch trained on if not given, or else the pipeline's own.
 
@@ -388,6 +414,12 @@ class PipelineDiffusion(PartsModule):
             `(len(prompts), 3, H, W)` in [0, 1]; videos `(len(prompts), F, 3, H, W)`.
         """
         settings = {"guidance_scale": guidance_scale, "generator": generator, **options}
+        if self.draws_apart and condition is not None and len(prompts) > 1:
+            videos = [
+                self.sample([prompt], num_inference_steps, condition=image[None], **settings)
+                for prompt, image in zip(prompts, condition, strict=True)
+            ]
+            return torch.cat(videos)
         settings |= {"num_inference_steps": num_inference_steps, "condition": condition}
         call = self.drawing(prompts, **settings)
         progress = getattr(self.pipeline, "_progress_bar_config", {})
@@ -414,8 +446,15 @@ class PipelineDiffusion(PartsModule):
         arguments |= {**settings, "output_type": "pt"}
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
+        if self.step.needs_image and condition is None:
+            raise ConfigurationError(
+                f"{self.step.name} draws from an image; give condition, (number of prompts, 3, H, W) in [0, 1]"
+            )
         if condition is not None:
-            arguments[self.step.image] = condition
+            image: Any = condition
+            if self.step.animates:  # its processors may read images of 8 bits only
+                image = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(image))[0]
+            arguments[self.step.image] = image
         return call_of(self.pipeline, arguments, self.device)
 
 

@@ -284,7 +284,8 @@ class OneStep:
         if shown is not None and self.decoder is not None:
             parts[self.decoder] = dropping_encoder(parts[self.decoder], shown)
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
-        self.run(draw, timesteps, conditions, {**pixels, **further}, parts, step, decode)
+        further = {**pixels, **further}
+        self.run(draw, timesteps, conditions, further, parts, step, decode, self.image_noise)
         if predicted and predicted[0].shape == noisy.shape:
             predicted[0] = tail.predicted(predicted[0])
         if not predicted or predicted[0].shape != shape:
@@ -309,6 +310,7 @@ class OneStep:
         parts: Mapping[str, Any],
         on_step: Callable[[Tensor, Tensor], Tensor],
         on_decode: Callable[[Tensor], None],
+        image_noise: tuple[float, float] | None = None,
     ) -> None:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
@@ -354,7 +356,7 @@ class OneStep:
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
-                encode = encoding_first_frames(parts[self.decoder], images, self.image_noise)
+                encode = encoding_first_frames(parts[self.decoder], images, image_noise)
                 processors = {n: p for n, p in own.items() if isinstance(p, VideoProcessor)}
                 own.update({n: first_frame_processor(p) for n, p in processors.items()})
             own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)

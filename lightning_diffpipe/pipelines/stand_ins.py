@@ -343,7 +343,11 @@ def encoder_of_images(real: Any) -> StandIn:
 def tensor_processor(real: Any) -> StandIn:
     """Returns an image processor that scales, crops and normalises tensors, `(B, 3, H, W)` in [0, 1].
 
-    The real one reads images of 8 bits on the host. Between the steps its values are rounded to these, too.
+    The real one reads images of 8 bits on the host, and rounds to these what it has scaled along one side, and then
+    along the other.
+
+    Source:
+        `ImagingResample` of Pillow, https://github.com/python-pillow/Pillow/blob/main/src/libImaging/Resample.c
     """
     filters = {2: "bilinear", 3: "bicubic"}  # by the numbers of PIL
 
@@ -355,8 +359,9 @@ def tensor_processor(real: Any) -> StandIn:
                 short = min(pixels.shape[-2:])
                 height, width = (int(shortest * side / short) for side in pixels.shape[-2:])
             mode = filters.get(int(real.resample), "bicubic")
-            pixels = F.interpolate(pixels, (height, width), mode=mode, antialias=True)
-            pixels = (255 * pixels).round().clamp(0, 255) / 255
+            for size in ((pixels.shape[-2], width), (height, width)):
+                scaled = F.interpolate(pixels, size, mode=mode, antialias=True)
+                pixels = (255 * scaled).round().clamp(0, 255) / 255
         if getattr(real, "do_center_crop", False):
             height, width = real.crop_size["height"], real.crop_size["width"]
             top, left = (pixels.shape[-2] - height) // 2, (pixels.shape[-1] - width) // 2
@@ -369,6 +374,14 @@ def tensor_processor(real: Any) -> StandIn:
         return BatchFeature({"pixel_values": pixels})
 
     return StandIn(real, call=call)
+
+
+def is_followed(real: Any) -> bool:
+    """Returns whether `tensor_processor` gives what an image processor does, but for rounding to 8 bits."""
+    levels = torch.randint(256, (3, 80, 96), generator=torch.Generator().manual_seed(0)).byte()
+    expected = real(images=[levels.permute(1, 2, 0).numpy()], return_tensors="pt")["pixel_values"]
+    got = tensor_processor(real)(images=levels[None] / 255)["pixel_values"]
+    return got.shape == expected.shape and bool((got - expected).abs().max() < 0.1)
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:

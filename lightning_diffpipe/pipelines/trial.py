@@ -21,7 +21,14 @@ from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.one_step import TIME, OneStep, Tail, patched
-from lightning_diffpipe.pipelines.stand_ins import Draw, Place, StandIn, given, in_type
+from lightning_diffpipe.pipelines.stand_ins import (
+    Draw,
+    Place,
+    StandIn,
+    given,
+    in_type,
+    is_followed,
+)
 
 _NO_SIZE = (
     ". sample_size is None in the config of its {0}, of which many pipelines make the size they draw: set it to "
@@ -295,9 +302,9 @@ class Trial:
                 f"{step.name} cannot be trained to edit images: given one as numbers in [0, 1] it ended in "
                 f"{type(error).__name__}: {error}"
             )
-        reads_numbers = any(isinstance(p, BaseImageProcessor) for p in self._parts.values())
+        processors = [p for p in self._parts.values() if isinstance(p, BaseImageProcessor)]
         seen_by = [n for n, calls in shown[0].items() if not _is_row(calls, shown[1][n], 0, 1)]
-        if seen_by and not reads_numbers:
+        if seen_by and not (processors and all(map(is_followed, processors))):
             return ConfigurationError(
                 f"{step.name} shows the image that it edits to its {seen_by[0]}, too, which reads files and "
                 "not numbers"

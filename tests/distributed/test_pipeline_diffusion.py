@@ -10,6 +10,7 @@ from tests.distributed.tiny import Images, TinyPipeline
 from tests.predictor import tiny_pipelines
 from tests.ranks import run_ranks
 from tests.rows import row
+from tests.zoo.image_to_video import KINDS, Animating
 
 pytestmark = pytest.mark.distributed
 
@@ -95,3 +96,44 @@ def test_both_experts_learn_what_they_learn_in_one_process(lora, world_size, str
     assert_equal_runs(outcomes, expected, 1e-6)
     assert {n.partition(".")[0] for n in expected.gradients[0]} == {"transformer", "transformer_2"}
     assert all(g.abs().max() > 0 for g in expected.gradients[0].values())
+
+
+class Clips(Animating):
+    """Clips whose frames are an image that moves; adapters do something from the start."""
+
+    def __init__(self, kind, lora):
+        optimization = Optimization(lr=1e-2, warmup_steps=1)
+        super().__init__(kind, lora=Lora(rank=2) if lora else None, optimization=optimization)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in self.named_parameters():
+            if ".lora_" in name:
+                parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+
+    def losses(self, batch, generator=None):
+        image = F.interpolate(batch["image"].double(), (32, 32))
+        video = torch.stack([image.roll(3 * frame, -1) for frame in range(5)], 2)
+        return super().losses({"video": video, "caption": batch["caption"]}, generator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "num_stages"),
+    [
+        ("wan22_5b", True, 1),
+        ("wan22_5b", True, 2),
+        ("ltx", False, 1),
+        ("ltx", False, 2),
+        *(row(kind, lora, 2) for kind in KINDS for lora in (True, False)),
+    ],
+)
+def test_clips_begin_with_an_image_as_in_one_process(kind, lora, num_stages):
+    settings = Settings(
+        module={"kind": kind, "lora": lora},
+        module_class=Clips,
+        data_class=Images,
+        trainer={"max_steps": 3, "max_epochs": -1},
+    )
+    expected = reference(settings, 3)
+    settings.strategy = {"num_stages": num_stages, "num_microbatches": 3}
+    outcomes = run_ranks(fit, num_stages, settings, num_stages)
+    assert_equal_runs(outcomes, expected, 1e-6)
+    assert all(g.abs().max() > 0 for g in expected.gradients[-1].values())
