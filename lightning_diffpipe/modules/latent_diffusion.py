@@ -177,6 +177,7 @@ class LatentDiffusion(PartsModule):
         condition_dropout: float | None = None,
         expert: Expert | None = None,
         image_noise: Sequence[float] | None = None,
+        pipeline_class: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
@@ -190,6 +191,7 @@ class LatentDiffusion(PartsModule):
             condition_dropout: As in `PipelineDiffusion`.
             expert: As in `PipelineDiffusion`.
             image_noise: As in `PipelineDiffusion`.
+            pipeline_class: As in `PipelineDiffusion.from_pretrained`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
@@ -197,7 +199,7 @@ class LatentDiffusion(PartsModule):
         """
         given = {"call": dict(call)} if call else {}
         further: dict[str, Any] = {"condition_dropout": condition_dropout, "expert": expert}
-        further |= {"image_noise": image_noise}
+        further |= {"image_noise": image_noise, "pipeline_class": pipeline_class}
         given |= {name: value for name, value in further.items() if value is not None}
         if cls is LatentDiffusion:
             index = read_index(str(path))

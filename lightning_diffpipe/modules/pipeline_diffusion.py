@@ -173,6 +173,7 @@ class PipelineDiffusion(PartsModule):
         path: str | Path,
         frozen_dtype: str | torch.dtype | None = None,
         quantization: Any = None,
+        pipeline_class: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
@@ -184,6 +185,8 @@ class PipelineDiffusion(PartsModule):
             quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
+            pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the same
+                parts: `"LTXImageToVideoPipeline"` animates images with those of `LTXPipeline`.
             kwargs: Further arguments of `__init__`.
 
         Raises:
@@ -192,14 +195,17 @@ class PipelineDiffusion(PartsModule):
             CheckpointError: Weights are missing.
         """
         index = read_index(str(path))
-        condition_of(_pipeline_class(index, str(path)))
+        opened: Any = DiffusionPipeline
+        if pipeline_class is not None:
+            opened = _pipeline_class({"_class_name": pipeline_class}, "pipeline_class")
+        condition_of(_pipeline_class(index, str(path)) if pipeline_class is None else opened)
         dtype = dtype_named("frozen_dtype", frozen_dtype)
         names = [name for name, entry in index.items() if is_component(entry)]
         quantizations = quantizations_of(quantization, names)
         try:
             folder = fetched(str(path))
             networks = load_networks(folder, index, load=load_for_training, dtype=dtype)
-            pipeline = DiffusionPipeline.from_pretrained(folder, **networks)
+            pipeline = opened.from_pretrained(folder, **networks)
         except DiffPipeError:
             raise
         except _UNOPENED as error:

@@ -116,16 +116,16 @@ class Clips(Animating):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "num_stages"),
+    ("kind", "lora"),
     [
-        ("wan22_5b", True, 1),
-        ("wan22_5b", True, 2),
-        ("ltx", False, 1),
-        ("ltx", False, 2),
-        *(row(kind, lora, 2) for kind in KINDS for lora in (True, False)),
+        ("ltx", False),
+        ("cogvideox", True),
+        row("ltx", True),
+        row("cogvideox", False),
+        *(row(kind, lora) for kind in KINDS if "wan" in kind for lora in (True, False)),
     ],
 )
-def test_clips_begin_with_an_image_as_in_one_process(kind, lora, num_stages):
+def test_clips_begin_with_an_image_as_in_one_process(kind, lora):
     settings = Settings(
         module={"kind": kind, "lora": lora},
         module_class=Clips,
@@ -133,7 +133,8 @@ def test_clips_begin_with_an_image_as_in_one_process(kind, lora, num_stages):
         trainer={"max_steps": 3, "max_epochs": -1},
     )
     expected = reference(settings, 3)
-    settings.strategy = {"num_stages": num_stages, "num_microbatches": 3}
-    outcomes = run_ranks(fit, num_stages, settings, num_stages)
-    assert_equal_runs(outcomes, expected, 1e-6)
+    for num_stages in (1, 2):
+        settings.strategy = {"num_stages": num_stages, "num_microbatches": 3}
+        outcomes = run_ranks(fit, num_stages, settings, num_stages)
+        assert_equal_runs(outcomes, expected, 1e-6)
     assert all(g.abs().max() > 0 for g in expected.gradients[-1].values())
