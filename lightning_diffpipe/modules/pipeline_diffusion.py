@@ -185,8 +185,8 @@ class PipelineDiffusion(PartsModule):
             quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
-            pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the same
-                parts: `"LTXImageToVideoPipeline"` animates images with those of `LTXPipeline`.
+            pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the
+                same parts: `"LTXImageToVideoPipeline"` animates images with those of `LTXPipeline`.
             kwargs: Further arguments of `__init__`.
 
         Raises:

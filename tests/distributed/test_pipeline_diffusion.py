@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_diffpipe.callbacks import EncodingCache
 from lightning_diffpipe.modules import Lora, Noise, Optimization
 from tests.distributed.scenarios import Settings, assert_equal_runs, fit, reference
 from tests.distributed.tiny import Images, TinyPipeline
@@ -138,3 +139,28 @@ def test_clips_begin_with_an_image_as_in_one_process(kind, lora):
         outcomes = run_ranks(fit, num_stages, settings, num_stages)
         assert_equal_runs(outcomes, expected, 1e-6)
     assert all(g.abs().max() > 0 for g in expected.gradients[-1].values())
+
+
+def fit_remembering(rank, settings, folder):
+    cache = EncodingCache(folder, min_flops_per_byte=0.0)
+    settings.trainer["callbacks"] = [cache]
+    return fit(rank, settings, 1).losses, cache.memo.made, cache.memo.found
+
+
+@pytest.mark.parametrize(("kind", "encoders"), [("ltx", 1), row("wan21", 2)])
+def test_first_frames_are_stored_beside_their_clips(kind, encoders, tmp_path):
+    settings = Settings(
+        module={"kind": kind, "lora": False},
+        module_class=Clips,
+        data_class=Images,
+        trainer={"max_epochs": 2},
+        strategy={"num_microbatches": 2},
+    )
+    [outcome] = run_ranks(fit, 1, settings, 1)
+    [(losses, made, found)] = run_ranks(fit_remembering, 1, settings, tmp_path)
+    assert losses == outcome.losses, "bit for bit"
+    images = {name: n for name, n in made.items() if name.startswith(("vae", "image_encoder"))}
+    assert len(images) == encoders
+    for name in images:
+        num_calls = 2 if name.startswith("vae") else 1  # of a clip and of its first frame
+        assert made[name] == found[name] == 18 * num_calls

@@ -66,10 +66,11 @@ PIPELINES_INTRODUCTION = """\
 ## Pipelines trained by their own call
 
 `LatentDiffusion.from_pretrained(FOLDER)` and `diffpipe train model=pretrained model.path=FOLDER` run a pipeline's
-own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone,
-or from nothing, or that edit or animate an image, are trained so; `tests/test_pipelines.py` builds each in
-tiny, cuts its step into two stages, compares loss and gradients with one process in double precision, writes it with `save_pretrained`,
-opens that with diffusers alone, and draws with both from the same noise. The rest says what cannot be followed.
+own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone, or
+from nothing, or that edit or animate an image, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts
+its step into two stages, compares loss and gradients with one process in double precision, writes it with
+`save_pretrained`, opens that with diffusers alone, and draws with both from the same noise. The rest says what
+cannot be followed.
 
 The last columns say how the [Predictor](sampling.md) samples it, found by drawing, two prompts at a time where
 diffusers itself can. *Yes* under `single` is what diffusers alone draws, to the last bit, and to rounding where two
