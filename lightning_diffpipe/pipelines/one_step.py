@@ -13,7 +13,8 @@ For training it is run with four things replaced, in a shallow copy of the pipel
     scheduler   has one step, with a timestep of ours for each sample; a pipeline that wants one number gets any,
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes
-    encoders    of prompts answer in the type of the denoiser, whatever they are stored in
+    encoders    of prompts answer in the type of the denoiser, whatever they are stored in; those of the image that
+                is animated take one for each sample (`encoding_first_frames`)
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
 Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the

@@ -1,15 +1,18 @@
 """Pipelines that animate the first frame of each clip: steps written by hand, stages, and what is refused."""
 
 import diffusers
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from lightning_diffpipe import LatentDiffusion
+from lightning_diffpipe.callbacks import SampleImages
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.modules import Lora
+from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import is_followed, tensor_processor
 from tests.graph.emulate import check_stages
 from tests.rows import row
@@ -246,6 +249,40 @@ def test_every_clip_is_drawn_from_an_image_of_its_own():
         ConfigurationError, match="WanImageToVideoPipeline draws from an image; give"
     ):
         module.sample(["a"], **size)
+
+
+def test_clips_are_drawn_while_training_from_their_first_frames(tmp_path):
+    module, batch = Animating("ltx"), clips()
+    samples = [
+        dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
+    ]
+    drawing = SampleImages(every_n_steps=1, num_inference_steps=2, guidance_scale=1.0)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, callbacks=[drawing], default_root_dir=tmp_path,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(samples, batch_size=3))
+    first = (batch["video"][:, :, 0] + 1) * 127.5
+    torch.testing.assert_close(drawing.conditions.float(), first, rtol=0, atol=0.51)
+    with Image.open(tmp_path / "samples" / "step_000001.png") as drawn:
+        assert drawn.size == (5 * 32, 3 * 32)
+
+
+@pytest.mark.parametrize("name", ["LTXPipeline", "LTXImageToVideoPipeline"])
+def test_noise_that_decoders_are_told_of_is_no_noise_of_training(name, tmp_path):
+    """History: LTX from 0.9.1 on was refused, as its call draws noise for its decoder, by default none of it."""
+    losses = []
+    for is_told in (False, True):
+        pipeline = build(name, tmp_path)
+        pipeline.vae.register_to_config(timestep_conditioning=is_told)
+        module = PipelineDiffusion(pipeline, caption_dropout=0.0, call={"max_sequence_length": 8})
+        module.log = lambda *arguments, **settings: None
+        module.eval().setup("fit")
+        losses.append(loss_of(module, clips()))
+    assert torch.equal(*losses)
+    noisy = {"max_sequence_length": 8, "decode_timestep": 0.05}
+    with pytest.raises(ConfigurationError, match="encodings cannot be normalised"):
+        PipelineDiffusion(pipeline, call=noisy).setup("fit")
 
 
 @pytest.mark.parametrize("resample", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC])
