@@ -291,6 +291,8 @@ def encoding_first_frames(
     def with_noise(pixels: Tensor) -> Tensor:
         if noise is None:
             return pixels
+        if pixels.ndim == 4:  # images, and not videos of which they are the first frame
+            return with_noise(pixels[:, :, None])[:, :, 0]
         first = pixels[:, :, :1]
         spread = (noise[0] + noise[1] * torch.randn(len(pixels), device=pixels.device)).exp()
         added = spread.to(first).view(-1, 1, 1, 1, 1) * torch.randn_like(first)

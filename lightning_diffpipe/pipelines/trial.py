@@ -409,7 +409,8 @@ class Trial:
             return None
         longer = self._drawn[0][axis]
         self._decoded(torch.zeros, further={"num_frames": 9})
-        return 8 // (longer - self._drawn[0][axis])
+        growth = longer - self._drawn[0][axis]
+        return 8 // growth if growth else None  # another axis, where frames are decoded as images
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:
