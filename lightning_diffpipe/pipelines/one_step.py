@@ -37,7 +37,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from diffusers.video_processor import VideoProcessor
 from torch import Tensor, nn
 from transformers import BaseImageProcessor
 
@@ -358,7 +357,7 @@ class OneStep:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
                 encode = encoding_first_frames(parts[self.decoder], images, image_noise)
-                processors = {n: p for n, p in own.items() if isinstance(p, VideoProcessor)}
+                processors = {n: p for n, p in own.items() if hasattr(p, "preprocess_video")}
                 own.update({n: first_frame_processor(p) for n, p in processors.items()})
             own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
         methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
