@@ -158,8 +158,8 @@ class Drawing(L.Callback):
             if conditions is not None:
                 settings["condition"] = conditions
             pipeline = getattr(trainer.strategy, "pipeline", None)
-            of_references = isinstance(conditions, list)  # samples are drawn one by one
-            by_layers = self.draws_by_layers or of_references or not hasattr(module, "drawing")
+            one_by_one = isinstance(conditions, list) or getattr(module, "draws_apart", False)
+            by_layers = self.draws_by_layers or one_by_one or not hasattr(module, "drawing")
             if pipeline is not None and pipeline.plan.ranks_per_pipeline > 1 and not by_layers:
                 with module.evaluating():
                     call = module.drawing(prompts, **settings)
@@ -267,6 +267,8 @@ class SampleImages(Drawing):
             there = batch if isinstance(batch, Mapping) else {}
             captions = there.get(draws_from(pl_module), [])
             conditions = there.get("references", there.get("condition"))
+            if conditions is None and "video" in there:  # which begins with what it is drawn from
+                conditions = (there["video"][:, :, 0] + 1) / 2
             captions = captions.tolist() if isinstance(captions, Tensor) else list(captions)
             self._take(trainer, pl_module, captions, conditions)
         if self.prompts is None:
@@ -338,7 +340,7 @@ class SampleImages(Drawing):
             num_frames = min(images.shape[1], _NUM_FRAMES)
             shown = torch.linspace(0, images.shape[1] - 1, num_frames).long()
             rows, columns = [torch.cat(images[:, shown].unbind(1), -1)], 8 // num_frames
-        if self.conditions is not None:  # on top of what is drawn to them
+        elif self.conditions is not None:  # on top of what is drawn to them
             above = self.conditions
             if isinstance(above, list):  # of any shape
                 channels_first = [each.permute(0, 3, 1, 2).float() for each in above]

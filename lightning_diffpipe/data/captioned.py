@@ -241,13 +241,19 @@ class CaptionedDataModule(L.LightningDataModule):
         return [sample["caption"] for sample in self._held_back(count)]
 
     def held_back_conditions(self, count: int) -> Tensor | list[np.ndarray] | None:
-        """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing."""
+        """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing.
+
+        Of videos without a condition it is the first frame, with which videos begin that are drawn from an image.
+        """
         samples = self._held_back(count)
         if samples and "references" in samples[0]:
             return collate(samples)["references"]
-        if not samples or "condition" not in samples[0]:
+        if not samples or not {"condition", "video"} & samples[0].keys():
             return None
-        return torch.stack([sample["condition"] for sample in samples])
+        first = [
+            s["condition"] if "condition" in s else (s["video"][:, 0] + 1) / 2 for s in samples
+        ]
+        return torch.stack(first)
 
     def _held_back(self, count: int) -> list[Sample]:
         there = self._drawn_from()

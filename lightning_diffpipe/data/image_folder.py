@@ -43,6 +43,7 @@ from lightning_diffpipe.data.pixels import (
     reading,
     require_color,
     size_of,
+    to_pixels,
     too_short,
     video_size,
 )
@@ -116,6 +117,9 @@ class FolderSamples(Dataset[Sample]):
             with reading(called):
                 video = read_video(entry.path, shape.num_frames, crop, self.background)
             sample: Sample = {"video": video, "caption": caption}
+            for kind, file in entry.companions.items():
+                with reading(f"{file} ({entry.where})"), Image.open(file) as image:
+                    sample[kind] = (to_pixels(image, crop, self.background) + 1) / 2
         else:
             companions = {
                 n: (file, f"{file} ({entry.where})")
@@ -151,6 +155,7 @@ class ImageFolderDataModule(CaptionedDataModule):
         num_workers: Worker processes that decode images.
         condition: What a ControlNet is shown, or a pipeline edits: `"edges"` of the image, or the key of the
             metadata that names a second image of the same shape, or a folder of such images; None for nothing.
+            With `num_frames` the image that a video begins with; None then for its first frame.
         references: What a pipeline that edits images makes each of: the key of the metadata that names one image
             or a list of them, of any shape, or a folder with one for each; None for nothing. They get sizes as
             images do, and a batch has one number and shape of them.
@@ -216,7 +221,8 @@ class ImageFolderDataModule(CaptionedDataModule):
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
             for number in self._frames:
                 require_number("num_frames", number, 1, whole=True)
-            others = {"condition": condition, "references": references, "mask": mask}
+            made = condition if condition in MADE else None
+            others = {"condition": made, "references": references, "mask": mask}
             for name, value in others.items():
                 if value is not None:
                     raise ConfigurationError(

@@ -176,6 +176,8 @@ class LatentDiffusion(PartsModule):
         call: Mapping[str, Any] | None = None,
         condition_dropout: float | None = None,
         expert: Expert | None = None,
+        image_noise: Sequence[float] | None = None,
+        pipeline_class: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
@@ -188,13 +190,16 @@ class LatentDiffusion(PartsModule):
             call: Further arguments of the call of such a pipeline.
             condition_dropout: As in `PipelineDiffusion`.
             expert: As in `PipelineDiffusion`.
+            image_noise: As in `PipelineDiffusion`.
+            pipeline_class: As in `PipelineDiffusion.from_pretrained`.
             kwargs: Further arguments of `__init__`; a part given here replaces the stored one.
 
         Raises:
             ConfigurationError: There is no such folder, or nothing here can train it.
         """
         given = {"call": dict(call)} if call else {}
-        further = {"condition_dropout": condition_dropout, "expert": expert}
+        further: dict[str, Any] = {"condition_dropout": condition_dropout, "expert": expert}
+        further |= {"image_noise": image_noise, "pipeline_class": pipeline_class}
         given |= {name: value for name, value in further.items() if value is not None}
         if cls is LatentDiffusion:
             index = read_index(str(path))

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, get_args
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -60,12 +61,13 @@ class PipelineDiffusion(PartsModule):
     `original_size` and `crops_coords_top_left` of SDXL, are those of each image where the batch has them,
     `(B, 2)`; otherwise, the pipeline's default. Pipelines that edit images learn from `condition`, the image
     before, `(B, 3, H, W)` in [0, 1], or from `references`, a list of one or several images of any size,
-    `(B, h, w, 3)` each in 8 bits on the host. `mask` and `weight` say where and how much a loss counts
-    (`noise.py`).
+    `(B, h, w, 3)` each in 8 bits on the host. Pipelines that animate an image learn from videos, each of which
+    begins with it; `condition` takes the place of the first frame where a batch has it. `mask` and `weight` say
+    where and how much a loss counts (`noise.py`).
 
     Args:
         pipeline: A pipeline of diffusers, or one of your own derived from `DiffusionPipeline`, that draws from
-            prompts or classes alone, or edits images.
+            prompts or classes alone, or edits or animates images.
         caption_dropout: Share of the training samples that lose their caption, for guidance. Models of classes drop
             them themselves.
         condition_dropout: Share of the training samples that lose the image before, where the pipeline guides by
@@ -80,6 +82,8 @@ class PipelineDiffusion(PartsModule):
         expert: Of a pipeline with a denoiser for noisier times and one for the others (Wan 2.2), which is trained:
             `"high"`, `"low"`, or None for `"both"`. Then every sample goes through both, each at a time of its own,
             and their losses count by the shares of times they are for: the mean over all times.
+        image_noise: Noise that is added to the image that is animated, with pixels in [-1, 1]: mean and deviation
+            of the logarithm of its deviation, (-3.0, 0.5) in the training of CogVideoX. None for no noise.
 
     Attributes:
         steps: The calls of the pipeline that training runs, one for each denoiser.
@@ -104,6 +108,7 @@ class PipelineDiffusion(PartsModule):
         call: Mapping[str, Any] | None = None,
         noise: Noise | None = None,
         expert: Expert | None = None,
+        image_noise: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         call = dict(call or {})
@@ -122,8 +127,23 @@ class PipelineDiffusion(PartsModule):
                 f"(image_guidance_scale), which {self.step.name} does not have, so that nothing would be dropped; "
                 "leave condition_dropout out"
             )
+        if image_noise is not None:
+            if not self.step.animates or len(image_noise) != 2:
+                raise ConfigurationError(
+                    f"image_noise={image_noise!r}: expected two numbers, such as [-3.0, 0.5], and a pipeline that "
+                    f"animates an image, which {self.step.name} does{'' if self.step.animates else ' not'}; leave "
+                    "it out for no noise"
+                )
+            image_noise = (float(image_noise[0]), float(image_noise[1]))
+            for step in self.steps:
+                step.image_noise = image_noise
         self.save_hyperparameters(
-            "caption_dropout", "condition_dropout", "train_text_encoder", "call", "expert"
+            "caption_dropout",
+            "condition_dropout",
+            "train_text_encoder",
+            "call",
+            "expert",
+            "image_noise",
         )
         self.pipeline = pipeline
         components = {n: p for n, p in pipeline.components.items() if p is not None}
@@ -155,6 +175,7 @@ class PipelineDiffusion(PartsModule):
         path: str | Path,
         frozen_dtype: str | torch.dtype | None = None,
         quantization: Any = None,
+        pipeline_class: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """Reads a diffusers folder or hub id.
@@ -166,6 +187,8 @@ class PipelineDiffusion(PartsModule):
             quantization: How each rank quantizes the frozen linear layers that it runs: `"nf4"`, `"int8"`,
                 `"float8"`, or more; for all components but autoencoders, or by their names. See
                 `quantization_named`.
+            pipeline_class: A pipeline of diffusers in the place of that which `model_index.json` names, for the
+                same parts: `"LTXImageToVideoPipeline"` animates images with those of `LTXPipeline`.
             kwargs: Further arguments of `__init__`.
 
         Raises:
@@ -174,14 +197,17 @@ class PipelineDiffusion(PartsModule):
             CheckpointError: Weights are missing.
         """
         index = read_index(str(path))
-        condition_of(_pipeline_class(index, str(path)))
+        opened: Any = DiffusionPipeline
+        if pipeline_class is not None:
+            opened = _pipeline_class({"_class_name": pipeline_class}, "pipeline_class")
+        condition_of(_pipeline_class(index, str(path)) if pipeline_class is None else opened)
         dtype = dtype_named("frozen_dtype", frozen_dtype)
         names = [name for name, entry in index.items() if is_component(entry)]
         quantizations = quantizations_of(quantization, names)
         try:
             folder = fetched(str(path))
             networks = load_networks(folder, index, load=load_for_training, dtype=dtype)
-            pipeline = DiffusionPipeline.from_pretrained(folder, **networks)
+            pipeline = opened.from_pretrained(folder, **networks)
         except DiffPipeError:
             raise
         except _UNOPENED as error:
@@ -290,6 +316,9 @@ class PipelineDiffusion(PartsModule):
         if step.condition is not None:
             wanted = "caption" if step.condition == "prompt" else step.condition
             conditions = self._read(batch, wanted)
+        if step.animates:
+            self._require_frames(batch)
+            batch = {"condition": (pixels[:, :, 0] + 1) / 2, **batch}
         if "references" in batch or (step.image is not None and step.needs_image):
             further[step.image] = self._image_of(batch)
         elif step.image is not None and "condition" in batch:
@@ -304,7 +333,9 @@ class PipelineDiffusion(PartsModule):
         schedule, clean = self.noise_schedule, self.encode(pixels, is_training)
         parts, losses = self.parts, []
         if len(self.steps) > 1:
-            encoders = {n: p for n, p in parts.items() if n.startswith("text_encoder") and p}
+            trained = [step.denoiser for step in self.steps]
+            modules = {n: p for n, p in parts.items() if isinstance(p, nn.Module)}
+            encoders = {n: part for n, part in modules.items() if n not in trained}
             answers = {name: replaying(part) for name, part in encoders.items()}
         for step in self.steps:
             has_all = step.span == (0, math.inf)
@@ -313,12 +344,24 @@ class PipelineDiffusion(PartsModule):
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
             prediction = step.predict(*inputs, tail, parts, further, shown)
-            losses.append(schedule.losses(corrupted, prediction, batch))
+            target = tail.predicted(corrupted.target)
+            losses.append(schedule.losses(corrupted._replace(target=target), prediction, batch))
         if len(losses) == 1:
             return losses[0]
         shares = [schedule.share_of(step.span, clean.shape) for step in self.steps]
         loss = sum(n * each["loss"] for n, each in zip(shares, losses, strict=True))
         return {name: sum(each[name] for each in losses) for name in losses[0]} | {"loss": loss}
+
+    def _require_frames(self, batch: Mapping[str, Any]) -> None:
+        """Raises ConfigurationError unless a batch has videos of which an autoencoder takes every frame."""
+        video = self._read(batch, "video", ", which begin with the image (data.num_frames)")
+        ratio, num_frames = self.tail.temporal_ratio, video.shape[2]
+        if ratio is not None and (num_frames - 1 < ratio or (num_frames - 1) % ratio):
+            raise ConfigurationError(
+                f"{self.step.name} draws videos of {ratio + 1}, {2 * ratio + 1}, {3 * ratio + 1}, ... frames, and "
+                f"those of the batch have {num_frames}; take {max(1, num_frames // ratio) * ratio + 1} "
+                "(data.num_frames)"
+            )
 
     def _read(self, batch: Mapping[str, Any], name: str, note: str = "") -> Any:
         if name not in batch:
@@ -375,6 +418,11 @@ class PipelineDiffusion(PartsModule):
         """Whether a prompt alone does not say what to draw; asked by the callback SampleImages."""
         return self.step.needs_image
 
+    @property
+    def draws_apart(self) -> bool:
+        """Whether each prompt is drawn by a call of its own; asked by the callback SampleImages."""
+        return self.step.animates
+
     @torch.no_grad()
     def sample(
         self,
@@ -393,7 +441,7 @@ class PipelineDiffusion(PartsModule):
             guidance_scale: Strength of guidance, where there is one; that of `call`, or the pipeline's own, if not
                 given.
             generator: Of the start noise.
-            condition: The images to edit, `(len(prompts), 3, H, W)` in [0, 1], or a list of references,
+            condition: The images to edit or animate, `(len(prompts), 3, H, W)` in [0, 1], or a list of references,
                 `(len(prompts), h, w, 3)` each in 8 bits.
             options: Further arguments of the pipeline's call, such as `height` and `width`; those of the last
                 batch trained on if not given, or else the pipeline's own.
@@ -404,9 +452,13 @@ class PipelineDiffusion(PartsModule):
         settings = {"guidance_scale": guidance_scale, "generator": generator, **options}
         settings["num_inference_steps"] = num_inference_steps
         calls = [(prompts, condition)]
-        if self.step.reads_references and not isinstance(condition, Tensor | None):
+        of_references = not isinstance(condition, Tensor | None)
+        if (self.step.reads_references and of_references) or (
+            self.draws_apart and condition is not None
+        ):
+            of_row = lambda row: [x[row] for x in condition] if of_references else condition[row]
             rows = [slice(i, i + 1) for i in range(len(prompts))]
-            calls = [(prompts[row], [each[row] for each in condition]) for row in rows]
+            calls = [(prompts[row], of_row(row)) for row in rows]
         progress = getattr(self.pipeline, "_progress_bar_config", {})
         self.pipeline.set_progress_bar_config(disable=True)
         try:
@@ -435,12 +487,19 @@ class PipelineDiffusion(PartsModule):
         arguments |= {**settings, "output_type": "pt"}
         if self.step.condition is not None:
             arguments[self.step.condition] = list(prompts)
-        if self.step.reads_references and not isinstance(condition, Tensor | None):
+        if condition is None:
+            if self.step.needs_image:
+                raise ConfigurationError(
+                    f"{self.step.name} draws from an image; give condition, (number of prompts, 3, H, W) in [0, 1]"
+                )
+        elif self.step.reads_references and not isinstance(condition, Tensor):
             images = [Image.fromarray(each[0]) for each in condition]  # of one prompt
             arguments[self.step.image] = images if len(images) > 1 else images[0]
-        elif condition is not None:
-            is_tensor = isinstance(condition, Tensor)
-            arguments[self.step.image] = condition if is_tensor else self._as_numbers(condition)
+        else:
+            image: Any = condition if isinstance(condition, Tensor) else self._as_numbers(condition)
+            if self.step.animates:  # its processors may read images of 8 bits only
+                image = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(image))[0]
+            arguments[self.step.image] = image
         return call_of(self.pipeline, arguments, self.device)
 
 

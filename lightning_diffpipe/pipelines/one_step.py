@@ -14,7 +14,8 @@ For training it is run with four things replaced, in a shallow copy of the pipel
                 and the denoiser is given those of the samples, by a factor and an offset that three runs give
     tokenizers  pad to a fixed length, so that every microbatch has the same shapes; so do processors, which read
                 images with the prompts, and states of prompts that a pipeline gives its denoiser with a mask
-    encoders    of prompts answer in the type of the denoiser, whatever they are stored in
+    encoders    of prompts answer in the type of the denoiser, whatever they are stored in; those of the image that
+                is animated take one for each sample (`encoding_first_frames`)
 
 What the pipeline hands to `scheduler.step` is the prediction in the scheduler's own terms (epsilon, v, flow).
 Where latents are packed by then, the prediction goes on in their place, and the tail unpacks it on its way to the
@@ -40,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from transformers import ProcessorMixin
+from transformers import BaseImageProcessor, ProcessorMixin
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.pipelines.stand_ins import (
@@ -53,11 +54,15 @@ from lightning_diffpipe.pipelines.stand_ins import (
     StandIn,
     checked_arguments,
     dropping_encoder,
+    encoder_of_images,
+    encoding_first_frames,
+    first_frame_processor,
     no_decoder,
     of_length,
     of_type,
     one_timestep,
     per_sample,
+    tensor_processor,
     torch_of_call,
 )
 
@@ -107,6 +112,8 @@ class Tail:
         patch: What is decoded has `patch` times the height and width of the latents, `1 / patch**2` of their
             channels; scale and shift are those of the latents' channels.
         frames_apart: The decoder takes each frame of a video as an image. Axes are counted with frames as axis 1.
+        num_given: First frames of the latents that are those of the image that is animated, and not predicted.
+        temporal_ratio: Frames of a video for each frame of the latents after the first, where an image is animated.
     """
 
     scale: Tensor
@@ -115,6 +122,16 @@ class Tail:
     num_axes: int
     patch: int = 1
     frames_apart: bool = False
+    num_given: int = 0
+    temporal_ratio: int | None = None
+
+    def predicted(self, latents: Tensor) -> Tensor:
+        """Returns the frames of latents that the denoiser predicts."""
+        if not self.num_given:
+            return latents
+        axis = self.axes[2]
+        assert axis is not None
+        return latents.narrow(axis, self.num_given, latents.shape[axis] - self.num_given)
 
     def undone(self, decoded: Tensor, num_samples: int) -> Tensor:
         """Returns the fp32 latents whose tail this is; of an encoding, latents of about unit variance.
@@ -161,7 +178,9 @@ class OneStep:
         time: The time given to a pipeline that takes one for all samples; None where it takes those of the samples.
         places: Where the denoiser is given sizes, and the time if the pipeline is told one.
         refused_image: Why training cannot follow what becomes of the image, if it cannot.
-        image: The argument with an image for each sample that the pipeline edits; None if it edits none.
+        image: The argument with an image for each sample that the pipeline edits or animates; None without one.
+        animates: Whether it draws videos that begin with the image.
+        image_noise: What noise is added to the image that it animates, as `encoding_first_frames` takes it.
         needs_image: Whether it draws nothing without one.
         reads_references: Whether it shows the image to a processor, which reads it in 8 bits. Then the call is run
             for each sample, as such pipelines read a list of images for those of one sample.
@@ -201,6 +220,8 @@ class OneStep:
         self.image = image_of(type(pipeline))
         self.needs_image = self.image in required_by(type(pipeline))
         self.reads_references = self.reads_several = False
+        self.animates = self.needs_image and not {*_FRAMES}.isdisjoint(self._parameters)
+        self.image_noise: tuple[float, float] | None = None
         self.guides_by_image = self.needs_image and "image_guidance_scale" in self._parameters
         self.refused_image: ConfigurationError | None = None
         given = dict(arguments or {})
@@ -241,7 +262,7 @@ class OneStep:
         further: Mapping[str, Any],
         shown: Tensor | None = None,
     ) -> Tensor:
-        """Returns what the denoiser predicts, as the scheduler understands it: fp32, of the shape of `noisy`.
+        """Returns what the denoiser predicts, as the scheduler understands it: fp32, like `tail.predicted(noisy)`.
 
         Args:
             noisy: Noisy latents as the pipeline draws them, such as `(B, C, h, w)` or `(B, C, F, h, w)`.
@@ -274,7 +295,7 @@ class OneStep:
             predicted = self._predicted_in_lockstep(*inputs, parts, further)
         else:
             predicted = self._predicted(*inputs, parts, further)
-        if predicted is None or predicted.shape != noisy.shape:
+        if predicted is None or predicted.shape != tail.predicted(noisy).shape:
             got = "none" if predicted is None else tuple(predicted.shape)
             raise ConfigurationError(
                 f"{self.name} gives no prediction of the shape of its latents {tuple(noisy.shape)}; got {got}"
@@ -324,6 +345,7 @@ class OneStep:
     ) -> Tensor | None:
         """Returns what one run of the call predicts; None if it ends before."""
         predicted: list[Tensor] = []
+        shape = tail.predicted(noisy).shape
 
         def draw(shape: Sequence[int]) -> Tensor:
             if tuple(shape) != tuple(noisy.shape):
@@ -335,14 +357,17 @@ class OneStep:
             return noisy
 
         def step(prediction: Tensor, sample: Tensor) -> Tensor:
-            if sample.shape == noisy.shape:
+            if sample.shape in (noisy.shape, shape):
                 # A variance after the mean, which schedulers take off, is not trained.
                 predicted.append(prediction[:, : noisy.shape[1]].float())
                 raise Captured
             return prediction
 
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
-        self.run(draw, timesteps, conditions, {**pixels, **further}, parts, step, decode)
+        further = {**pixels, **further}
+        self.run(draw, timesteps, conditions, further, parts, step, decode, self.image_noise)
+        if predicted and predicted[0].shape == noisy.shape:
+            return tail.predicted(predicted[0])
         return predicted[0] if predicted else None
 
     def time_at(self, share: float) -> float:
@@ -360,6 +385,7 @@ class OneStep:
         parts: Mapping[str, Any],
         on_step: Callable[[Tensor, Tensor], Tensor],
         on_decode: Callable[[Tensor], None],
+        image_noise: tuple[float, float] | None = None,
     ) -> None:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
@@ -378,7 +404,18 @@ class OneStep:
         dtype = _dtype_of(parts[self.denoiser])
         # A pipeline takes the type of one of its denoisers for that of all.
         own.update({name: StandIn(parts[name], dtype=dtype) for name in self._others})
-        own["scheduler"] = one_timestep(parts["scheduler"], times, on_step)
+        is_over = False
+
+        def step(prediction: Tensor, sample: Tensor) -> Tensor:
+            nonlocal is_over
+            is_over = True
+            return on_step(prediction, sample)
+
+        def noise(shape: Sequence[int]) -> Tensor:
+            # After the step some add noise to what is decoded: none of it, or `find_tail` sees it.
+            return torch.randn(tuple(shape), device=timesteps.device) if is_over else draw(shape)
+
+        own["scheduler"] = one_timestep(parts["scheduler"], times, step)
         own["_progress_bar_config"] = {"disable": True}
         processor: PaddingProcessor | None = None
         for name, part in parts.items():
@@ -391,6 +428,10 @@ class OneStep:
                 if name in self._generating:
                     # Nobody reads the keys and values that such a model keeps for tokens to come.
                     own[name] = StandIn(own[name], call=partial(own[name], use_cache=False))
+            elif name.startswith("image_encoder") and part is not None:
+                own[name] = encoder_of_images(part)
+            elif isinstance(part, BaseImageProcessor):
+                own[name] = tensor_processor(part)
             elif hasattr(part, "num_conditions"):  # guidance as a part of its own
                 own[name] = part.new(guidance_scale=1.0)
         if self._most_tokens and self._masks_states:
@@ -398,8 +439,13 @@ class OneStep:
             denoiser = of_length(denoiser, lambda: self._most_tokens + of_images())
         own[self.denoiser] = denoiser
         if self.decoder is not None:
-            own[self.decoder] = no_decoder(parts[self.decoder], on_decode)
-        methods = {name: _drawing_from(method, draw) for name, method in self._drawing.items()}
+            encode, images = None, further.get(self.image)
+            if self.animates and images is not None:
+                encode = encoding_first_frames(parts[self.decoder], images, image_noise)
+                processors = {n: p for n, p in own.items() if hasattr(p, "preprocess_video")}
+                own.update({n: first_frame_processor(p) for n, p in processors.items()})
+            own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)
+        methods = {name: _drawing_from(method, noise) for name, method in self._drawing.items()}
         call = methods.pop("__call__")
         for name, method in methods.items():
             is_static = isinstance(inspect.getattr_static(pipeline, name), staticmethod)

@@ -6,6 +6,7 @@ real part. The functions below make those of training; `trial.py` makes further 
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, BatchFeature
 
 from lightning_diffpipe.errors import ConfigurationError
 
@@ -279,12 +280,15 @@ def replaying(real: Any) -> Callable[[], StandIn]:
     def make() -> StandIn:
         number = itertools.count()
 
-        def call(*args: Any, **options: Any) -> Any:
+        def answer(compute: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if (index := next(number)) == len(answers):
-                answers.append(real(*args, **options))
+                answers.append(compute(*args, **options))
             return answers[index]
 
-        return StandIn(real, call=call)
+        methods = (
+            {"encode": functools.partial(answer, real.encode)} if hasattr(real, "encode") else {}
+        )
+        return StandIn(real, call=functools.partial(answer, real), **methods)
 
     return make
 
@@ -397,15 +401,137 @@ def in_type(answer: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def no_decoder(real: Any, give: Callable[[Tensor], None]) -> StandIn:
-    """Returns an autoencoder that gives away what it shall decode, and ends the call; it encodes by itself."""
+def no_decoder(
+    real: Any, give: Callable[[Tensor], None], encode: Callable[..., Any] | None = None
+) -> StandIn:
+    """Returns an autoencoder that gives away what it shall decode, and ends the call.
+
+    Args:
+        real: Encodes by itself, unless `encode` does.
+        give: Gets the latents that shall be decoded.
+        encode: In the place of its own.
+    """
 
     def decode(latents: Tensor, *_: Any, **__: Any) -> Any:
         give(latents)
         raise Captured
 
     # In float32, so that the pipeline does not round what it unpacks.
-    return StandIn(real, decode=decode, encode=encoding(real), dtype=torch.float32)
+    return StandIn(real, decode=decode, encode=encode or encoding(real), dtype=torch.float32)
+
+
+def encoding_first_frames(
+    real: Any, images: Tensor, noise: tuple[float, float] | None
+) -> Callable[..., Any]:
+    """Returns an `encode` for pipelines that animate one image, which are given one for each sample.
+
+    Some encode them one after the other: then all are encoded at the first, and each gets its rows, so that the
+    layers of the autoencoder see whole batches. Others repeat the encoding for every prompt: it stays as it is.
+
+    Args:
+        real: The autoencoder.
+        images: What is animated, `(B, 3, H, W)` in [0, 1].
+        noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
+            whose pixels are in [-1, 1]; None for no noise.
+    """
+    encode, answers, number = encoding(real), list[Any](), itertools.count()
+
+    def with_noise(pixels: Tensor) -> Tensor:
+        if noise is None:
+            return pixels
+        if pixels.ndim == 4:  # images, and not videos of which they are the first frame
+            return with_noise(pixels[:, :, None])[:, :, 0]
+        first = pixels[:, :, :1]
+        spread = (noise[0] + noise[1] * torch.randn(len(pixels), device=pixels.device)).exp()
+        added = spread.to(first).view(-1, 1, 1, 1, 1) * torch.randn_like(first)
+        return torch.cat([first + added, pixels[:, :, 1:]], 2)
+
+    def encode_rows(pixels: Tensor, *args: Any, **options: Any) -> Any:
+        if len(pixels) == len(images):
+            posterior = encode(with_noise(pixels), *args, **options).latent_dist
+        else:
+            if not answers:
+                whole = (2 * images - 1).to(pixels).reshape(len(images), *pixels.shape[1:])
+                answers.append(encode(with_noise(whole), *args, **options).latent_dist)
+            row, posterior = next(number), copy.copy(answers[0])
+            rows = {
+                n: x[row : row + 1] for n, x in vars(posterior).items() if isinstance(x, Tensor)
+            }
+            vars(posterior).update(rows)
+        mode = lambda: repeated_once(posterior.mode())
+        sample = lambda generator=None: repeated_once(posterior.sample(generator))
+        return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=mode, sample=sample))
+
+    return encode_rows
+
+
+def first_frame_processor(real: Any) -> StandIn:
+    """Returns a processor that takes images in [0, 1] of the size that is drawn to [-1, 1], and reads no values."""
+    return StandIn(real, preprocess=lambda image, *_, **__: 2 * image - 1)
+
+
+def repeated_once(rows: Tensor) -> Tensor:
+    """Returns a tensor with a row for each sample that stays so where a pipeline repeats it for every prompt."""
+    same = rows.view_as(rows)
+
+    def repeat(count: int, *counts: int) -> Tensor:
+        return rows.repeat(1 if count == len(rows) else count, *counts)
+
+    vars(same)["repeat"] = repeat
+    return same
+
+
+def encoder_of_images(real: Any) -> StandIn:
+    """Returns an encoder of images whose answers stay so where a pipeline repeats them for every prompt."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return pytree.tree_map_only(Tensor, repeated_once, real(*args, **options))
+
+    return StandIn(real, call=call)
+
+
+def tensor_processor(real: Any) -> StandIn:
+    """Returns an image processor that scales, crops and normalises tensors, `(B, 3, H, W)` in [0, 1].
+
+    The real one reads images of 8 bits on the host, and rounds to these what it has scaled along one side, and then
+    along the other.
+
+    Source:
+        `ImagingResample` of Pillow, https://github.com/python-pillow/Pillow/blob/main/src/libImaging/Resample.c
+    """
+    filters = {2: "bilinear", 3: "bicubic"}  # by the numbers of PIL
+
+    def call(images: Tensor, **_: Any) -> BatchFeature:
+        pixels = images.float()
+        if real.do_resize:
+            height, width = real.size.get("height"), real.size.get("width")
+            if shortest := real.size.get("shortest_edge"):
+                short = min(pixels.shape[-2:])
+                height, width = (int(shortest * side / short) for side in pixels.shape[-2:])
+            mode = filters.get(int(real.resample), "bicubic")
+            for size in ((pixels.shape[-2], width), (height, width)):
+                scaled = F.interpolate(pixels, size, mode=mode, antialias=True)
+                pixels = (255 * scaled).round().clamp(0, 255) / 255
+        if getattr(real, "do_center_crop", False):
+            height, width = real.crop_size["height"], real.crop_size["width"]
+            top, left = (pixels.shape[-2] - height) // 2, (pixels.shape[-1] - width) // 2
+            pixels = pixels[..., top : top + height, left : left + width]
+        if real.do_normalize:
+            mean, std = (
+                pixels.new_tensor(x)[:, None, None] for x in (real.image_mean, real.image_std)
+            )
+            pixels = (pixels - mean) / std
+        return BatchFeature({"pixel_values": pixels})
+
+    return StandIn(real, call=call)
+
+
+def is_followed(real: Any) -> bool:
+    """Returns whether `tensor_processor` gives what an image processor does, but for rounding to 8 bits."""
+    levels = torch.randint(256, (3, 80, 96), generator=torch.Generator().manual_seed(0)).byte()
+    expected = real(images=[levels.permute(1, 2, 0).numpy()], return_tensors="pt")["pixel_values"]
+    got = tensor_processor(real)(images=levels[None] / 255)["pixel_values"]
+    return got.shape == expected.shape and bool((got - expected).abs().max() < 0.1)
 
 
 def dropping_encoder(real: Any, shown: Tensor) -> StandIn:
@@ -435,6 +561,8 @@ class Place:
         column: Along the last axis of the tensor; None if it has this number only, maybe for each token.
         factor: The denoiser is given `factor * number + offset`.
         offset: See `factor`.
+        fixed: What tokens are given that are told another number, which stays: those of a first frame, without
+            noise, 0; None if there are none.
     """
 
     path: pytree.KeyPath
@@ -443,6 +571,7 @@ class Place:
     column: int | None = None
     factor: float = 1.0
     offset: float = 0.0
+    fixed: float | None = None
 
 
 def given(args: Sequence[Any], options: Mapping[str, Any]) -> dict[pytree.KeyPath, Any]:
@@ -482,9 +611,10 @@ def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor])
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
             leaves[place.path] = own = numbers.to(common)
             if place.column is None:
-                leaves[place.path] = own.view(-1, *[1] * (common.ndim - 1)).expand(
-                    -1, *common.shape[1:]
-                )
+                own = own.view(-1, *[1] * (common.ndim - 1)).expand(-1, *common.shape[1:])
+                if place.fixed is not None:
+                    own = torch.where(common == place.fixed, common, own)
+                leaves[place.path] = own
             else:
                 columns = list(common.unbind(-1))
                 columns[place.column] = own

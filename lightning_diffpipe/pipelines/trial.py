@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from PIL import Image
 from torch import Tensor, nn
-from transformers import ProcessorMixin
+from transformers import BaseImageProcessor, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from lightning_diffpipe.errors import ConfigurationError
@@ -28,6 +28,7 @@ from lightning_diffpipe.pipelines.stand_ins import (
     StandIn,
     given,
     in_type,
+    is_followed,
     posterior_of,
 )
 
@@ -160,7 +161,10 @@ class Trial:
         def encode(pixels: Tensor, *args: Any, **options: Any) -> Any:
             self._calls[name].append(pixels)
             if not self._step.reads_references:
-                return wide().encode(pixels.double(), *args, **options)
+                encoded = wide().encode(pixels.double(), *args, **options)
+                if hasattr(encoded, "latent_dist"):  # drawn from, it would differ from run to run
+                    encoded.latent_dist.std = torch.zeros_like(encoded.latent_dist.std)
+                return encoded
             shape = outline().encode(pixels.to("meta", decoder.dtype)).latent_dist.mode().shape
             means = pixels.flatten(1).mean(1).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             return posterior_of(means)
@@ -199,7 +203,7 @@ class Trial:
             recorded,
             timesteps.long() if discrete else timesteps,
             [self._step.neutral] * len(times),
-            self._image(torch.ones(len(times))) | dict(further or {}),
+            self._image(torch.ones(len(times))) | self._size | dict(further or {}),
             self._parts,
             step,
             found.append,
@@ -211,6 +215,11 @@ class Trial:
                 f"times and decodes {counts[2]} times; training can follow pipelines that do each of them once"
             )
         return found[0].float()
+
+    @property
+    def _size(self) -> dict[str, int]:
+        """Pixels of videos whose first frame an autoencoder encodes: few of them, and several in latents."""
+        return {"height": 64, "width": 64, "num_frames": 17} if self._step.animates else {}
 
     def _image(self, levels: Tensor) -> dict[str, Any]:
         """Makes images for a pipeline that cannot do without, one for each level in [0, 1].
@@ -256,6 +265,11 @@ class Trial:
         path, values = next(iter(changed.items()), ((), ()))
         # One for each sample, or one for each of its tokens, all the same.
         if len(changed) == 1 and getattr(values[0], "shape", (0,))[:1] in ((), (1,), (3,)):
+            moves = values[0] != values[2]
+            rest, fixed = values[1][~moves].unique(), None
+            if len(rest) == 1 and not (values[1][moves] == rest).any():
+                fixed = rest.item()  # tokens of a first frame, without noise
+                values = [value[moves] for value in values]
             low, middle, high = (value.float() for value in values)
             factor = (high - low) / (times[2] - times[0])
             between = low + factor * (times[1] - times[0])
@@ -264,7 +278,7 @@ class Trial:
             if is_line and torch.allclose(offset, offset.flatten()[0], atol=1e-3):
                 line = (x.flatten()[0].item() for x in (factor, offset))
                 self._step.time = times[1]
-                return Place(path, TIME, 0, None, *line)
+                return Place(path, TIME, 0, None, *line, fixed)
         raise ConfigurationError(
             f"{self._step.name} does not tell its denoiser the time by one argument with a number for each sample; "
             f"{len(changed)} of those it gives change with the time"
@@ -309,14 +323,18 @@ class Trial:
             for level in (0.0, 0.5):
                 image = {step.image: torch.full((1, 3, 64, 64), level)}
                 self._decoded(torch.zeros, further=image)
-                encoded += [(each, 2 * level - 1) for each in self._calls[step.decoder]]
+                # Of a video the first frame.
+                calls = [x[:, :, 0] if x.ndim == 5 else x for x in self._calls[step.decoder]]
+                encoded += [(each, 2 * level - 1) for each in calls]
                 shown.append({name: self._calls[name].copy() for name in self._encoders})
         except Exception as error:
             return ConfigurationError(
                 f"{step.name} cannot be trained to edit images: given one as numbers in [0, 1] it ended in "
                 f"{type(error).__name__}: {error}"
             )
-        if seen_by := [n for n, calls in shown[0].items() if not _is_row(calls, shown[1][n], 0, 1)]:
+        processors = [p for p in self._parts.values() if isinstance(p, BaseImageProcessor)]
+        seen_by = [n for n, calls in shown[0].items() if not _is_row(calls, shown[1][n], 0, 1)]
+        if seen_by and not (processors and all(map(is_followed, processors))):
             return ConfigurationError(
                 f"{step.name} shows the image that it edits to its {seen_by[0]}, too, which reads files and "
                 "not numbers"
@@ -373,7 +391,13 @@ class Trial:
         patch = unpatched.shape[-1] // drawn[-1] if unpatched.ndim == len(drawn) == 4 else 1
         decoded = lambda draw: patched(self._decoded(draw), patch)
         shift = patched(unpatched, patch)
-        scale = decoded(torch.ones) - shift
+        scale, num_given = decoded(torch.ones) - shift, 0
+        if self._step.animates:
+            whole = decoded
+            is_given = [not frame.any() for frame in scale.unbind(2)]
+            num_given = next((n for n, given in enumerate(is_given) if not given), 0)
+            decoded = lambda draw: whole(draw)[:, :, num_given:]
+            shift, scale = shift[:, :, num_given:], scale[:, :, num_given:]
         refusal = ConfigurationError(
             f"between its loop and its decoder {self._step.name} turns latents {drawn} into {tuple(shift.shape)} "
             "by more than an order of axes, a factor and an offset for each channel; encodings cannot be normalised"
@@ -382,8 +406,10 @@ class Trial:
         for axis in range(1, len(drawn)):
             if drawn[axis] > 1:
                 values = (decoded(lambda s, a=axis: _positions(s, a)) - shift) / scale
-                along = _axis_of(values)
-                if along is None or axes[along] is not None or shift.shape[along] != drawn[axis]:
+                along = _axis_of(values - values.flatten()[0] if num_given else values)
+                if along is None or axes[along] is not None:
+                    raise refusal
+                if shift.shape[along] + num_given * (along == 2) != drawn[axis]:
                     raise refusal
                 axes[along] = axis
         inserted = [length for length, axis in zip(shift.shape, axes, strict=True) if axis is None]
@@ -403,7 +429,18 @@ class Trial:
             len(drawn),
             patch,
             frames_apart,
+            num_given,
+            self._temporal_ratio(axes),
         )
+
+    def _temporal_ratio(self, axes: Sequence[int | None]) -> int | None:
+        """Returns by how many frames a video grows for one more frame of its latents; None without an image."""
+        if not self._step.animates or (axis := axes[2]) is None:
+            return None
+        longer = self._drawn[0][axis]
+        self._decoded(torch.zeros, further={"num_frames": 9})
+        growth = longer - self._drawn[0][axis]
+        return 8 // growth if growth else None  # another axis, where frames are decoded as images
 
 
 def _positions(shape: Sequence[int], axis: int) -> Tensor:

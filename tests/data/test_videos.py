@@ -58,6 +58,32 @@ def test_successive_frames_come_out_of_the_middle(write, tmp_path):
     torch.testing.assert_close(got, torch.tensor(LEVELS[1:6]).float(), atol=4, rtol=0)
 
 
+def test_a_video_may_begin_with_an_image_of_its_own(tmp_path):
+    write_frames(tmp_path)
+    Image.new("RGB", (60, 40), (255, 51, 0)).save(tmp_path / "first.png")
+    line = {"file_name": "clip", "text": "a clip", "image": "first.png"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
+    data = module_of(tmp_path, condition="image")
+    batch = next(iter(data.train_dataloader()))
+    expected = torch.tensor([1, 0.2, 0])[:, None, None].expand(3, 16, 16)
+    torch.testing.assert_close(batch["condition"][0], expected)
+    (tmp_path / "first.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"first\.png .*cannot be used"):
+        next(iter(data.train_dataloader()))
+    with pytest.raises(ConfigurationError, match="condition='edges' is for images"):
+        module_of(tmp_path, condition="edges")
+
+
+def test_first_frames_that_are_held_back_are_what_is_drawn_from(tmp_path):
+    write_frames(tmp_path)
+    data = ImageFolderDataModule(
+        tmp_path, 16, validation_share=1, batch_size=1, num_workers=0, num_frames=5
+    )
+    data.setup("validate")
+    expected = torch.full((1, 3, 16, 16), LEVELS[1] / 255)
+    torch.testing.assert_close(data.held_back_conditions(1), expected)
+
+
 def test_videos_that_cannot_be_used_are_named(tmp_path):
     write_frames(tmp_path)
     with pytest.raises(DataError, match="clip has 7 frames, and num_frames=9 are wanted"):

@@ -64,6 +64,7 @@ REASONS = {
     "of which a rank would own": "unequal text",
     "patches this model fails": "a block expects all tokens",
     "makes positions for all rows by itself": "positions of all rows",
+    "it is not known which axes are those of the latents": "axes of its input are not known",
     "while it is probed this model fails": "fails while it is probed",
     "tokens are mixed on the way to attention": "rows are mixed before attention",
     "some tokens belong to no row": "rows are mixed outside attention",

@@ -134,6 +134,15 @@ def umt5(_: Path) -> nn.Module:
     return transformers.UMT5EncoderModel(config)
 
 
+def clip_vision(_: Path) -> nn.Module:
+    """An encoder of images of 28 pixels, wide as the image tokens of Wan's denoiser of the zoo."""
+    config = transformers.CLIPVisionConfig(
+        hidden_size=6, projection_dim=6, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    return transformers.CLIPVisionModel(config)
+
+
 def levels(kind: str, count: int = 4, width: int = 8) -> dict[str, Any]:
     """Blocks of a video autoencoder, by the prefix of their names."""
     return {
@@ -282,6 +291,31 @@ WAN = {
     "tokenizer": byte_tokenizer,
     "transformer": denoiser("WanTransformer3DModel", in_channels=16, out_channels=16),
 }
+COGVIDEOX = {
+    **T5,
+    "scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction"),
+    "vae": of(
+        diffusers.AutoencoderKLCogVideoX, in_channels=3, out_channels=3, norm_num_groups=2,
+        temporal_compression_ratio=4, **levels("CogVideoX"),
+    ),
+    "transformer": denoiser(
+        "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8
+    ),
+}  # fmt: skip
+LTX = {
+    **T5,
+    **SHIFTING,
+    "vae": of(
+        diffusers.AutoencoderKLLTXVideo, in_channels=3, out_channels=3, latent_channels=4,
+        block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4, upsample_factor=(1, 1, 1, 1), timestep_conditioning=False,
+        patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False,
+    ),
+    "transformer": denoiser("LTXVideoTransformer3DModel", caption_channels=16),
+}  # fmt: skip
 
 SHORT = {"max_sequence_length": 8}
 UNBINNED = {"use_resolution_binning": False}
@@ -644,17 +678,7 @@ PIPELINES: dict[str, TinyPipeline] = {
     ),
     # Video transformers
     "CogVideoXPipeline": TinyPipeline(
-        {
-            **T5,
-            "scheduler": of(diffusers.CogVideoXDDIMScheduler, prediction_type="v_prediction"),
-            "vae": of(
-                diffusers.AutoencoderKLCogVideoX, in_channels=3, out_channels=3, norm_num_groups=2,
-                temporal_compression_ratio=4, **levels("CogVideoX"),
-            ),
-            "transformer": denoiser(
-                "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8
-            ),
-        },
+        COGVIDEOX,
         FRAMES | SHORT,
         VIDEO,
     ),
@@ -724,20 +748,7 @@ PIPELINES: dict[str, TinyPipeline] = {
         (3, 3, 32, 32),
     ),
     "LTXPipeline": TinyPipeline(
-        {
-            **T5,
-            **SHIFTING,
-            "vae": of(
-                diffusers.AutoencoderKLLTXVideo, in_channels=3, out_channels=3, latent_channels=4,
-                block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-                layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
-                spatio_temporal_scaling=(True, True, False, False),
-                decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
-                upsample_residual=(False,) * 4, upsample_factor=(1, 1, 1, 1), timestep_conditioning=False,
-                patch_size=1, patch_size_t=1, encoder_causal=True, decoder_causal=False,
-            ),
-            "transformer": denoiser("LTXVideoTransformer3DModel", caption_channels=16),
-        },
+        LTX,
         FRAMES | SHORT,
         VIDEO,
     ),
@@ -802,6 +813,33 @@ PIPELINES: dict[str, TinyPipeline] = {
         VIDEO,
     ),
     "WanPipeline": TinyPipeline(WAN, FRAMES | SHORT, VIDEO),
+    # Videos that begin with an image
+    "WanImageToVideoPipeline": TinyPipeline(
+        WAN
+        | {
+            "image_encoder": clip_vision,
+            "image_processor": of(
+                transformers.CLIPImageProcessor, size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+            ),
+            "transformer": denoiser("WanTransformer3DModel image to video", in_channels=36, out_channels=16),
+        },
+        FRAMES,  # its attention takes 512 tokens of the prompt for granted
+        VIDEO,
+        edits=True,
+    ),
+    "LTXImageToVideoPipeline": TinyPipeline(LTX, FRAMES | SHORT, VIDEO, edits=True),
+    "CogVideoXImageToVideoPipeline": TinyPipeline(
+        COGVIDEOX
+        | {
+            "transformer": denoiser(
+                "CogVideoXTransformer3DModel", text_embed_dim=16, max_text_seq_length=8, in_channels=8,
+                out_channels=4,
+            )
+        },
+        FRAMES | SHORT,
+        VIDEO,
+        edits=True,
+    ),
 }  # fmt: skip
 
 

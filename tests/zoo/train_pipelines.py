@@ -13,6 +13,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.graph import rng
@@ -102,7 +103,7 @@ def batch_of(name: str) -> dict[str, Any]:
     entry = PIPELINES[name]
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(entry.num_samples, *entry.pixels, generator=generator)
-    before = torch.rand(pixels.shape, generator=generator)
+    before = torch.rand(*pixels.shape[:2], *pixels.shape[-2:], generator=generator)
     return {
         **({"condition": before} if entry.edits else {}),
         "video" if pixels.ndim == 5 else "image": pixels,
@@ -165,7 +166,8 @@ def draws_the_same(module: PipelineDiffusion, folder: Path) -> bool:
     before = batch_of(module.step.name)["condition"][:1] if entry.edits else None
     got = module.sample(conditions, 2, generator=noise(), condition=before, **options)
     if before is not None:
-        options[module.step.image] = before
+        pil = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(before))
+        options[module.step.image] = pil[0] if module.step.animates else before
     arguments = {**module.hparams.call, **options, "num_inference_steps": 2, "output_type": "pt"}
     if module.step.condition:
         arguments[module.step.condition] = conditions

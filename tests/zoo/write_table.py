@@ -67,9 +67,10 @@ PIPELINES_INTRODUCTION = """\
 
 `LatentDiffusion.from_pretrained(FOLDER)` and `diffpipe train model=pretrained model.path=FOLDER` run a pipeline's
 own `__call__` with one step for training. {works} of {built} classes that draw from prompts or classes alone, or
-from nothing, or that edit an image, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts its step
-into two stages, compares loss and gradients with one process in double precision, writes it with `save_pretrained`,
-opens that with diffusers alone, and draws with both from the same noise. The rest says what cannot be followed.
+from nothing, or that edit or animate an image, are trained so; `tests/test_pipelines.py` builds each in tiny, cuts
+its step into two stages, compares loss and gradients with one process in double precision, writes it with
+`save_pretrained`, opens that with diffusers alone, and draws with both from the same noise. The rest says what
+cannot be followed.
 
 `QwenImageEditPipeline` and `QwenImageEditPlusPipeline`, which show references to their text encoder, are trained
 so, too, with Flux Kontext from [references](pretrained.md#references): `tests/modules/test_editing.py`.
@@ -84,8 +85,8 @@ fails* where its own call does, with {version}.
 """
 EDITING_INTRODUCTION = """\
 These {number} need an image besides, which a batch may have (`condition`), but are not built in tiny here. They
-are trained if their call gives that image to the autoencoder and to nothing else, and refused with the reason
-otherwise:
+are trained if their call gives that image to the autoencoder, and to others as numbers only, and refused with the
+reason otherwise:
 """
 REFUSED_INTRODUCTION = """\
 These {number} start from images, or draw from videos, embeddings or parts that a batch does not have. They are
