@@ -5,6 +5,9 @@ on a few batches, and samples. A thread reads RssAnon of Linux: what is mapped f
 system can drop those pages and ranks share them.
 
     python benchmarks/memory/main.py --size 1e9 --json out.json
+
+With `--limit` the kernel refuses each process more than so many GiB (`RLIMIT_DATA`, as of `prlimit --data`): the
+same training on `--ranks` ranks, and in one process. 0 is no limit, to see what they take.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import sys
 import tempfile
 import threading
@@ -25,6 +29,7 @@ import diffusers
 import lightning as L
 import torch
 import transformers
+from torch import multiprocessing
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -48,19 +53,24 @@ of the text encoder."""
 
 
 class Peaks(threading.Thread):
-    """The most anonymous memory of this process in each phase, in bytes."""
+    """The most memory of this process in each phase, in bytes.
 
-    def __init__(self) -> None:
+    Args:
+        field: Of /proc/self/status: `RssAnon`, anonymous memory, or `VmData`, which a limit counts.
+    """
+
+    def __init__(self, field: str) -> None:
         super().__init__(daemon=True)
         self.phase: str | None = None
         self.most: dict[str, int] = {}
+        self._line = re.compile(rf"{field}:\s+(\d+)")
 
     def run(self) -> None:
         """Looks a hundred times a second."""
         while True:
             status = Path("/proc/self/status").read_text()
             phase = self.phase or watcher.phase
-            now = 1024 * int(re.search(r"RssAnon:\s+(\d+)", status).group(1))
+            now = 1024 * int(self._line.search(status).group(1))
             self.most[phase] = max(now, self.most.get(phase, 0))
             time.sleep(0.01)
 
@@ -116,10 +126,13 @@ def measure(
     encode_first: bool = False,
     quantization: str | None = None,
     trains: str = "adapters",
-) -> dict[str, Any]:
+    limit_gib: float | None = None,
+) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    peaks = Peaks()
+    peaks = Peaks("RssAnon" if limit_gib is None else "VmData")
+    if limit_gib:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(limit_gib * GIB),) * 2)
     peaks.phase = "opening"
     peaks.start()
     module = PipelineDiffusion.from_pretrained(
@@ -136,7 +149,12 @@ def measure(
     trainer = L.Trainer(
         accelerator="cpu", devices=world_size, max_steps=3, precision=precision, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        strategy=DiffPipeStrategy(num_stages=world_size, num_microbatches=2, seed=0),
+        strategy=DiffPipeStrategy(
+            num_stages=world_size,
+            num_microbatches=2,
+            seed=0,
+            profile="measure" if limit_gib is None else "flops",
+        ),
         callbacks=[
             SaveAndPlan(f"{folder}/../trained.ckpt", peaks),
             *([EncodingCache(f"{folder}/../encodings", encode_first=True)] if encode_first else []),
@@ -146,16 +164,17 @@ def measure(
     planned = SaveAndPlan.planned
     peaks.phase = "between"
     del module, trainer
-    peaks.phase = "opening to sample"
-    with Predictor.from_pretrained(
-        folder,
-        method="pipefusion" if world_size > 1 else "single",
-        device="cpu",
-        verify=False,
-        quantization=quantization,
-    ) as predictor:
-        peaks.phase = "sampling"
-        predictor(["a cat"], num_inference_steps=3, height=64, width=64, max_sequence_length=16)
+    if limit_gib is None:
+        peaks.phase = "opening to sample"
+        with Predictor.from_pretrained(
+            folder,
+            method="pipefusion" if world_size > 1 else "single",
+            device="cpu",
+            verify=False,
+            quantization=quantization,
+        ) as predictor:
+            peaks.phase = "sampling"
+            predictor(["a cat"], num_inference_steps=3, height=64, width=64, max_sequence_length=16)
     mine = {"planned": planned[rank], **peaks.most}
     everyone = [None] * world_size
     torch.distributed.all_gather_object(everyone, mine)
@@ -192,11 +211,32 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             else:
                 write_pipeline(folder, arguments.size, getattr(torch, arguments.stored))
                 os._exit(0)
-        return on_ranks(
-            arguments.ranks, measure, str(folder), arguments.ranks, arguments.precision,
-            arguments.frozen_dtype, arguments.encode_first, arguments.quantization,
+        settings = (
+            arguments.precision, arguments.frozen_dtype, arguments.encode_first, arguments.quantization,
             arguments.trains,
         )  # fmt: skip
+        if arguments.limit is None:
+            return on_ranks(arguments.ranks, measure, str(folder), arguments.ranks, *settings)
+        return [
+            under_limit(ranks, arguments.limit, str(folder), settings)
+            for ranks in (arguments.ranks, 1)
+        ]
+
+
+def under_limit(
+    ranks: int, limit_gib: float, folder: str, settings: tuple[Any, ...]
+) -> dict[str, Any]:
+    """One row: how a run ended each of whose processes has a limit, 0 for none, and the most that one took."""
+    row = {"ranks": ranks, "limit in GiB": limit_gib or "none"}
+    try:
+        rows = on_ranks(ranks, measure, folder, ranks, *settings, limit_gib)
+    except (
+        multiprocessing.ProcessRaisedException,
+        multiprocessing.ProcessExitedException,
+    ) as error:
+        return row | {"end": str(error).strip().splitlines()[-1], "most in GiB": "over the limit"}
+    most = max((r for r in rows if r["phase"] != "planned"), key=lambda r: r["GiB"])
+    return row | {"end": f"trained; most when {most['phase']}", "most in GiB": most["GiB"]}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +246,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", help="where the pipeline is kept for the next time")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--limit", type=float, help="GiB of each process, by RLIMIT_DATA")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument(
         "--frozen-dtype", help="float32: cast, so that frozen weights are anonymous"

@@ -24,9 +24,13 @@ MODELS = {
     "sdxl": "SDXL, 1024 pixels",
     "sd35": "SD3.5 large, 1024 pixels",
     "flux": "Flux.1-dev, 1024 pixels",
+    "flux2_klein": "Flux.2 klein 4B, 1024 pixels",
+    "flux2": "Flux.2-dev, 1024 pixels",
     "qwen_image": "Qwen-Image, 1024 pixels",
     "wan": "Wan 2.1 1.3B, 33 frames of 512 x 512",
     "wan14b": "Wan 2.1 14B, 81 frames of 480 x 832",
+    "wan22_5b": "Wan 2.2 5B, 121 frames of 704 x 1280",
+    "wan22": "Wan 2.2 A14B, both experts, 81 frames of 480 x 832",
 }
 PCIE, NVLINK = Link(12e9, 30e-6), Link(300e9, 10e-6)
 HOST_BYTES = 60_000_000_000

@@ -39,6 +39,7 @@ from lightning_diffpipe.host_memory import trim
 
 _STRIDE, _WHERE, _STORED = "_diffpipe_stride", "_diffpipe_where", "_diffpipe_stored"
 _OFFLOADED, _QUANTIZED = "_diffpipe_offloaded", "_diffpipe_quantized"
+_STORED_BYTES = "_diffpipe_stored_bytes"
 _ALIGNMENT = 64  # bytes, of tensors in a file
 
 readable: ContextVar[bool] = ContextVar("readable", default=False)
@@ -258,8 +259,15 @@ def is_quantized_later(parameter: Tensor) -> bool:
     return hasattr(parameter, _QUANTIZED) and not is_traceable_wrapper_subclass(parameter)
 
 
+def note_stored_bytes(placeholder: nn.Parameter, num_bytes: int) -> None:
+    """Notes the size of the quantized value that will take the place of a placeholder."""
+    setattr(placeholder, _STORED_BYTES, num_bytes)
+
+
 def held_bytes(parameter: Tensor) -> int:
     """Returns the size of a parameter where it is placed."""
+    if hasattr(parameter, _STORED_BYTES):
+        return int(getattr(parameter, _STORED_BYTES))
     if is_quantized_later(parameter):
         return getattr(parameter, _QUANTIZED).num_bytes(parameter)
     return sum(plain.nbytes for plain in plain_tensors(parameter))

@@ -31,7 +31,7 @@ from lightning_diffpipe.graph.placement import created_in
 from lightning_diffpipe.modules.adapters import Lora
 from lightning_diffpipe.modules.controlnet import ControlNetDiffusion
 from lightning_diffpipe.modules.parts import PartsModule
-from lightning_diffpipe.modules.pipeline_diffusion import PipelineDiffusion
+from lightning_diffpipe.modules.pipeline_diffusion import Expert, PipelineDiffusion
 from lightning_diffpipe.pipelines.stand_ins import Captured, StandIn
 from lightning_diffpipe.pipelines.trial import find_tail
 from lightning_diffpipe.planning.profile import ModelProfile
@@ -157,6 +157,11 @@ class BlankTokenizer:
             values if return_tensors else {n: v.tolist() for n, v in values.items()}
         )
 
+    def apply_chat_template(self, conversation: Any, tokenize: bool = True, **options: Any) -> Any:
+        """Gives what a call gives for one conversation or several; no text."""
+        chats = conversation if isinstance(conversation[0], list) else [conversation]
+        return self(chats, **options) if tokenize else ""
+
     def tokenize(self, text: str) -> list[str]:
         """Gives no words, of which some might be learned embeddings."""
         return []
@@ -211,6 +216,7 @@ class OnPaper:
         device: Where weights are: without memory by default, else with random values.
         lora: Adapters that are trained in place of the denoiser's weights.
         quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`.
+        expert: As in `PipelineDiffusion`.
 
     Attributes:
         module: The model in training.
@@ -230,6 +236,7 @@ class OnPaper:
         device: torch.device | str = "meta",
         lora: Lora | None = None,
         quantization: Any = None,
+        expert: Expert | None = None,
     ) -> None:
         configs = configs or read_configs(path)
         index = configs["model_index"]
@@ -257,7 +264,8 @@ class OnPaper:
             side = 8 * self.module.unet.config.sample_size
             self.size = {"height": side, "width": side, "num_frames": 1}
         else:
-            self.module = PipelineDiffusion(cls(**missing | parts), 0.0, call=call, lora=lora)
+            pipeline = cls(**missing | parts)
+            self.module = PipelineDiffusion(pipeline, 0.0, call=call, lora=lora, expert=expert)
             self.denoiser = self.module.step.denoiser
             with Values():
                 self.size = self._looked_at(self.module)
@@ -272,13 +280,14 @@ class OnPaper:
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 parts[name] = _zeros_of(part)
-        parts[step.denoiser] = StandIn(
-            module.denoiser,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            parameters=lambda: iter([torch.zeros(())]),
-        )
-        module._tail = find_tail(step, parts)
+        for each, denoiser in zip(module.steps, module.denoisers, strict=True):
+            parts[each.denoiser] = StandIn(
+                denoiser,
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+                parameters=lambda: iter([torch.zeros(())]),
+            )
+            module._tail = find_tail(each, parts)
         shapes = list[tuple[int, ...]]()
 
         def draw(shape: Sequence[int]) -> Tensor:
@@ -326,6 +335,7 @@ class ModelOnPaper:
         call: Further arguments of the pipeline's call, such as `{"max_sequence_length": 256}`.
         lora_rank: Rank of adapters that are trained in place of the denoiser's weights; None for the weights.
         quantization: Of frozen linear layers, as of `PipelineDiffusion.from_pretrained`; counts in memory only.
+        expert: As in `PipelineDiffusion`; both denoisers of Wan 2.2 if not given.
 
     Raises:
         ConfigurationError: There is no such model, device or type.
@@ -339,6 +349,7 @@ class ModelOnPaper:
     call: Mapping[str, Any] | None = None
     lora_rank: int | None = None
     quantization: Any = None
+    expert: Expert | None = None
 
     def __post_init__(self) -> None:
         read_configs(str(self.path))
@@ -365,8 +376,14 @@ class ModelOnPaper:
         try:
             path = str(self.path)
             lora = None if self.lora_rank is None else Lora(self.lora_rank)
-            dtype, quantization = getattr(torch, self.dtype), self.quantization
-            paper = OnPaper(path, dtype, call=self.call, lora=lora, quantization=quantization)
+            paper = OnPaper(
+                path,
+                getattr(torch, self.dtype),
+                call=self.call,
+                lora=lora,
+                quantization=self.quantization,
+                expert=self.expert,
+            )
             if self.resolution is not None:
                 paper.module.require_size(self.resolution, self.resolution)
                 paper.size |= {"height": self.resolution, "width": self.resolution}
@@ -376,7 +393,8 @@ class ModelOnPaper:
             pixels = f"{height}" if height == width else f"{height}x{width}"
             name = path if path in PUBLISHED else Path(path).resolve().name
             trained = "" if lora is None else f", adapters of rank {lora.rank}"
-            trained += f", quantized ({quantization})" if quantization else ""
+            trained += f", quantized ({self.quantization})" if self.quantization else ""
+            trained += f", expert {self.expert}" if self.expert else ""
             title = f"{name} at {pixels} in {self.dtype}{trained}, modelled on {device.name}"
             run = (paper.module, paper.step, paper.batch)
             return modelled(title, *run, paper.denoiser, device, sample_counts)

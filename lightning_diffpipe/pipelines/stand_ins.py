@@ -607,7 +607,8 @@ def per_sample(real: Any, places: Sequence[Place], values: Mapping[str, Tensor])
         found, structure = _flat((args, options))
         leaves = dict(found)
         for place in known:
-            common = leaves[place.path]
+            # Pipelines that compare the time with a boundary have it on the host.
+            common = leaves[place.path].to(values[place.argument].device)
             numbers = place.factor * values[place.argument][:, place.entry] + place.offset
             leaves[place.path] = own = numbers.to(common)
             if place.column is None:

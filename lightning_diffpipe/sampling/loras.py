@@ -247,6 +247,12 @@ class AdaptedWeights(ChangedWeights):
             layer = name.removesuffix(".weight")
             yield name, _added([each[layer] for each in self._layers if layer in each], value)
 
+    def quantized_bytes(self) -> Mapping[str, int]:
+        """See `Weights`; plain ones take the place of those to which something is added."""
+        adapted = {f"{layer}.weight" for layers in self._layers for layer in layers}
+        sizes = self._weights.quantized_bytes()
+        return {name: size for name, size in sizes.items() if name not in adapted}
+
     def digests(self) -> dict[str, str]:
         """Returns the digests of each tensor, and of what is added."""
         return self._weights.digests() | self._of_loras

@@ -12,7 +12,7 @@ files, they take no memory until their rank places them.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -129,6 +129,16 @@ class QuantizedWeights(ChangedWeights):
                     f"{name} in {self.origin} is not stored as {self._config['quant_method']} stores quantized "
                     f"weights ({type(error).__name__}: {error}); copy the folder again, or update the package"
                 ) from error
+
+    def quantized_bytes(self) -> Mapping[str, int]:
+        """See `Weights`."""
+        weights = {
+            each: name for name, members in self._members.items() for each in members.values()
+        }
+        sizes = Counter[str]()
+        for member, tensor in self._weights.read(weights.keys()):  # mapped, so that nothing is read
+            sizes[weights[member]] += tensor.nbytes
+        return sizes
 
     def _made(self, name: str, tensors: dict[str, Tensor]) -> QuantizedWeight:
         if self._header:

@@ -61,6 +61,9 @@ class Weights(Protocol):
     def digests(self) -> dict[str, str]:
         """Returns the digests of stored tensors, from samples of each: what ranks compare, see `digests.py`."""
 
+    def quantized_bytes(self) -> Mapping[str, int]:
+        """Returns the stored bytes of each weight that is read as a quantized one."""
+
 
 def _opened(path: Path) -> Any:
     try:
@@ -124,6 +127,10 @@ class SafetensorsFolder:
         for path in sorted(set(self._file_of.values())):
             found |= digests_of_safetensors(path)
         return found
+
+    def quantized_bytes(self) -> Mapping[str, int]:
+        """See `Weights`."""
+        return {}
 
     def header(self) -> dict[str, str]:
         """Returns what the headers of the files say besides names, types and shapes."""
@@ -221,6 +228,10 @@ class StateDict:
     def digests(self) -> dict[str, str]:
         """See `Weights`."""
         return {name: digest_of_tensor(value) for name, value in self._values.items()}
+
+    def quantized_bytes(self) -> Mapping[str, int]:
+        """See `Weights`."""
+        return {}
 
 
 class ChangedWeights:

@@ -31,7 +31,7 @@ from lightning_diffpipe.errors import (
     require_number,
 )
 from lightning_diffpipe.graph.fakes import shapes_without_values
-from lightning_diffpipe.graph.placement import keep_stored, quantize_all
+from lightning_diffpipe.graph.placement import keep_stored, note_stored_bytes, quantize_all
 from lightning_diffpipe.quantization import quantizations_of, quantize_components
 from lightning_diffpipe.sampling.call import Call, dry_run_of
 from lightning_diffpipe.sampling.digests import Identity, as_texts
@@ -260,6 +260,10 @@ class DiffusersFolder:
             weights = AdaptedWeights(weights, self.name, self.denoiser, added)
         self.weights: Weights | None = weights
         quantize_components(self._quantizations, {self.name: self.denoiser}, trains=False)
+        sizes = weights.quantized_bytes()
+        for name, parameter in self.denoiser.named_parameters():
+            if name in sizes:
+                note_stored_bytes(parameter, sizes[name])
 
     def _placed(self, name: str, part: nn.Module) -> nn.Module:
         """Moves a component to the device, where it is quantized."""

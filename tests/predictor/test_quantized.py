@@ -7,10 +7,11 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from lightning_diffpipe.errors import ConfigurationError
-from lightning_diffpipe.graph.placement import is_placeholder
+from lightning_diffpipe.graph.placement import held_bytes, is_placeholder
 from lightning_diffpipe.modules import Lora, PipelineDiffusion
 from lightning_diffpipe.predictor import Predictor
 from lightning_diffpipe.quantization import Quantization, QuantizedWeight
@@ -107,6 +108,33 @@ def stored(tmp_path_factory):
         assert len(plain) > 5
         getattr(pipeline, name).load_state_dict(plain, strict=False)
     return root / "flux", drawn(pipeline, "flux")
+
+
+def bytes_of_denoiser(path, **options):
+    """Bytes that a rank is expected to hold, by weight: before and after it is placed."""
+    with Predictor.from_pretrained(path, "single", **options) as predictor:
+        named = dict(predictor.source.denoiser.named_parameters())
+        assert all(map(is_placeholder, named.values()))
+        expected = {name: held_bytes(p) for name, p in named.items()}
+        predictor(
+            prompts_of("flux"), **{**SETTINGS, "num_inference_steps": 1}, **options_of("flux")
+        )
+        placed = predictor.source.denoiser.named_parameters()
+        return expected, {name: held_bytes(p) for name, p in placed}
+
+
+def test_methods_are_chosen_by_the_bytes_that_are_stored(stored, tmp_path):
+    path, _ = stored
+    expected, placed = bytes_of_denoiser(path)
+    assert expected == placed
+    adapted = "transformer.transformer_blocks.0.attn.to_q"
+    weight = f"{adapted.partition('.')[2]}.weight"
+    assert expected[weight] == 16 * 16 + 4 * 16, "a byte for each number, and a scale for each row"
+    shapes = {"lora_A": (1, 16), "lora_B": (16, 1)}
+    lora = {f"{adapted}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    save_file(lora, tmp_path / "lora.safetensors")
+    with_lora, placed = bytes_of_denoiser(path, loras={tmp_path / "lora.safetensors": 1.0})
+    assert with_lora == placed == {**expected, weight: 4 * 16 * 16}
 
 
 def draw_each_way(rank, path):

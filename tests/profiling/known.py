@@ -18,6 +18,10 @@ DENOISERS = {
     "sd35": 8_056_627_520,
     "wan14b": 14_288_491_584,
     "qwen_image": 20_430_401_088,
+    "flux2": 32_223_281_152,
+    "flux2_klein": 3_875_544_576,
+    "wan22": 14_288_491_584,
+    "wan22_5b": 4_999_787_712,
 }
 """Parameters of denoisers, as published."""
 

@@ -13,6 +13,7 @@ from lightning_diffpipe.profiling.modelled import (
     device_named,
     fused_attention,
 )
+from tests.predictor.tiny_pipelines import wan_experts
 from tests.profiling.known import CONTROLNET, DENOISERS, check_known, tiny_configs
 from tests.rows import row
 from tests.zoo.pipelines import PIPELINES, build
@@ -110,7 +111,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
         device_named("h1000")
     with pytest.raises(
         ConfigurationError,
-        match="controlnet, flux, pixart, qwen_image, sd21, sd3, sd35, sdxl, wan, wan14b",
+        match=", flux, flux2, flux2_klein, pixart, qwen_image, sd21, sd3, sd35, sdxl, wan, wan14b, wan22",
     ):
         ModelOnPaper("sd15")
     with pytest.raises(ConfigurationError, match="bfloat16"):
@@ -155,12 +156,17 @@ def test_published_configurations_have_the_published_number_of_parameters(name):
         "sd3": [123_650_304, 694_659_840, 4_762_310_656], "flux": [123_060_480, 4_762_310_656],
         "pixart": [4_762_310_656], "wan": [5_680_910_336], "sd35": [123_650_304, 694_659_840, 4_762_310_656],
         "wan14b": [5_680_910_336], "qwen_image": [8_292_166_656],
+        "wan22": [5_680_910_336], "wan22_5b": [5_680_910_336],
+        "flux2": [24_011_361_280], "flux2_klein": [4_022_468_096],
     }  # fmt: skip
     assert sorted(sizes) == published[name]
     of_4_channels = 83_653_863
-    video = dict.fromkeys(("wan", "wan14b", "qwen_image"), 126_892_531)
-    vaes = video | dict.fromkeys(("sd3", "sd35", "flux"), 83_819_683)
+    video = dict.fromkeys(("wan", "wan14b", "wan22", "qwen_image"), 126_892_531)
+    others = {"wan22_5b": 704_688_668, "flux2": 84_046_115, "flux2_klein": 84_046_115}
+    vaes = video | others | dict.fromkeys(("sd3", "sd35", "flux"), 83_819_683)
     assert count(module.vae) == vaes.get(name, of_4_channels)
+    if name == "wan22":
+        assert count(module.transformer_2) == DENOISERS[name]
     if name == "controlnet":
         assert count(module.controlnet) == CONTROLNET
 
@@ -203,6 +209,28 @@ def test_any_pipeline_is_modelled_by_its_configuration_files_alone(name, tmp_pat
     trained = 4 * sum(p.numel() for p in denoiser.parameters())
     assert sum(layer.parameter_bytes for layer in profile.layers) == trained
     assert profile.trained_s(2) > profile.trained_s(1) > 0
+
+
+@pytest.mark.parametrize("expert", [None, "low"])
+def test_experts_count_as_they_are_trained(expert, tmp_path):
+    pipeline = wan_experts(tmp_path)
+    pipeline.save_pretrained(tmp_path / "model")
+    size = {"resolution": 32, "num_frames": 5}
+    model = ModelOnPaper(str(tmp_path / "model"), ROUND, "float32", **size, expert=expert)
+    profile = model.profile((1, 2))
+    names = ("transformer_2",) if expert else ("transformer", "transformer_2")
+    trained = {n: 4 * sum(p.numel() for p in getattr(pipeline, n).parameters()) for n in names}
+    counted = {n: [x for x in profile.layers if x.name.split(".")[0] == n] for n in names}
+    assert {n: sum(x.gradient_bytes for x in rows) for n, rows in counted.items()} == trained
+    assert sum(map(len, counted.values())) == len(profile.layers)
+    forward_s = [sum(x.forward_s.at(2) for x in rows) for rows in counted.values()]
+    assert forward_s == pytest.approx([forward_s[0]] * len(names), rel=0.01), (
+        "each sample goes through each"
+    )
+    (encoder,) = (e for e in profile.encoders if e.name == "frozen text_encoder")
+    assert sum(x.parameter_bytes for x in encoder.layers) == 4 * sum(
+        p.numel() for p in pipeline.text_encoder.parameters()
+    )
 
 
 def test_a_pipeline_that_cannot_be_trained_so_says_why(tmp_path):
