@@ -19,6 +19,7 @@ from lightning_diffpipe.modules import Optimization
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.predictor.tiny_pipelines import clip_tokenizer
 from tests.ranks import run_ranks
+from tests.rows import row
 
 SETTINGS = {"num_inference_steps": 2, "guidance_scale": 2.0, "seed": 4, "batch_size": 3}
 CAPTIONS = ["a", "b c d e f g h i j k l m n o p", "c", "d", "e", "f", "g", "h"]
@@ -128,7 +129,7 @@ def train(rank, world_size, num_stages, folder, num_samples, **options):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world_size", "num_stages", "num_samples"),
-    [(2, 2, 100), pytest.param(4, 2, 6, marks=pytest.mark.slow)],
+    [(2, 2, 100), row(4, 2, 6)],
 )
 def test_fid_of_a_pipeline_is_that_of_one_process(world_size, num_stages, num_samples, tmp_path):
     """Of the weights after the last step; pipelines side by side draw for their own batches."""

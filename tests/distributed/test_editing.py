@@ -150,6 +150,7 @@ def trained_on_a_folder(folder, cache):
 
 
 @pytest.mark.slow
+@pytest.mark.table
 def test_stored_encodings_of_references_change_nothing(tmp_path):
     """Buckets have one number of references each; the second pass shows none to the text encoder again."""
     write_edits(tmp_path)

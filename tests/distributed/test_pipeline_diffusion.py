@@ -120,7 +120,7 @@ class Clips(Animating):
     ("kind", "lora"),
     [
         ("ltx", False),
-        ("cogvideox", True),
+        row("cogvideox", True),
         row("ltx", True),
         row("cogvideox", False),
         *(row(kind, lora) for kind in ("wan22", "wan22_5b") for lora in (True, False)),
