@@ -141,6 +141,7 @@ def test_settings_of_diffusers_are_taken():
     assert quantization_named(config).bits == 4.5, "scales of 64 weights are not quantized"
 
 
+@pytest.mark.table
 @pytest.mark.slow
 def test_plans_on_paper_count_the_size_of_quantized_weights():
     options = {"lora_rank": 16, "device": "rtx4090"}
