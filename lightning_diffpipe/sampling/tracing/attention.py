@@ -114,19 +114,22 @@ class KernelsAnswered(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         cls, registry = KernelsAnswered, _dispatch()._AttentionBackendRegistry
         with cls._lock:
-            cls._users += 1
-            if cls._users == 1:
+            if cls._users == 0:
                 cls._plain = {n: x for n, x in registry._backends.items() if n.value != "native"}
                 kernels = {n: _of_kernel(n.value, compute) for n, compute in cls._plain.items()}
                 cls.by_name = {kernel.name: kernel for kernel in kernels.values()}
                 registry._backends.update({n: kernel.dispatched for n, kernel in kernels.items()})
+            cls._users += 1
 
     def __exit__(self, *error: object) -> None:
         cls = KernelsAnswered
         with cls._lock:
             cls._users -= 1
             if cls._users == 0:
-                _dispatch()._AttentionBackendRegistry._backends.update(cls._plain)
+                backends = _dispatch()._AttentionBackendRegistry._backends
+                for name, compute in cls._plain.items():  # but for what was registered meanwhile
+                    if backends[name] is cls.by_name[name.value].dispatched:
+                        backends[name] = compute
 
 
 def _dispatch() -> Any:
