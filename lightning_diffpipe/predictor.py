@@ -155,7 +155,8 @@ class Predictor:
             variant: Of the files of a diffusers folder, such as `"fp16"` for `*.fp16.safetensors`.
             timeout_s: Longest wait for a message, or for the next denoising step of a rank, in seconds.
             busy_timeout_s: Longest time, in seconds, in which a rank that reads, probes or encodes may give no sign
-                of progress while another waits; None leaves half an hour, or that of a strategy in this process.
+                of progress while another waits; None leaves half an hour, or what a Predictor or a strategy has set
+                in this process.
             ema: Take the averaged weights of a checkpoint that has some.
             alone: In this process only, whatever process groups there are.
             loras: Scale of each LoRA file, or folder of one, such as `{"style": 0.8}`; added as weights are read.

@@ -116,6 +116,8 @@ def refuse_cache(cache: Any, method: str, num_ranks: int, compiled: bool) -> Non
 
 def refuse_cache_of(model: nn.Module, cache: Any) -> None:
     """Raises ConfigurationError for a cache whose hooks find nothing in a model; puts them in place to see."""
+    if getattr(model, "is_cache_enabled", False):  # refused by requests, with the remedy
+        return
     with StepCache(
         SimpleNamespace(model=model, cache=cache, halves=(), timesteps=torch.zeros(1))
     ).installed():

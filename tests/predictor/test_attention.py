@@ -9,6 +9,7 @@ from diffusers.models import attention_dispatch
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.tracing.attention import KernelsAnswered
 from tests.modules.tiny_parts import perturbed_latent_diffusion
 from tests.predictor.tiny_pipelines import options_of, prompts_of
 from tests.ranks import run_ranks
@@ -133,6 +134,21 @@ def test_the_kernel_of_the_environment_is_kept(folder_of):
         found = latents_of(path, "flux", **PATCHES)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert calls
+
+
+def test_the_registry_is_left_with_the_users_kernels():
+    """History: what was registered during a request was lost; after an error on entry nobody answered any more."""
+    before, one = dict(REGISTRY._backends), sum
+    with own_kernel():
+        with KernelsAnswered(), KernelsAnswered():
+            REGISTRY._backends[FLASH] = one
+        assert REGISTRY._backends == before | {FLASH: one}
+        REGISTRY._backends[FLASH] = torch._C._nn.scaled_dot_product_attention
+        with pytest.raises(ValueError, match="no signature"), KernelsAnswered():
+            pass
+    with KernelsAnswered():
+        assert REGISTRY._backends[FLASH] is KernelsAnswered.by_name["flash"].dispatched
+    assert REGISTRY._backends == before
 
 
 def test_compiled_blocks_keep_the_kernel(folder_of):

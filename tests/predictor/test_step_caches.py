@@ -6,6 +6,7 @@ from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 
 from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.predictor import Predictor
+from lightning_diffpipe.sampling.step_caches import refuse_cache_of
 from tests.predictor.tiny_pipelines import options_of, prompts_of
 from tests.ranks import run_ranks
 
@@ -61,6 +62,8 @@ def test_a_cache_that_only_the_model_knows_is_refused(folder_of):
     """History: a probe took what hooks had stored for what blocks compute."""
     with Predictor.from_pretrained(folder_of("flux"), method="pipefusion") as predictor:
         predictor.source.denoiser.enable_cache(FIRST_BLOCK)
+        # History: with the same one for the Predictor, that diffusers has such hooks already was all it said.
+        refuse_cache_of(predictor.source.denoiser, FIRST_BLOCK)
         with pytest.raises(ConfigurationError, match="give cache= to the Predictor"):
             predictor(prompts_of("flux")[:1], num_inference_steps=2, **options_of("flux"))
 

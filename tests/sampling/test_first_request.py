@@ -8,11 +8,16 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from lightning_diffpipe.sampling.distrifusion import DistriFusion
 from lightning_diffpipe.sampling.pipefusion import PipeFusion, SequenceParallel
+from lightning_diffpipe.sampling.pipefusion.stages import measured_costs
+from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.probe import probe
 from tests.sampling import models
-from tests.sampling.models import Tiny, normal
+from tests.sampling.models import Tiny, normal, scheduler_for
 from tests.sampling.ranks_in_threads import sample_together
 
 RANKS = 2
@@ -94,3 +99,36 @@ def test_a_look_runs_no_more_blocks_than_three_steps(method, monkeypatch):
     """History: the probe ran every block of the model for each bit of a code word, and timed each three times."""
     before, num_blocks = runs_before(method, monkeypatch)
     assert 0 < before <= 3 * num_blocks
+
+
+class Tupled(nn.Module):
+    """Attention whose result is a tuple, or not."""
+
+    def __init__(self, is_tuple):
+        super().__init__()
+        self.qkv, self.is_tuple = nn.Linear(8, 24), is_tuple
+
+    def forward(self, x):
+        q, k, v = (y[:, None] for y in self.qkv(x).chunk(3, -1))
+        out = x + F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return (out,) if self.is_tuple else out
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Tupled(i > 3) for i in range(6))
+
+    def forward(self, x, t):
+        for block in self.blocks:
+            x = block(x)
+            if block.is_tuple:
+                (x,) = x
+        return x
+
+
+def test_results_in_another_tree_are_of_another_kind():
+    """History: blocks got each other's results where these differed by a tuple around them only."""
+    model, scheduler = Chain().double().eval(), scheduler_for("")
+    request = Request(model, model, scheduler, scheduler.timesteps, normal(2, 12, 8))
+    assert len(measured_costs(probe(request, 1), request)) == len(model.blocks)

@@ -335,16 +335,22 @@ def attention_part(
 
 def refuse_without_normaliser(model: nn.Module, device: torch.device) -> None:
     """Raises ConfigurationError if a kernel of the model's attention gives no normaliser; tries on a few tokens."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    # Weights in 8 bits are cast before they meet anything.
+    computes = (p for p in model.parameters() if p.is_floating_point() and p.element_size() > 1)
+    dtype = next((p.dtype for p in computes), torch.float32)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 16, 64, generator=generator).to(device, dtype)
     _, expected = attention_part(q, k, v, None, 0.125)
     for kernel in kernels_of(model):
-        reason = "other numbers than the logarithms of normalisers"
         try:
-            _, norm = kernel.with_normaliser(q, k, v, 0.125)
-            if (norm - expected).abs().max() < _NORMALISER_ERROR:
-                continue
+            for order in (kernel.tokens_first, not kernel.tokens_first):
+                kernel.tokens_first = order
+                _, norm = kernel.with_normaliser(q, k, v, 0.125)
+                if (norm - expected).abs().max() < _NORMALISER_ERROR:
+                    break
+            else:
+                raise ValueError("other numbers than the logarithms of normalisers")
+            continue
         except (
             Exception
         ) as error:  # whatever a kernel raises that has no such result, or that cannot run here

@@ -143,7 +143,7 @@ def measured_costs(layout: Layout, request: Request, repeats: int = 2) -> list[f
     """
     times: dict[Any, list[float]] = {}
     results: dict[Any, Any] = {}
-    kinds = [(block.flops, str(block.results)) for block in layout.blocks]
+    kinds = [(x.flops, str(x.results), str(x.tree)) for x in layout.blocks]
     ends, clock = list[float](), clock_for(request.latents.device)
 
     def now_s() -> float:

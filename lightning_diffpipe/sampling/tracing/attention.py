@@ -44,10 +44,13 @@ class Kernel:
     Args:
         name: Diffusers' name of it, such as "flash".
         compute: The kernel, tokens before heads.
+
+    Attributes:
+        tokens_first: Normalisers have tokens before heads as well, as those of flash attention 3 in diffusers.
     """
 
     def __init__(self, name: str, compute: Callable[..., Any]) -> None:
-        self.name, self._compute = name, compute
+        self.name, self._compute, self.tokens_first = name, compute, False
         self.__name__ = f"attention by {name}"
         self._taken = inspect.signature(compute).parameters
         self.dispatched = self._dispatched  # one object, by which graphs of compiled blocks know it
@@ -91,6 +94,7 @@ class Kernel:
         given = (x.transpose(1, 2) for x in (query, key, value))
         with AttentionByName(None):
             out, norm, *_ = self._compute(*given, scale=scale, return_lse=True)
+        norm = norm.mT if self.tokens_first else norm
         return out.transpose(1, 2), norm.reshape(*query.shape[:-1], 1)
 
 
@@ -110,19 +114,22 @@ class KernelsAnswered(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         cls, registry = KernelsAnswered, _dispatch()._AttentionBackendRegistry
         with cls._lock:
-            cls._users += 1
-            if cls._users == 1:
+            if cls._users == 0:
                 cls._plain = {n: x for n, x in registry._backends.items() if n.value != "native"}
                 kernels = {n: _of_kernel(n.value, compute) for n, compute in cls._plain.items()}
                 cls.by_name = {kernel.name: kernel for kernel in kernels.values()}
                 registry._backends.update({n: kernel.dispatched for n, kernel in kernels.items()})
+            cls._users += 1
 
     def __exit__(self, *error: object) -> None:
         cls = KernelsAnswered
         with cls._lock:
             cls._users -= 1
             if cls._users == 0:
-                _dispatch()._AttentionBackendRegistry._backends.update(cls._plain)
+                backends = _dispatch()._AttentionBackendRegistry._backends
+                for name, compute in cls._plain.items():  # but for what was registered meanwhile
+                    if backends[name] is cls.by_name[name.value].dispatched:
+                        backends[name] = compute
 
 
 def _dispatch() -> Any:

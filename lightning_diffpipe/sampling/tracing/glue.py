@@ -318,8 +318,9 @@ def _find_invariants(
             of_call.setdefault(place[0], {})[place] = shapes
         for here_index, source in enumerate(sources):
             for (_, name, turn), shapes in of_call.get(source, {}).items():
-                inside = name.removeprefix(called[source])
-                stored[here_index, called[here_index] + inside, turn] = shapes
+                if name.startswith(f"{called[source]}."):  # else blocks share it
+                    name = called[here_index] + name.removeprefix(called[source])
+                stored[here_index, name, turn] = shapes
     return constants, step_constants
 
 

@@ -12,15 +12,30 @@ settings) on arguments of the same shapes with NaN at the same places.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from lightning_diffpipe.graph.versions import settings_digest
+from lightning_diffpipe.graph.layer import CONSTANT_TYPES
+from lightning_diffpipe.graph.versions import (
+    OF_EVERY_MODULE,
+    bytes_of,
+    plain_tensors,
+    settings_digest,
+)
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_DESCRIBED_OTHERWISE = {*OF_EVERY_MODULE, "forward", "_compiled_call_impl"}
+_OURS = __name__.partition(".")[0]  # such as a step cache, one object for all blocks
+_MOST_OBJECTS = 1000  # of a block that are looked into
 
 T = TypeVar("T")
 Marks = list[tuple[Tensor, Tensor | None]]
@@ -33,16 +48,83 @@ class BlockKinds:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: dict[str, str] = {}
+        self._numbers = itertools.count()
+        # Those of instances, before anything is wrapped around them.
+        self._forwards = {m: own for m in model.modules() if (own := _own_forward(m)) is not None}
 
     def of(self, name: str, args: Any, kwargs: Any) -> str:
         """Returns the kind of a call: how its block computes, and on what shapes."""
         if name not in self._modules:
-            module = self._model.get_submodule(name)
-            shapes = [(key, tuple(p.shape)) for key, p in module.named_parameters()]
-            self._modules[name] = f"{settings_digest(module)} {shapes}"
+            described = self._described(self._model.get_submodule(name))
+            self._modules[name] = described.replace(f"{name}.", "")  # some objects know their place
         flat, spec = pytree.tree_flatten((args, kwargs))
         leaves = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in flat]
-        return f"{self._modules[name]} {spec} {leaves}"
+        # Neither its class nor what it prints says what is in an object.
+        alone = "" if all(map(_is_plain, flat)) else next(self._numbers)
+        return f"{self._modules[name]} {spec} {leaves} {alone}"
+
+    def _described(self, block: nn.Module) -> str:
+        found: list[Any] = [(key, _of_tensor(x)) for key, x in block.named_parameters()]
+        found += [(key, _of_tensor(x)) for key, x in block.named_buffers()]
+        seen: dict[int, str] = {}
+        for module in block.modules():
+            own = [(k, x) for k, x in vars(module).items() if k not in _DESCRIBED_OTHERWISE]
+            own += [(k, hook) for k in _HOOKS for hook in vars(module)[k].values()]
+            own.append(("forward", self._forwards.get(module)))
+            found.append([(key, _of_object(x, seen)) for key, x in own])
+        return f"{settings_digest(block)} {found}"
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """Returns what an instance has in place of its class's `forward`, below our own wrappers; None for nothing."""
+    own = vars(module).get("forward")
+    own = getattr(own, "diffpipe_original", own)
+    return None if getattr(own, "__func__", None) is type(module).forward else own
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, tuple):  # such as a shape
+        return all(map(_is_plain, x))
+    return isinstance(x, (Tensor, *CONSTANT_TYPES))
+
+
+def _of_tensor(x: Tensor) -> Any:
+    """Describes a tensor of a block: whole numbers, such as indices, decide where values go, and others do not."""
+    kind = id(type(x)), x.dtype, tuple(x.shape)
+    if x.is_floating_point() or x.is_complex() or isinstance(x, nn.Parameter) or x.is_meta:
+        return kind
+    return kind, [hashlib.sha256(bytes_of(each)).hexdigest() for each in plain_tensors(x)]
+
+
+def _of_object(x: Any, seen: dict[int, str]) -> Any:
+    """Describes an attribute: an object by its attributes, a function by its code, others by their identity."""
+    if isinstance(x, CONSTANT_TYPES):
+        return repr(x)
+    if isinstance(x, nn.Module):
+        return id(type(x))
+    if isinstance(x, Tensor):
+        return _of_tensor(x)
+    if id(x) in seen or len(seen) > _MOST_OBJECTS:
+        return seen.get(id(x), id(x))
+    seen[id(x)] = f"object {len(seen)}"
+    if isinstance(x, Mapping):
+        parts = [part for item in x.items() for part in item]
+    elif isinstance(x, list | tuple):
+        parts = list(x)
+    elif isinstance(x, functools.partial):
+        parts = [x.func, x.args, x.keywords]
+    elif isinstance(x, types.MethodType):
+        parts = [x.__func__, x.__self__]
+    elif isinstance(x, types.FunctionType):
+        cells = [c.cell_contents for c in x.__closure__ or () if c != types.CellType()]
+        return id(x.__code__), [
+            _of_object(p, seen) for p in (x.__defaults__, x.__kwdefaults__, *cells)
+        ]
+    elif isinstance(x, type) or not hasattr(x, "__dict__") or type(x).__module__.startswith(_OURS):
+        return id(x)
+    else:
+        parts = [part for item in vars(x).items() for part in item]
+    return id(type(x)), [_of_object(part, seen) for part in parts]
 
 
 class RepeatedCalls:

@@ -8,8 +8,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.sampling.pipefusion import sequence_attention
-from lightning_diffpipe.sampling.pipefusion.sequence_attention import attention_part, merged
+from lightning_diffpipe.sampling.pipefusion.sequence_attention import (
+    attention_part,
+    merged,
+    refuse_without_normaliser,
+)
+from lightning_diffpipe.sampling.tracing.attention import Kernel
 from tests.sampling.models import normal
 
 QUERIES, KEYS = 96, 160
@@ -103,3 +109,28 @@ def test_kernels_are_asked_and_blocks_take_what_they_refuse(monkeypatch):
     with FakeTensorMode():
         q = torch.empty(1, 2, 16, 20, dtype=torch.float16, device="cuda")
         assert attention_part(q, q, q, None, 0.5) == q.shape
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_normalisers_are_read_in_the_order_of_their_kernel(dtype, tokens_first, monkeypatch):
+    """History: flash attention 3, with tokens first, was refused; weights in 8 bits ended in an error of torch."""
+
+    def compute(query, key, value, scale, return_lse):
+        out, norm = attention_part(*(x.transpose(1, 2) for x in (query, key, value)), None, scale)
+        return out.transpose(1, 2), norm[..., 0].mT if tokens_first else norm[..., 0]
+
+    def wrong(query, key, value, scale, return_lse):
+        out, norm = compute(query, key, value, scale, return_lse)
+        return out, norm / math.log(2)
+
+    model, (q, k, v) = torch.nn.Linear(2, 2).to(dtype), normal(3, 2, 4, 4, 8)
+    for kernel in (Kernel("flash", compute), Kernel("flash", wrong)):
+        monkeypatch.setattr(sequence_attention, "kernels_of", lambda model, own=kernel: [own])
+        if kernel._compute is wrong:
+            with pytest.raises(ConfigurationError, match="other numbers than the logarithms"):
+                refuse_without_normaliser(model, torch.device("cpu"))
+            continue
+        refuse_without_normaliser(model, torch.device("cpu"))
+        expected = attention_part(q, k, v, None, 0.3)
+        torch.testing.assert_close(attention_part(q, k, v, None, 0.3, kernel), expected)

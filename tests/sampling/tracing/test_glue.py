@@ -102,6 +102,15 @@ def test_the_timestep_is_embedded_once_per_step():
     }  # fmt: skip
 
 
+def test_a_module_that_blocks_share_keeps_its_name():
+    request = request_of()
+    for block in request.model.blocks[1:]:
+        block.modulation = request.model.blocks[0].modulation
+    assert probe(request).step_constants.keys() == {
+        (BETWEEN, "embed", 0), *((call, "blocks.0.modulation", 0) for call in range(4))
+    }  # fmt: skip
+
+
 def rounded(t):
     """Differs by less than rounding, as what weights of one number for all make of it in bfloat16."""
     return (1 + t.double() / 1e6).bfloat16().double()

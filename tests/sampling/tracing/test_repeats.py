@@ -1,5 +1,8 @@
 """Calls of equal blocks run once for the same marks, and only for these."""
 
+import functools
+
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +48,48 @@ def test_other_settings_shapes_types_and_numbers_make_calls_differ():
     assert sources(
         [(0, torch.tensor([1, 2])), (1, torch.tensor([1, 2])), (2, torch.tensor([2, 1]))]
     ) == [0, 0, 2]
+
+
+class Setting:
+    """An object of a user's, such as an attention processor."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def times(n):
+    return lambda x: x * n
+
+
+def prepared(change, value):
+    block = Scaled(1)
+    change(block, value)
+    return block
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block, value: setattr(block, "processor", Setting(value)),
+        lambda block, value: setattr(block, "processor", {"scale": [value]}),
+        lambda block, value: setattr(block, "act", functools.partial(torch.mul, value)),
+        lambda block, value: setattr(block, "forward", times(value)),
+        lambda block, value: block.register_forward_hook(functools.partial(max, value)),
+        lambda block, value: block.register_buffer("index", torch.tensor([value, 0])),
+        lambda block, value: block.to([torch.float16, torch.float32, torch.float64][value]),
+    ],
+)  # fmt: skip
+def test_blocks_differ_by_objects_functions_hooks_buffers_and_types(change):
+    """History: a time embedding's projection was kept for all steps, as that of another block was constant."""
+    kinds = BlockKinds(nn.ModuleList(prepared(change, value) for value in (1, 1, 2)))
+    first, second, third = (kinds.of(str(number), (torch.ones(2),), {}) for number in range(3))
+    assert first == second != third
+
+
+def test_calls_on_objects_are_never_equal():
+    x, kinds = torch.ones(2), BlockKinds(nn.ModuleList(map(Scaled, (1, 1))))
+    assert kinds.of("0", (x, x.shape), {}) == kinds.of("1", (x, x.shape), {})
+    assert kinds.of("0", (x, Setting(x)), {}) != kinds.of("1", (x, Setting(x)), {})
 
 
 def test_where_numbers_matter_only_results_of_blocks_may_be_other_tensors():
