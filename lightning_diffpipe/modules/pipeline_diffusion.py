@@ -343,7 +343,7 @@ class PipelineDiffusion(PartsModule):
             if len(self.steps) > 1:
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
-            prediction = step.predict(*inputs, tail, parts, further, shown)
+            prediction = step.predict(*inputs, tail, parts, further, shown, generator)
             target = tail.predicted(corrupted.target)
             losses.append(schedule.losses(corrupted._replace(target=target), prediction, batch))
         if len(losses) == 1:
