@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import diffusers
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
@@ -374,6 +375,13 @@ class PipelineDiffusion(PartsModule):
     def _image_of(self, batch: Mapping[str, Any]) -> Any:
         """Returns what of a batch the pipeline edits, as `OneStep.predict` takes it."""
         step, references = self.step, batch.get("references")
+        for each in references or ():
+            if not isinstance(each, np.ndarray) or each.dtype != np.uint8 or each.shape[3:] != (3,):
+                raise ConfigurationError(
+                    f"{step.name} learns from references that are a list of numpy arrays, (B, h, w, 3) each in 8 "
+                    f"bits; got {type(each).__name__} {tuple(getattr(each, 'shape', ()))} of "
+                    f"{getattr(each, 'dtype', 'no type')}; the collate_fn of a DataLoader has to leave them so"
+                )
         if step.reads_references:
             note = ", images that it edits, which metadata.jsonl names for each (data.references)"
             return self._read(batch, "references", note)
