@@ -321,7 +321,12 @@ class PipelineDiffusion(PartsModule):
             self._require_frames(batch)
             batch = {"condition": (pixels[:, :, 0] + 1) / 2, **batch}
         if "references" in batch or (step.image is not None and step.needs_image):
-            further[step.image] = self._image_of(batch)
+            further[step.image] = image = self._image_of(batch)
+            if step.animates and image.shape[-2:] != pixels.shape[-2:]:
+                raise ConfigurationError(
+                    f"{step.name} animates images of the size of their videos, here {tuple(pixels.shape[-2:])}, "
+                    f"and those of the batch have {tuple(image.shape[-2:])}"
+                )
         elif step.image is not None and "condition" in batch:
             further[step.image] = batch["condition"]
         if is_training and step.condition == "prompt":

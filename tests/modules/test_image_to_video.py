@@ -201,6 +201,11 @@ def test_another_image_takes_the_place_of_the_first_frame():
     torch.testing.assert_close(loss_of(module, batch | {"condition": first}), expected)
     other = loss_of(module, batch | {"condition": first.flip(0)})
     assert abs(other / expected - 1) > 1e-5
+    larger = first.repeat(1, 1, 2, 2)
+    with pytest.raises(
+        ConfigurationError, match=r"size of their videos, here \(32, 32\), and .* 64"
+    ):
+        loss_of(module, batch | {"condition": larger})
 
 
 # ------------------------------------------------------------------ what training needs
