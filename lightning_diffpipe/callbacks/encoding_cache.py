@@ -103,6 +103,7 @@ class EncodingCache(L.Callback):
         self.encode_first = encode_first
         self.memo: LayerMemo | None = None
         self.refused: dict[str, str] = {}
+        self._changing: dict[int, str] = {}
         self._store: EncodingStore | None = None
         self._passes = 0
         self._found_before = (0, 0)
@@ -131,7 +132,8 @@ class EncodingCache(L.Callback):
         names = frozenset[str]() if batch is None else self._choose(trainer, pipeline, batch)
         mesh, share = pipeline.mesh, self.max_bytes and self.max_bytes // trainer.world_size
         self._store = EncodingStore(self.folder, share)
-        self.memo = LayerMemo(self._store, names, any_size=self.encode_first)
+        changing = frozenset(self._changing)
+        self.memo = LayerMemo(self._store, names, any_size=self.encode_first, changing=changing)
         named = dict(pipeline.module.named_parameters())
         self.memo.loaded = lambda layer: loaded(map(named.__getitem__, layer.parameters))
         pipeline.engine.layout.steps.remember(self.memo if names else None)
@@ -173,7 +175,7 @@ class EncodingCache(L.Callback):
         made = sum(_of_all(trainer, self.memo.made.total()))
         self.memo.found.clear()
         self.memo.made.clear()
-        freed = _of_all(trainer, pipeline.offload(self.memo.names, self.folder))
+        freed = _of_all(trainer, pipeline.offload(self._spared(), self.folder))
         pipeline.load_stages()
         rank_zero_info(
             "All samples are encoded; %d results of layers were new. Encoders have left the memory of ranks: %s",
@@ -246,13 +248,20 @@ class EncodingCache(L.Callback):
             call = partial(trainer.strategy._run_training_step, pipeline.module, microbatch)
             view = _frozen_view(pipeline, partitioned)
             steady = repeatable(view, call, pipeline.seed)
+            kept = [layer for layer in graph.layers if layer.frozen and not reasons[layer.name]]
+            self._changing = {x.index: x.name for x in kept if x.index not in steady}
+            some = {layer.name for layer in kept if layer.index in steady}
             for name, why in reasons.items():
-                if not why and name not in steady:
+                if not why and name not in some:
                     reasons[name] = (
                         "depends on noise, timesteps or other random numbers of the step"
                     )
         self.refused = {name: why for name, why in reasons.items() if why}
         return frozenset(name for name, why in reasons.items() if not why)
+
+    def _spared(self) -> frozenset[str]:
+        """Returns names of modules that nothing calls once all samples are stored."""
+        return self.memo.names - {*self._changing.values()}
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stops storing what is never found again."""
@@ -265,7 +274,7 @@ class EncodingCache(L.Callback):
         useless = sum(now) > 0 and now[0] < _USELESS_SHARE * sum(now)
         if self._passes > 1 and now[0] and not now[1] and _covers_data(trainer):
             try:
-                trainer.strategy.pipeline.offload(self.memo.names, self.folder)
+                trainer.strategy.pipeline.offload(self._spared(), self.folder)
             except OSError as error:  # the disk is full
                 warnings.warn(f"encoders stay in memory: {error}", stacklevel=2)
         # A pass over a part of the data brings other samples than those before, which will come back.

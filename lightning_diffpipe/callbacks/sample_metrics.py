@@ -19,6 +19,7 @@ from typing import Any
 
 import huggingface_hub
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ class SampleMetric(Drawing):
         self.name, self.metric, self.every_n_steps = name, metric, every_n_steps
         self.num_samples, self.batch_size = num_samples, batch_size
         self._next_step, self._is_due = 0, False
-        self._prompts, self._conditions = list[Any](), list[Tensor]()
+        self._prompts, self._conditions = list[Any](), list[Any]()
 
     def add_real(self, images: Tensor) -> None:
         """Adds images of the data to the metric, `(N, 3, H, W)` in [0, 1]."""
@@ -100,8 +101,9 @@ class SampleMetric(Drawing):
         if not self._is_due or left <= 0:
             return
         wanted = ["image", draws_from(pl_module)]
-        wanted += ["condition"] * draws_to_conditions(pl_module)
         entries = batch if isinstance(batch, Mapping) else {}
+        shown = "references" if "references" in entries else "condition"
+        wanted += [shown] * draws_to_conditions(pl_module)
         if missing := [name for name in wanted if name not in entries]:
             raise ConfigurationError(
                 f"{type(self).__name__} compares drawn images with those of validation batches, which have no "
@@ -111,8 +113,9 @@ class SampleMetric(Drawing):
         prompts = batch[wanted[1]]
         prompts = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
         self._prompts += prompts[:left]
-        if "condition" in wanted:
-            self._conditions += batch["condition"][:left].cpu()
+        if shown in wanted:
+            rows = batch[shown].cpu() if shown == "condition" else zip(*batch[shown], strict=True)
+            self._conditions += [*rows][:left]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draws, and logs the metric; every rank takes part."""
@@ -133,7 +136,7 @@ class SampleMetric(Drawing):
             prompts = self._prompts[rows]
             # Where others have more, one is drawn again, with them.
             conditions = (self._conditions[rows] or self._conditions[:1]) or None
-            given = conditions and torch.stack(conditions).to(device)
+            given = conditions and self._stacked(conditions, device)
             seed = self.seed + draw * number + place
             images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], given, seed)
             if prompts:
@@ -141,6 +144,18 @@ class SampleMetric(Drawing):
                     self.add_drawn(images.to(device).clamp(0, 1), prompts)
         self.log(f"val/{self.name}", self.metric.compute(), sync_dist=True)
         self.metric.cpu()
+
+    def _stacked(self, rows: list[Any], device: torch.device) -> Tensor | list[np.ndarray]:
+        """Returns conditions, or references of which each row has several, as a batch has them."""
+        is_condition = isinstance(rows[0], Tensor)
+        if len({row.shape if is_condition else tuple(x.shape for x in row) for row in rows}) > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} draws {self.batch_size} images at once, to conditions or references of "
+                f"several sizes; draw one (callbacks.{self.name}.batch_size=1)"
+            )
+        if is_condition:
+            return torch.stack(rows).to(device)
+        return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
 def _share(trainer: L.Trainer) -> tuple[int, int]:

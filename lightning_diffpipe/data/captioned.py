@@ -243,7 +243,8 @@ class CaptionedDataModule(L.LightningDataModule):
     def held_back_conditions(self, count: int) -> Tensor | list[np.ndarray] | None:
         """Returns conditions of these captions, `(N, 3, H, W)`, or their references; None if there is nothing.
 
-        Of videos without a condition it is the first frame, with which videos begin that are drawn from an image.
+        Of videos without a condition it is the first frame, with which videos begin that are drawn from an image,
+        and nothing if they have several sizes.
         """
         samples = self._held_back(count)
         if samples and "references" in samples[0]:
@@ -253,7 +254,7 @@ class CaptionedDataModule(L.LightningDataModule):
         first = [
             s["condition"] if "condition" in s else (s["video"][:, 0] + 1) / 2 for s in samples
         ]
-        return torch.stack(first)
+        return torch.stack(first) if len({image.shape for image in first}) == 1 else None
 
     def _held_back(self, count: int) -> list[Sample]:
         there = self._drawn_from()

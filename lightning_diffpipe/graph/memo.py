@@ -68,6 +68,7 @@ class LayerMemo:
         names: Modules that are remembered; calls of others just run.
         num_verified: So many calls of each layer that were found are computed all the same, and compared.
         any_size: What a sample gave in a group of one size is taken for all sizes: the same to rounding.
+        changing: Indices of layers that are other calls of these modules, and just run.
 
     Attributes:
         found: Samples whose output was taken from the store, by layer.
@@ -76,13 +77,18 @@ class LayerMemo:
     """
 
     def __init__(
-        self, store: Store, names: frozenset[str], num_verified: int = 2, any_size: bool = False
+        self,
+        store: Store,
+        names: frozenset[str],
+        num_verified: int = 2,
+        any_size: bool = False,
+        changing: frozenset[int] = frozenset(),
     ) -> None:
         self.found, self.made = Counter[str](), Counter[str]()
         self.stores = True
         self.loaded: Callable[[Layer], AbstractContextManager[None]] = lambda layer: nullcontext()
         self._any_size = any_size
-        self._store, self.names = store, names
+        self._store, self.names, self._changing = store, names, changing
         self._num_verified = num_verified
         self._verified: Counter[str] = Counter()
         self._digests: dict[int, tuple[str | None, list[tuple[int, int, int]]]] = {}
@@ -91,7 +97,8 @@ class LayerMemo:
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
         """Returns what a layer gives for these arguments; raises GraphError if something else is stored."""
-        digest = self._digest(layer, module) if layer.name in self.names else None
+        is_kept = layer.name in self.names and layer.index not in self._changing
+        digest = self._digest(layer, module) if is_kept else None
         keys = None if digest is None else keys_of(layer, digest, args, kwargs, self._any_size)
         if keys is None:
             with self.loaded(layer):
@@ -169,8 +176,8 @@ def why_not_remembered(layer: Layer, graph: LayerGraph, min_flops_per_byte: floa
     return ""
 
 
-def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozenset[str]:
-    """Returns modules whose arguments do not follow the random numbers of a step.
+def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozenset[int]:
+    """Returns indices of layers whose arguments do not follow the random numbers of a step.
 
     The frozen layers run twice, with different seeds. A layer counts as repeatable if at least half of the samples
     bring the same arguments both times: noise changes all of them, caption dropout a few.
@@ -185,24 +192,24 @@ def repeatable(view: FrozenView, call: Callable[[], Any], seed: int) -> frozense
             view.remember(None)
         recorders.append(recorder.keys)
     first, second = recorders
-    equal: Counter[str] = Counter()
-    for (name, keys), (_, others) in zip(first, second, strict=True):
-        equal[name] += sum(2 * (a == b) - 1 for a, b in zip(keys, others, strict=True))
-    return frozenset(name for name, surplus in equal.items() if surplus >= 0)
+    equal: Counter[int] = Counter()
+    for (index, keys), (_, others) in zip(first, second, strict=True):
+        equal[index] += sum(2 * (a == b) - 1 for a, b in zip(keys, others, strict=True))
+    return frozenset(index for index, surplus in equal.items() if surplus >= 0)
 
 
 class _Recorder:
     """A memo that remembers keys only."""
 
     def __init__(self) -> None:
-        self.keys: list[tuple[str, list[str]]] = []
+        self.keys: list[tuple[int, list[str]]] = []
 
     def call(
         self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Any:
         keys = keys_of(layer, "", args, kwargs) if layer.splits_samples else None
         if keys is not None:
-            self.keys.append((layer.name, keys))
+            self.keys.append((layer.index, keys))
         return run()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import diffusers
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
@@ -320,7 +321,12 @@ class PipelineDiffusion(PartsModule):
             self._require_frames(batch)
             batch = {"condition": (pixels[:, :, 0] + 1) / 2, **batch}
         if "references" in batch or (step.image is not None and step.needs_image):
-            further[step.image] = self._image_of(batch)
+            further[step.image] = image = self._image_of(batch)
+            if step.animates and image.shape[-2:] != pixels.shape[-2:]:
+                raise ConfigurationError(
+                    f"{step.name} animates images of the size of their videos, here {tuple(pixels.shape[-2:])}, "
+                    f"and those of the batch have {tuple(image.shape[-2:])}"
+                )
         elif step.image is not None and "condition" in batch:
             further[step.image] = batch["condition"]
         if is_training and step.condition == "prompt":
@@ -343,7 +349,7 @@ class PipelineDiffusion(PartsModule):
             if len(self.steps) > 1:
                 parts = self.parts | {name: replay() for name, replay in answers.items()}
             inputs = corrupted.noisy, corrupted.timesteps, conditions, _size_of(pixels)
-            prediction = step.predict(*inputs, tail, parts, further, shown)
+            prediction = step.predict(*inputs, tail, parts, further, shown, generator)
             target = tail.predicted(corrupted.target)
             losses.append(schedule.losses(corrupted._replace(target=target), prediction, batch))
         if len(losses) == 1:
@@ -374,6 +380,13 @@ class PipelineDiffusion(PartsModule):
     def _image_of(self, batch: Mapping[str, Any]) -> Any:
         """Returns what of a batch the pipeline edits, as `OneStep.predict` takes it."""
         step, references = self.step, batch.get("references")
+        for each in references or ():
+            if not isinstance(each, np.ndarray) or each.dtype != np.uint8 or each.shape[3:] != (3,):
+                raise ConfigurationError(
+                    f"{step.name} learns from references that are a list of numpy arrays, (B, h, w, 3) each in 8 "
+                    f"bits; got {type(each).__name__} {tuple(getattr(each, 'shape', ()))} of "
+                    f"{getattr(each, 'dtype', 'no type')}; the collate_fn of a DataLoader has to leave them so"
+                )
         if step.reads_references:
             note = ", images that it edits, which metadata.jsonl names for each (data.references)"
             return self._read(batch, "references", note)

@@ -261,6 +261,7 @@ class OneStep:
         parts: Mapping[str, Any],
         further: Mapping[str, Any],
         shown: Tensor | None = None,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         """Returns what the denoiser predicts, as the scheduler understands it: fp32, like `tail.predicted(noisy)`.
 
@@ -275,6 +276,7 @@ class OneStep:
                 `(B, 3, H, W)` in [0, 1], or a list of reference images, `(B, H, W, 3)` each in 8 bits on the host,
                 where the pipeline `reads_references`.
             shown: 0 for samples whose image is dropped, `(B,)`.
+            generator: Of what is drawn of an image that is animated; None for the global one.
 
         Raises:
             ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
@@ -294,7 +296,7 @@ class OneStep:
                 )
             predicted = self._predicted_in_lockstep(*inputs, parts, further)
         else:
-            predicted = self._predicted(*inputs, parts, further)
+            predicted = self._predicted(*inputs, parts, further, generator)
         if predicted is None or predicted.shape != tail.predicted(noisy).shape:
             got = "none" if predicted is None else tuple(predicted.shape)
             raise ConfigurationError(
@@ -342,6 +344,7 @@ class OneStep:
         tail: Tail,
         parts: Mapping[str, Any],
         further: Mapping[str, Any],
+        generator: torch.Generator | None = None,
     ) -> Tensor | None:
         """Returns what one run of the call predicts; None if it ends before."""
         predicted: list[Tensor] = []
@@ -365,7 +368,8 @@ class OneStep:
 
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
         further = {**pixels, **further}
-        self.run(draw, timesteps, conditions, further, parts, step, decode, self.image_noise)
+        drawn = self.image_noise, generator
+        self.run(draw, timesteps, conditions, further, parts, step, decode, *drawn)
         if predicted and predicted[0].shape == noisy.shape:
             return tail.predicted(predicted[0])
         return predicted[0] if predicted else None
@@ -386,6 +390,7 @@ class OneStep:
         on_step: Callable[[Tensor, Tensor], Tensor],
         on_decode: Callable[[Tensor], None],
         image_noise: tuple[float, float] | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Runs the call on a copy of the pipeline, until something raises `Captured` or it ends."""
         pipeline = copy.copy(self._pipeline)
@@ -441,7 +446,8 @@ class OneStep:
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
-                encode = encoding_first_frames(parts[self.decoder], images, image_noise)
+                drawn = image_noise, generator
+                encode = encoding_first_frames(parts[self.decoder], images, *drawn)
                 processors = {n: p for n, p in own.items() if hasattr(p, "preprocess_video")}
                 own.update({n: first_frame_processor(p) for n, p in processors.items()})
             own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)

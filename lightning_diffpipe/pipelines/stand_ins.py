@@ -421,7 +421,10 @@ def no_decoder(
 
 
 def encoding_first_frames(
-    real: Any, images: Tensor, noise: tuple[float, float] | None
+    real: Any,
+    images: Tensor,
+    noise: tuple[float, float] | None,
+    generator: torch.Generator | None = None,
 ) -> Callable[..., Any]:
     """Returns an `encode` for pipelines that animate one image, which are given one for each sample.
 
@@ -433,6 +436,7 @@ def encoding_first_frames(
         images: What is animated, `(B, 3, H, W)` in [0, 1].
         noise: Mean and deviation of the logarithm of the deviation of the noise that is added to the first frame,
             whose pixels are in [-1, 1]; None for no noise.
+        generator: Of that noise and of what is drawn from posteriors; None for the global one.
     """
     encode, answers, number = encoding(real), list[Any](), itertools.count()
 
@@ -442,8 +446,9 @@ def encoding_first_frames(
         if pixels.ndim == 4:  # images, and not videos of which they are the first frame
             return with_noise(pixels[:, :, None])[:, :, 0]
         first = pixels[:, :, :1]
-        spread = (noise[0] + noise[1] * torch.randn(len(pixels), device=pixels.device)).exp()
-        added = spread.to(first).view(-1, 1, 1, 1, 1) * torch.randn_like(first)
+        drawn = partial(torch.randn, generator=generator, device=pixels.device)
+        spread = (noise[0] + noise[1] * drawn(len(pixels))).exp()
+        added = spread.to(first).view(-1, 1, 1, 1, 1) * drawn(first.shape, dtype=first.dtype)
         return torch.cat([first + added, pixels[:, :, 1:]], 2)
 
     def encode_rows(pixels: Tensor, *args: Any, **options: Any) -> Any:
@@ -459,7 +464,7 @@ def encoding_first_frames(
             }
             vars(posterior).update(rows)
         mode = lambda: repeated_once(posterior.mode())
-        sample = lambda generator=None: repeated_once(posterior.sample(generator))
+        sample = lambda *_, **__: repeated_once(posterior.sample(generator))
         return types.SimpleNamespace(latent_dist=types.SimpleNamespace(mode=mode, sample=sample))
 
     return encode_rows

@@ -114,8 +114,9 @@ def found_by_running(module: nn.Module, step: Step, batch: Any, stores: bool = T
         call = StepCall(step, module, batch, written=folded.batch_writes)
         with Interception(module, folded.layer_names).installed() as interception:
             view = FrozenView(module, folded, cut(folded, ()).frozen, interception)
-            steady = repeatable(view, call, seed=0) if stores else frozenset()
-            return Seen(steady, view.mixing(call, seed=0))
+            steady = repeatable(view, call, seed=0) if stores else ()
+            names = frozenset(folded.layers[index].name for index in steady)
+            return Seen(names, view.mixing(call, seed=0))
 
     return look
 

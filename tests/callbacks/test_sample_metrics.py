@@ -3,6 +3,7 @@
 import sys
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -185,6 +186,34 @@ class Classes(L.LightningModule):
 
     def sample(self, *args, **settings):
         return torch.zeros(1, 3, 4, 4)
+
+
+class Editing(L.LightningModule):
+    draws_to_conditions = True
+
+    def sample(self, prompts, *, condition, **settings):
+        (references,) = condition
+        return torch.from_numpy(references).permute(0, 3, 1, 2) / 255
+
+
+def test_images_are_drawn_to_references_of_one_size_at_once():
+    """History: data with references were refused, as they have no conditions."""
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    metric, module, drawn = FID(Features(), num_samples=4, batch_size=2), Editing(), []
+    metric._is_due, metric.log = True, lambda *arguments, **options: None
+    metric.add_drawn = lambda images, prompts: drawn.append((len(images), prompts))
+    metric.metric.compute = lambda: torch.zeros(())
+    for sides in ((8, 8, 8, 8), (8, 16)):
+        metric._prompts, metric._conditions = [], []
+        for i, side in enumerate(sides):
+            batch = {"image": images(1), "caption": [str(i)]}
+            batch["references"] = [np.zeros((1, side, side, 3), np.uint8)]
+            metric.on_validation_batch_end(trainer, module, None, batch, i)
+        if len({*sides}) == 1:
+            metric.on_validation_epoch_end(trainer, module)
+    assert drawn == [(2, ["0", "1"]), (2, ["2", "3"])]
+    with pytest.raises(ConfigurationError, match=r"of several sizes; draw one .*fid\.batch_size=1"):
+        metric.on_validation_epoch_end(trainer, module)
 
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, monkeypatch):

@@ -84,6 +84,21 @@ def test_first_frames_that_are_held_back_are_what_is_drawn_from(tmp_path):
     torch.testing.assert_close(data.held_back_conditions(1), expected)
 
 
+def test_first_frames_of_several_sizes_are_not_taken(tmp_path):
+    """History: a RuntimeError of torch.stack before training; the first batch has some of one size."""
+    for name, size in (("a", (32, 16)), ("b", (16, 32))):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            Image.new("RGB", size).save(tmp_path / name / f"{i}.png")
+    lines = [json.dumps({"file_name": name, "text": name}) for name in "ab"]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    options = {"validation_share": 1, "num_workers": 0, "num_frames": 5}
+    data = ImageFolderDataModule(tmp_path, 16, buckets=True, bucket_step=8, **options)
+    data.setup("validate")
+    assert data.held_back_captions(2) == ["a", "b"]
+    assert data.held_back_conditions(2) is None
+
+
 def test_videos_that_cannot_be_used_are_named(tmp_path):
     write_frames(tmp_path)
     with pytest.raises(DataError, match="clip has 7 frames, and num_frames=9 are wanted"):

@@ -38,7 +38,7 @@ def layer_of(name, x):
     """A layer of one tensor, one row for each sample."""
     _, spec = pytree.tree_flatten(x)
     rows = TensorSpec.of(x, rows=1)
-    return SimpleNamespace(name=name, argument_rows=(1,), outputs=(rows,), spec=spec)
+    return SimpleNamespace(index=0, name=name, argument_rows=(1,), outputs=(rows,), spec=spec)
 
 
 def call(memo, name, module, x):

@@ -207,6 +207,9 @@ def test_each_part_is_called_once_for_all_samples(tmp_path):
 def test_what_a_model_cannot_learn_from_is_named(name, tmp_path):
     module, batch = module_of(name, tmp_path), batch_of(name)
     references = batch.pop("references")
+    for wrong in (torch.from_numpy, np.float32):  # the first is what DataLoader makes of arrays
+        with pytest.raises(ConfigurationError, match=f"{name} learns from .* numpy arrays, .* got"):
+            loss_of(module, batch | {"references": [wrong(each) for each in references]})
     if name in QWEN:
         with pytest.raises(
             ConfigurationError,

@@ -183,6 +183,17 @@ def test_noise_is_added_to_the_image_as_in_the_training_of_cogvideox():
     assert abs(by_hand_cogvideox(module, batch["video"]) / loss - 1) > 1e-5
 
 
+@pytest.mark.parametrize("kind", ["ltx", row("cogvideox")])
+def test_validations_draw_the_same_of_an_image(kind):
+    """History: posteriors of images, and noise on them, were drawn from the global generator."""
+    module, batch = module_of(kind, image_noise=[-1.0, 0.5]), clips()
+    state, losses = torch.get_rng_state(), []
+    for _ in range(2):
+        losses.append(module.losses(batch, torch.Generator().manual_seed(0))["loss"])
+    assert torch.equal(*losses)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_another_image_takes_the_place_of_the_first_frame():
     module, batch = module_of("ltx"), clips()
     first = (batch["video"][:, :, 0] + 1) / 2
@@ -190,6 +201,11 @@ def test_another_image_takes_the_place_of_the_first_frame():
     torch.testing.assert_close(loss_of(module, batch | {"condition": first}), expected)
     other = loss_of(module, batch | {"condition": first.flip(0)})
     assert abs(other / expected - 1) > 1e-5
+    larger = first.repeat(1, 1, 2, 2)
+    with pytest.raises(
+        ConfigurationError, match=r"size of their videos, here \(32, 32\), and .* 64"
+    ):
+        loss_of(module, batch | {"condition": larger})
 
 
 # ------------------------------------------------------------------ what training needs
