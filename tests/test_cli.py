@@ -574,7 +574,7 @@ def test_an_unknown_option_is_answered_with_the_known_ones(capsys, monkeypatch):
     code, _, err = call(capsys, monkeypatch, "train", "model=unet")
     assert code == 2
     assert err.startswith("diffpipe train: In 'train': Could not find 'model/unet' Available opt")
-    assert "in 'model': controlnet flux glyph_cascade " in err
+    assert "in 'model': controlnet flux flux2 " in err
     assert len(err.splitlines()) == 1
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
-from lightning_diffpipe.modules.noise import LOSS_BY_TIME
 
 
 class LossByTime(L.Callback):
@@ -67,6 +66,8 @@ class LossByTime(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
     ) -> None:
         """Adds the batch; logs after every `log_every_n_steps`-th step."""
+        from lightning_diffpipe.modules.noise import LOSS_BY_TIME  # with all of transformers
+
         logged, quantiles = trainer.callback_metrics, range(self.num_quantiles)
         if f"{LOSS_BY_TIME}sum_0" not in logged:
             raise ConfigurationError(

@@ -65,8 +65,7 @@ class ThreadLinks(LoopbackLinks):
 
     def gather_object(self, value: Any) -> list[Any]:
         """Values of all ranks, on all."""
-        turn = self._turns[True, -1, "gathered"]
-        self._turns[True, -1, "gathered"] += 1
+        turn = next(self._turns[True, -1, "gathered"])
         for peer in range(self.num_ranks):
             self._network.put((self.rank, peer, "gathered", turn), value)
         sources = [(rank, self.rank, "gathered", turn) for rank in range(self.num_ranks)]
