@@ -267,6 +267,11 @@ class OnPaper:
             pipeline = cls(**missing | parts)
             self.module = PipelineDiffusion(pipeline, 0.0, call=call, lora=lora, expert=expert)
             self.denoiser = self.module.step.denoiser
+            if self.module.step.animates:
+                raise ConfigurationError(
+                    f"{cls.__name__} reads an image before it can be planned, and on paper there is none; "
+                    "`diffpipe bench` times its training where it is to run"
+                )
             with Values():
                 self.size = self._looked_at(self.module)
         self.size |= configs.get("size", {})

@@ -134,7 +134,12 @@ def train_like_one_process(rows, num_ranks, nccl=False):
         if nccl:
             strategy["process_group_backend"] = "nccl"
         cases.append(settings_of(what, how, by, num_microbatches, strategy))
-    found = zip(*run_ranks(fit_all, num_ranks, cases, num_ranks, nccl, timeout_s=290), strict=True)
+    found = []
+    for first in range(0, len(cases), 5):  # so that no process trains too often
+        some = cases[first : first + 5]
+        found += zip(
+            *run_ranks(fit_all, num_ranks, some, num_ranks, nccl, timeout_s=200), strict=True
+        )
     wrong = {}
     for values, settings, outcomes in zip(rows, cases, found, strict=True):
         try:

@@ -180,6 +180,8 @@ def folder_of_configs(name, folder):
     return pipeline, str(folder / "model")
 
 
+ANIMATED = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline", "CogVideoXImageToVideoPipeline")
+
 NOT_ON_PAPER = {
     "StableDiffusionSAGPipeline", "StableDiffusionPanoramaPipeline", "StableDiffusionParadigmsPipeline",
     "StableDiffusionGLIGENPipeline", "StableDiffusionInstructPix2PixPipeline",
@@ -188,6 +190,7 @@ NOT_ON_PAPER = {
     "HiDreamImagePipeline", "HunyuanImagePipeline", "Ideogram4Pipeline", "Kandinsky5T2IPipeline", "LuminaPipeline",
     "NucleusMoEImagePipeline", "QwenImagePipeline", "SanaSprintPipeline", "ZImagePipeline",
     "HunyuanVideo15Pipeline", "Kandinsky5T2VPipeline", "MochiPipeline", "SkyReelsV2DiffusionForcingPipeline",
+    *ANIMATED,
 }  # fmt: skip
 
 
@@ -209,6 +212,13 @@ def test_any_pipeline_is_modelled_by_its_configuration_files_alone(name, tmp_pat
     trained = 4 * sum(p.numel() for p in denoiser.parameters())
     assert sum(layer.parameter_bytes for layer in profile.layers) == trained
     assert profile.trained_s(2) > profile.trained_s(1) > 0
+
+
+@pytest.mark.parametrize("name", ["LTXImageToVideoPipeline", *map(row, ANIMATED[::2])])
+def test_pipelines_that_animate_an_image_are_refused_on_paper(name, tmp_path):
+    _, path = folder_of_configs(name, tmp_path)
+    with pytest.raises(ConfigurationError, match="on paper there is none; `diffpipe bench`"):
+        ModelOnPaper(path, ROUND, "float32", 32, 17).profile((1, 2))
 
 
 @pytest.mark.parametrize("expert", [None, "low"])
