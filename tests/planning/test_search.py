@@ -2,6 +2,7 @@
 
 import cProfile
 import functools
+import gc
 import pstats
 import random
 import time
@@ -652,8 +653,13 @@ def num_calls(num_layers, num_ranks, batch, memory=0.3, **options):
     need = model.resident_bytes(whole) + model.activation_bytes(whole, 1)
     link = Link(300, 0.05)
     cluster = Cluster(num_ranks, 8, int(memory * need), link, link)
-    with cProfile.Profile() as calls:
-        find_plan(profile, cluster, PlanOptions(batch, **{"shard_optimizer": False} | options))
+    options = PlanOptions(batch, **{"shard_optimizer": False} | options)
+    gc.disable()  # hypothesis has a function called at each collection
+    try:
+        with cProfile.Profile() as calls:
+            find_plan(profile, cluster, options)
+    finally:
+        gc.enable()
     return pstats.Stats(calls).total_calls
 
 
