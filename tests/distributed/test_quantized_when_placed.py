@@ -174,6 +174,7 @@ def fit_and_save(rank, settings, world_size, path, ckpt_path=None):
     images = SampleImages(["a cat"], every_n_steps=2, num_inference_steps=2)
     callbacks = [images] if ckpt_path else [images, Saves(path)]
     options = {**settings.trainer, "max_steps": 4, "callbacks": callbacks, "logger": logger}
+    options["default_root_dir"] = path.parent
     strategy = quick_strategy(num_stages=world_size, num_microbatches=2)
     trainer = quiet_trainer(devices=world_size, strategy=strategy, **options)
     trainer.fit(module, datamodule=settings.data_class(), ckpt_path=ckpt_path)
