@@ -92,7 +92,7 @@ def test_layers_are_streamed_beside_layers_that_stay():
 def test_graphs_and_quantized_weights_are_prepared():
     (eager,) = rows_of("graphs")
     assert eager["eager_s"] > 0
-    plain, *quantized = rows_of("rounded")
+    plain, *quantized = rows_of("quantized")
     assert plain["step_s"] > 0
     assert [row["quantization"] for row in quantized] == ["float8", "int8", "nf4"]
 

@@ -35,7 +35,7 @@ PARTS = {
     "compiled": 60,
     "streaming": 40,
     "patches": 75,
-    "rounded": 40,
+    "quantized": 40,
     "graphs": 30,
     "caches": 40,
     "flux": 100,

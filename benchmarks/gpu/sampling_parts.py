@@ -21,6 +21,7 @@ from lightning_diffpipe.profiling.measure import give_back
 from lightning_diffpipe.quantization import quantization_named, quantize_components
 from lightning_diffpipe.sampling.pipefusion import PipeFusion
 from lightning_diffpipe.sampling.request import Request
+from lightning_diffpipe.sampling.tracing.attention import set_attention
 from lightning_diffpipe.sampling.tracing.compiled import compile_blocks
 
 DEPTH = {"num_layers": 6, "num_single_layers": 12}
@@ -37,14 +38,13 @@ def attention(place: Place, report: Report) -> None:
         for num_patches in (1, 2):
             row: dict[str, Any] = {"attention": backend, "num_patches": num_patches}
             try:
-                model.set_attention_backend(backend)
+                set_attention(model, backend)
                 step_s, latents = step_of(PipeFusion(model, num_patches=num_patches), request)
             except Exception as error:
                 report(**row, refused=str(error)[-300:])
                 break
             plain = latents if plain is None else plain
             report(**row, step_s=step_s, difference=_relative(latents, plain))
-    model.set_attention_backend("native")  # diffusers keeps it for all models of the process
 
 
 def compiled(place: Place, report: Report) -> None:
@@ -115,8 +115,8 @@ def caches(place: Place, report: Report) -> None:
             )
 
 
-def rounded(place: Place, report: Report) -> None:
-    """A step with quantized linear layers: bytes of weights, seconds, distance from plain weights."""
+def quantized(place: Place, report: Report) -> None:
+    """A step with quantized linear layers: seconds, most memory, distance from plain weights."""
     plain = None
     for name in (None, "float8", "int8", "nf4"):
         model, request = _model_and_request(place)
@@ -159,5 +159,5 @@ def _relative(latents: Tensor, plain: Tensor) -> float:
 
 
 ALL: dict[str, Callable[[Place, Report], None]] = {
-    part.__name__: part for part in (attention, compiled, graphs, caches, rounded)
+    part.__name__: part for part in (attention, compiled, graphs, caches, quantized)
 }

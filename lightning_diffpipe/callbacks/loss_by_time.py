@@ -12,7 +12,6 @@ Source:
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 
 from lightning_diffpipe.errors import ConfigurationError, require_number
@@ -35,9 +34,7 @@ class LossByTime(L.Callback):
     def __init__(self, num_quantiles: int = 4) -> None:
         require_number("num_quantiles", num_quantiles, 1, whole=True)
         self.num_quantiles = num_quantiles
-        self._sums: Tensor | None = (
-            None  # (2, num_quantiles): losses and numbers since the last time
-        )
+        self._sums: Tensor | None = None  # since the last time, as `logged_sums` has them
         self._last_step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -62,20 +59,14 @@ class LossByTime(L.Callback):
             )
         self._sums, self._last_step = None, trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         """Adds the batch; logs after every `log_every_n_steps`-th step."""
-        from lightning_diffpipe.modules.noise import LOSS_BY_TIME  # with all of transformers
-
-        logged, quantiles = trainer.callback_metrics, range(self.num_quantiles)
-        if f"{LOSS_BY_TIME}sum_0" not in logged:
+        sums = pl_module.noise_schedule.logged_sums(trainer.callback_metrics)
+        if sums is None:
             raise ConfigurationError(
                 f"{type(pl_module).__name__} logs no losses by time: they are not those of noise_schedule.losses; "
                 "leave LossByTime out (callbacks.loss_by_time=null)"
             )
-        rows = [[logged[f"{LOSS_BY_TIME}{n}_{k}"] for k in quantiles] for n in ("sum", "count")]
-        sums = torch.stack([torch.stack(row) for row in rows])
         self._sums = sums if self._sums is None else self._sums + sums
         step = trainer.global_step
         if step == self._last_step or not trainer.log_every_n_steps:
@@ -84,7 +75,8 @@ class LossByTime(L.Callback):
         if step % trainer.log_every_n_steps == 0:
             losses, counts = trainer.strategy.reduce(self._sums, reduce_op="sum").cpu()
             self._sums = None
-            means = {f"train/loss_q{k}": losses[k] / counts[k] for k in quantiles if counts[k] > 0}
+            pairs = enumerate(zip(losses, counts, strict=True))
+            means = {f"train/loss_q{k}": loss / count for k, (loss, count) in pairs if count > 0}
             trainer.callback_metrics.update(means)
             numbers = {name: float(mean) for name, mean in means.items()}
             for logger in trainer.loggers:  # with this step's other numbers

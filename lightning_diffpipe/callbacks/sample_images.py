@@ -82,8 +82,8 @@ def _tiles(path: Path, columns: int, height: int, width: int) -> Tensor:
     return lines.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
-class Drawing(L.Callback):
-    """Draws samples in training; what callbacks that do so have in common.
+class SamplingCallback(L.Callback):
+    """A callback that samples with the model in training; for subclasses.
 
     Args:
         num_inference_steps: Denoising steps.
@@ -170,7 +170,7 @@ class Drawing(L.Callback):
             return module.sample(prompts, **settings)
 
 
-class SampleImages(Drawing):
+class SampleImages(SamplingCallback):
     """Draws prompts every few steps, or at every validation: a PNG in the output folder, images for the logger.
 
     Both are called `samples`; those of a second such callback `samples_2`. `over_time.png`, for the logger

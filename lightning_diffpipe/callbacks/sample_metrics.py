@@ -27,11 +27,15 @@ from torchmetrics import Metric
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.multimodal.clip_score import CLIPScore
 
-from lightning_diffpipe.callbacks.sample_images import Drawing, draws_from, draws_to_conditions
+from lightning_diffpipe.callbacks.sample_images import (
+    SamplingCallback,
+    draws_from,
+    draws_to_conditions,
+)
 from lightning_diffpipe.errors import ConfigurationError, require_number
 
 
-class SampleMetric(Drawing):
+class SampleMetric(SamplingCallback):
     """Logs a metric of samples drawn for validation batches, by the model in training; for subclasses.
 
     Args:
@@ -41,7 +45,7 @@ class SampleMetric(Drawing):
         batch_size: Images that a pipeline draws at once.
         every_n_steps: Optimizer steps between two measurements, which begin with a validation; None for all of
             them, as `Trainer.val_check_interval` says. `trainer.validate` always measures.
-        drawing: Arguments of `Drawing`. Samples are drawn from the same noise each time, so that values compare.
+        sampling: Arguments of `SamplingCallback`. The start noise is the same each time, so that values compare.
 
     Raises:
         ConfigurationError: A number is none that can be; the module cannot draw; or validation has no images, or
@@ -55,9 +59,9 @@ class SampleMetric(Drawing):
         num_samples: int = 1000,
         batch_size: int = 16,
         every_n_steps: int | None = None,
-        **drawing: Any,
+        **sampling: Any,
     ) -> None:
-        super().__init__(**drawing)
+        super().__init__(**sampling)
         require_number("num_samples", num_samples, 2, whole=True)
         require_number("batch_size", batch_size, 1, whole=True)
         if every_n_steps is not None:
@@ -70,7 +74,7 @@ class SampleMetric(Drawing):
     def add_real(self, images: Tensor) -> None:
         """Adds images of the data to the metric, `(N, 3, H, W)` in [0, 1]."""
 
-    def add_drawn(self, images: Tensor, prompts: list[Any]) -> None:
+    def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
         """Adds samples to the metric, `(N, 3, H, W)` in [0, 1], with what they were drawn for."""
         raise NotImplementedError
 
@@ -141,7 +145,7 @@ class SampleMetric(Drawing):
             images = self.draw_for(trainer, pl_module, prompts or self._prompts[:1], given, seed)
             if prompts:
                 with torch.no_grad():
-                    self.add_drawn(images.to(device).clamp(0, 1), prompts)
+                    self.add_samples(images.to(device).clamp(0, 1), prompts)
         self.log(f"val/{self.name}", self.metric.compute(), sync_dist=True)
         self.metric.cpu()
 
@@ -191,7 +195,7 @@ class FID(SampleMetric):
         """See `SampleMetric`."""
         self.metric.update(images.float(), real=True)
 
-    def add_drawn(self, images: Tensor, prompts: list[Any]) -> None:
+    def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
         """See `SampleMetric`."""
         self.metric.update(images.float(), real=False)
 
@@ -269,7 +273,7 @@ class ClipScore(SampleMetric):
                 f"{draws_from(pl_module)}; leave it out (callbacks.clip_score=null), or take fid"
             )
 
-    def add_drawn(self, images: Tensor, prompts: list[Any]) -> None:
+    def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
         """See `SampleMetric`."""
         self.metric.update((255 * images).round().byte(), prompts)
 

@@ -30,7 +30,7 @@ Span = tuple[float, float]
 """Timesteps from the first number on, below the second."""
 
 LOSS_BY_TIME = "loss_by_time_"
-"""What names of sums of losses begin with, for the callback `LossByTime`."""
+"""Beginning of the names under which sums of losses are logged, for the callback `LossByTime`."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,14 @@ class _Schedule:
                 sums[f"{LOSS_BY_TIME}sum_{k}"] = (each * is_in).sum()
                 sums[f"{LOSS_BY_TIME}count_{k}"] = is_in.sum().to(each.dtype)
         return {"loss": errors.mean(), **sums}
+
+    def logged_sums(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns sums and counts by quantile, `(2, num_quantiles)`, of logged `losses`; None if there are none."""
+        quantiles = range(self.num_quantiles)
+        names = [[f"{LOSS_BY_TIME}{n}_{k}" for k in quantiles] for n in ("sum", "count")]
+        if names[0][0] not in metrics:
+            return None
+        return torch.stack([torch.stack([metrics[name] for name in row]) for row in names])
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, Self, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -156,6 +156,21 @@ class Tail:
         for axis in range(self.num_axes):
             values = values if axis in there else values.unsqueeze(axis)
         return values
+
+
+class StepInputs(NamedTuple):
+    """Samples of a step, as `OneStep.predict` takes them."""
+
+    noisy: Tensor
+    timesteps: Tensor
+    conditions: Sequence[Any]
+    pixels: Mapping[str, int]
+    tail: Tail
+
+    def of(self, rows: slice) -> Self:
+        """Returns those of some samples."""
+        own = {n: getattr(self, n)[rows] for n in ("noisy", "timesteps", "conditions")}
+        return self._replace(**own)
 
 
 class OneStep:
@@ -282,7 +297,7 @@ class OneStep:
             ConfigurationError: The pipeline draws latents of another shape for these pixels, or edits images in a
                 way that training cannot follow.
         """
-        inputs = noisy, timesteps, conditions, pixels, tail
+        inputs = StepInputs(noisy, timesteps, conditions, pixels, tail)
         if self.image in further and self.refused_image is not None:
             raise self.refused_image
         parts = dict(parts)
@@ -294,9 +309,9 @@ class OneStep:
                 raise ConfigurationError(
                     f"{self.name} edits one image, and each sample has {num_references} references; name one"
                 )
-            predicted = self._predicted_in_lockstep(*inputs, parts, further)
+            predicted = self._predicted_in_lockstep(inputs, parts, further)
         else:
-            predicted = self._predicted(*inputs, parts, further, generator)
+            predicted = self._predicted(inputs, parts, further, generator)
         if predicted is None or predicted.shape != tail.predicted(noisy).shape:
             got = "none" if predicted is None else tuple(predicted.shape)
             raise ConfigurationError(
@@ -305,14 +320,7 @@ class OneStep:
         return predicted
 
     def _predicted_in_lockstep(
-        self,
-        noisy: Tensor,
-        timesteps: Tensor,
-        conditions: Sequence[Any],
-        pixels: Mapping[str, int],
-        tail: Tail,
-        parts: Mapping[str, Any],
-        further: Mapping[str, Any],
+        self, inputs: StepInputs, parts: Mapping[str, Any], further: Mapping[str, Any]
     ) -> Tensor | None:
         """Returns the predictions for samples of which the call takes one at a time."""
         vae, encoders = self.decoder, [n for n in parts if n.startswith("text_encoder")]
@@ -321,7 +329,7 @@ class OneStep:
             {} if vae is None else {vae: parts[vae]},
             {n: p for n, p in parts.items() if isinstance(p, ProcessorMixin)},
             getattr(self._pipeline, "image_processor", None),
-            len(noisy),
+            len(inputs.noisy),
         )
         while True:
             predicted = []
@@ -330,23 +338,19 @@ class OneStep:
                 images = [Image.fromarray(image[i]) for image in further[self.image]]
                 others = {n: value[row] for n, value in further.items() if n != self.image}
                 others[self.image] = images if len(images) > 1 else images[0]
-                inputs = noisy[row], timesteps[row], conditions[row], pixels, tail
-                predicted.append(self._predicted(*inputs, {**parts, **own}, others))
+                predicted.append(self._predicted(inputs.of(row), {**parts, **own}, others))
             if not lockstep.answer():
                 return None if None in predicted else torch.cat(predicted)
 
     def _predicted(
         self,
-        noisy: Tensor,
-        timesteps: Tensor,
-        conditions: Sequence[Any],
-        pixels: Mapping[str, int],
-        tail: Tail,
+        inputs: StepInputs,
         parts: Mapping[str, Any],
         further: Mapping[str, Any],
         generator: torch.Generator | None = None,
     ) -> Tensor | None:
-        """Returns what one run of the call predicts; None if it ends before."""
+        """Returns the prediction of one run of the call; None if it ends before."""
+        noisy, timesteps, conditions, pixels, tail = inputs
         predicted: list[Tensor] = []
         shape = tail.predicted(noisy).shape
 
@@ -367,9 +371,10 @@ class OneStep:
             return prediction
 
         decode = lambda latents: predicted.append(tail.undone(latents, len(noisy)))
-        further = {**pixels, **further}
-        drawn = self.image_noise, generator
-        self.run(draw, timesteps, conditions, further, parts, step, decode, *drawn)
+        self.run(
+            draw, timesteps, conditions, {**pixels, **further}, parts, step, decode,
+            self.image_noise, generator,
+        )  # fmt: skip
         if predicted and predicted[0].shape == noisy.shape:
             return tail.predicted(predicted[0])
         return predicted[0] if predicted else None
@@ -446,8 +451,8 @@ class OneStep:
         if self.decoder is not None:
             encode, images = None, further.get(self.image)
             if self.animates and images is not None:
-                drawn = image_noise, generator
-                encode = encoding_first_frames(parts[self.decoder], images, *drawn)
+                vae = parts[self.decoder]
+                encode = encoding_first_frames(vae, images, image_noise, generator)
                 processors = {n: p for n, p in own.items() if hasattr(p, "preprocess_video")}
                 own.update({n: first_frame_processor(p) for n, p in processors.items()})
             own[self.decoder] = no_decoder(parts[self.decoder], on_decode, encode)

@@ -81,8 +81,13 @@ class Proposal:
     @classmethod
     def of(cls, plan: PipelinePlan, profile: ModelProfile) -> Proposal:
         """Returns what a plan for a profile of one backbone decides."""
-        counts = plan.num_pipelines, plan.ranks_per_pipeline, plan.num_stages
-        shape = Shape(*counts, plan.microbatch_sizes, plan.options.schedule)
+        shape = Shape(
+            plan.num_pipelines,
+            plan.ranks_per_pipeline,
+            plan.num_stages,
+            plan.microbatch_sizes,
+            plan.options.schedule,
+        )
         stages, passes = plan.stages[: plan.num_stages], profile.backbones[0].passes
         start, stop = passes[0] if passes else (0, plan.num_layers)
         firsts = (first - start for first in plan.first_layers[1 : plan.num_stages])
@@ -434,9 +439,15 @@ class Evaluator:
             encoding_ranks=self.num_encoding(shape),
             shard_optimizer=self.options.shard_optimizer is True,
         )
-        stages, names = self._stages(proposal), (x.name for x in self.calls.backbone.layers)
-        made = decided, stages, schedule.programs, planned, costs
-        return PipelinePlan(*made, layers=tuple(names), forms=forms)
+        return PipelinePlan(
+            decided,
+            self._stages(proposal),
+            schedule.programs,
+            planned,
+            costs,
+            layers=tuple(layer.name for layer in self.calls.backbone.layers),
+            forms=forms,
+        )
 
     def _sent_bytes(self, proposal: Proposal) -> dict[str, int]:
         """Returns what its ranks send each other, and what those of a chain would; see `Planned`."""

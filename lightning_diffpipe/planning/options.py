@@ -82,8 +82,13 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         self._check_count("global_batch_size", self.global_batch_size, auto=False)
-        counts = "num_stages", "num_microbatches", "data_parallel", "frozen_group_size"
-        for name in (*counts, "encoding_ranks"):
+        for name in (
+            "num_stages",
+            "num_microbatches",
+            "data_parallel",
+            "frozen_group_size",
+            "encoding_ranks",
+        ):
             self._check_count(name, getattr(self, name), auto=True)
         for name in ("frozen_splittable", "encode_first"):
             if not isinstance(value := getattr(self, name), bool):

@@ -201,7 +201,7 @@ def test_images_are_drawn_to_references_of_one_size_at_once():
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     metric, module, drawn = FID(Features(), num_samples=4, batch_size=2), Editing(), []
     metric._is_due, metric.log = True, lambda *arguments, **options: None
-    metric.add_drawn = lambda images, prompts: drawn.append((len(images), prompts))
+    metric.add_samples = lambda images, prompts: drawn.append((len(images), prompts))
     metric.metric.compute = lambda: torch.zeros(())
     for sides in ((8, 8, 8, 8), (8, 16)):
         metric._prompts, metric._conditions = [], []

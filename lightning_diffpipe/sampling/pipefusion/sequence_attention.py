@@ -351,9 +351,7 @@ def refuse_without_normaliser(model: nn.Module, device: torch.device) -> None:
             else:
                 raise ValueError("other numbers than the logarithms of normalisers")
             continue
-        except (
-            Exception
-        ) as error:  # whatever a kernel raises that has no such result, or that cannot run here
+        except Exception as error:  # a kernel's own, for want of such a result or of a device
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigurationError(
             f"attention={kernel.name}: a ring merges results by their normalisers, which this kernel does not give "
