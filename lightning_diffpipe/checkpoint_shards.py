@@ -20,7 +20,6 @@ import contextlib
 import pickle
 import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_diffpipe.comm.mesh import Mesh
+from lightning_diffpipe.comm.waiting import in_thread
 from lightning_diffpipe.errors import CheckpointError
 from lightning_diffpipe.files import beside, replacing, sync_folder
 
@@ -105,7 +105,7 @@ def write_shards(
     for kind in tensors.values():
         kind.update({name: tensor.to("cpu", copy=True) for name, tensor in kind.items()})
     mesh.connect_background()
-    return _in_thread(partial(write, mesh.background))
+    return in_thread(partial(write, mesh.background), "checkpoint")
 
 
 def _write_tensors(
@@ -197,20 +197,6 @@ def consolidated(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _stored_name(name: str) -> str:
     kind, _, key = name.partition(".")
     return f"{_MODEL}.{key}" if kind == "state_dict" else f"{_TENSORS}.{name}"
-
-
-def _in_thread(function: Callable[[], None]) -> Future[None]:
-    """Calls a function in a thread, which keeps no process alive: that of a lost rank may be waited for."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 def _in_one_line(error: BaseException) -> str:

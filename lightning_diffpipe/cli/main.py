@@ -6,6 +6,7 @@ put back before the function runs, because Lightning starts further processes wi
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import signal
@@ -14,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,7 @@ from lightning_diffpipe.cli.values import (
 )
 from lightning_diffpipe.errors import ConfigurationError, DiffPipeError, raised_by_all
 
-_VALUED = (  # flags of Hydra that take a value
-    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
-    *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
-)
-_FLAGS = (*("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"), *_VALUED)
-# Of those the ones that print something, and run nothing.
+# Flags of Hydra that print something, and run nothing.
 _PRINTED = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i"}
 # Verbs without processes and folders of runs, that shall answer at once.
 _PRINTING = ("plan", "show", "diff", "data")
@@ -54,38 +49,28 @@ _CONF = "pkg://lightning_diffpipe.conf"
 
 
 def _named(name: str, arguments: Sequence[str]) -> list[str]:
-    """Gives arguments by position their names: `plan.json` becomes `plan=plan.json`.
+    """Gives arguments by position, which stand before flags, their names: `plan.json` becomes `plan=plan.json`.
 
-    A `~` that the shell has left there, as after a name with a dot, is the user's home. Flags go last, as argparse
-    reads settings in one stretch only.
+    A `~` that the shell has left there, as after a name with a dot, is the user's home.
     """
     names = list(POSITIONS.get(name, ()))
-    settings, flags, before = list[str](), list[str](), ""
-    for argument in arguments:
-        is_value = before in _VALUED and not (before in ("--info", "-i") and "=" in argument)
-        if is_value or argument.startswith("-"):
-            flags.append(argument)
-        elif names and ("=" not in argument or Path(argument).is_file()):
+    settings = list[str]()
+    for argument in itertools.takewhile(lambda each: not each.startswith("-"), arguments):
+        if names and ("=" not in argument or Path(argument).is_file()):
             settings.append(f"{names.pop(0)}={quoted(argument)}")
         else:
             settings.append(re.sub(r"(?<==)~(?=/|$)", str(Path.home()), argument, count=1))
-        before = argument
-    return [*settings, *flags]
+    return [*settings, *arguments[len(settings) :]]
 
 
 @raised_by_all()
-def _refuse_flags(arguments: Sequence[str]) -> None:
-    """Raises ConfigurationError for a flag that Hydra lacks, or has only for commands without verbs."""
-    for before, argument in pairwise(["", *arguments]):
-        flag, equals, _ = argument.partition("=")
-        is_value = before in _VALUED and not equals
-        if flag in ("-m", "--multirun"):
-            raise ConfigurationError(
-                f"{flag} begins a sweep in this one process; write a loop of the shell, for example: "
-                f"for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
-            )
-        if argument.startswith("-") and flag not in _FLAGS and not is_value:
-            raise ConfigurationError(f"there is no flag {flag}; known: {', '.join(_FLAGS)}")
+def _refuse_sweep(arguments: Sequence[str]) -> None:
+    """Raises ConfigurationError for Hydra's sweeps: Lightning starts processes, which would begin them again."""
+    if not {"-m", "--multirun"}.isdisjoint(arguments):
+        raise ConfigurationError(
+            "--multirun begins a sweep in this one process; write a loop of the shell, for example: "
+            "for lr in 1e-3 1e-4; do diffpipe train model.optimization.lr=$lr; done"
+        )
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
@@ -104,7 +89,6 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         try:
             if "trainer" in config:
                 announce_loading()
-            _refuse_deleted(config, arguments)
             refuse_values(config)
             return function(config)
         except InstantiationException as error:
@@ -115,7 +99,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
     quiet = ["hydra.output_subdir=null"] if own_rank() else []
     sys.argv = [whole[0], *quiet, *_named(name, arguments)]
-    _refuse_flags(sys.argv[1:])
+    _refuse_sweep(arguments)
     try:
         _call(name, task)
     except OSError as error:
@@ -138,15 +122,6 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         sys.argv = whole
     if failure is not None:
         raise failure
-
-
-def _refuse_deleted(config: DictConfig, arguments: Sequence[str]) -> None:
-    """Raises ConfigurationError for `~setting` where something needs the setting."""
-    for argument in arguments:
-        name = argument.removeprefix("~").partition("=")[0]
-        is_deleted = argument.startswith("~") and name.isidentifier() and name not in config
-        if is_deleted and name not in ("adapter", "callbacks", "experiment", "logger", "optimizer"):
-            raise ConfigurationError(f"{argument} deletes what this needs; leave it out")
 
 
 def _call(name: str, task: Callable[[DictConfig], Any]) -> None:
@@ -188,36 +163,28 @@ def _composed(name: str, settings: Sequence[str]) -> DictConfig:
 
 def _print_help(config: DictConfig) -> None:
     """Prints the help of a verb as its config says, with the groups that it has."""
-    own = HydraConfig.get().runtime.choices
-    folders = [f for f in files("lightning_diffpipe.conf").iterdir() if f.name in own]
+    choices = HydraConfig.get().runtime.choices
     groups = list[str]()
-    for folder in sorted(folders, key=lambda each: each.name):
-        names = (file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
-        options = sorted(name.removesuffix(".yaml") for name in names)
-        groups += [f"{folder.name}: {', '.join(options)}\n"] if options else []
+    for group in sorted(map(str, choices)):
+        folder = files("lightning_diffpipe.conf") / group
+        names = folder.iterdir() if folder.is_dir() else ()
+        options = sorted(f.name.removesuffix(".yaml") for f in names if f.name.endswith(".yaml"))
+        groups += [f"{group}: {', '.join(options)}\n"] if options else []
     template = string.Template(HydraConfig.get().help.template)
     print(template.substitute(APP_CONFIG_GROUPS="".join(groups), CONFIG=OmegaConf.to_yaml(config)))
-
-
-def _explain_call(error: InstantiationException, cause: Exception) -> str:
-    """Says what went wrong when Hydra called something, and where, if that was in what it called."""
-    frames = traceback.extract_tb(cause.__traceback__)
-    frames = [
-        frame for frame in frames if Path(hydra.__file__).parent not in Path(frame.filename).parents
-    ]
-    if not frames:  # the call itself: an argument that it does not know, a module that is not there
-        return str(cause)
-    place = ([frame for frame in frames if not is_of_library(frame.filename)] or frames)[-1]
-    message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
 
 
 def _explain(error: Exception) -> str:
     """Says in one line what is wrong, in Hydra's words where it found that out, without those about its inside."""
     if isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
-        if not isinstance(error.__cause__, DiffPipeError | HydraException | OmegaConfBaseException):
-            return _explain_call(error, error.__cause__)
-        error = error.__cause__
+        cause = error.__cause__
+        if not isinstance(cause, DiffPipeError | HydraException | OmegaConfBaseException):
+            message = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+            frames = traceback.extract_tb(cause.__traceback__)
+            # The user's own code, or else what failed.
+            place = ([f for f in frames if not is_of_library(f.filename)] or frames)[-1]
+            return f"{str(error).splitlines()[0]} {message} ({place.filename}:{place.lineno})"
+        error = cause
     if isinstance(error, DiffPipeError):
         return str(error)
     if isinstance(error, OverrideParseException) and "=" in error.override:

@@ -117,8 +117,6 @@ def plan(config: DictConfig) -> Any:
     if values["explain"] and not found.changes:
         print("\nNone of the changes that were tried would make the step shorter.")
     print(f"\n{took}")
-    if config.profile is not None and (unknown := _unknown_splits(found, profile)):
-        print(f"\n{unknown}")
     if values["output"] is not None:
         batch = (
             f"; train with data.batch_size={found.samples_per_pipeline}, the samples of one of its "
@@ -126,20 +124,6 @@ def plan(config: DictConfig) -> Any:
         )
         print(f"wrote {values['output']}{batch if found.num_pipelines > 1 else ''}")
     return found
-
-
-def _unknown_splits(plan: Any, profile: Any) -> str:
-    """Returns what to say of encoders that the plan splits and of which nobody knows whether they can be."""
-    names = [encoder.name for encoder in profile.encoders if encoder.splittable is None]
-    group, whole = plan.options.frozen_group_size, max(plan.microbatch_sizes)
-    splits = plan.options.frozen_splittable and plan.ranks_per_pipeline > 1 and group < whole
-    if not names or not splits:
-        return ""
-    return (
-        f"The profile does not say whether {', '.join(names)} gives the same on some samples of a microbatch "
-        f"only. This plan runs frozen layers on {group} of {whole} at a time, and training ends at its first step "
-        f"if they mix samples; strategy.frozen_group_size={whole} keeps microbatches whole."
-    )
 
 
 def _profile_to_plan(config: DictConfig) -> Any:
@@ -192,12 +176,6 @@ def _write(path: str, content: str) -> None:
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     nested = {k: _without_none(v) if isinstance(v, dict) else v for k, v in values.items()}
     return {key: value for key, value in nested.items() if value is not None}
-
-
-def _read_plan(path: str) -> Any:
-    from lightning_diffpipe.planning.plan import PipelinePlan
-
-    return PipelinePlan.from_json(_read(path), path)
 
 
 @verb("print a plan or a profile, or draw a plan: diffpipe show plan.json as=image output=plan.svg")
@@ -267,7 +245,11 @@ def _explained(
 @verb("say how two plans differ: diffpipe diff before.json after.json")
 def diff(config: DictConfig) -> None:
     """Compares `before` with `after`."""
+    from lightning_diffpipe.planning.plan import PipelinePlan
     from lightning_diffpipe.viewing.report import diff as difference
 
     values = plain(config)
-    print(difference(_read_plan(values["before"]), _read_plan(values["after"])))
+    before, after = (
+        PipelinePlan.from_json(_read(values[name]), values[name]) for name in ("before", "after")
+    )
+    print(difference(before, after))
