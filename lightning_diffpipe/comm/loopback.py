@@ -123,8 +123,7 @@ class LoopbackLinks(Links):
         turn, nbytes = next(self._turns[True, to, kind]), TensorShape.of(tensor).nbytes
         copy = tensor.clone(memory_format=torch.contiguous_format)
         self._network.put((self.rank, to, kind, turn), copy, nbytes)
-        self.traffic.bytes_sent[kind] += nbytes
-        self.traffic.messages_sent[kind] += 1
+        self.traffic.count_sent(nbytes, kind)
 
     def receive(self, shape: TensorShape, source: int, kind: MessageKind) -> Incoming:
         """Remembers which message is meant."""
