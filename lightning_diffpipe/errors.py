@@ -28,7 +28,7 @@ rank, as no other knows it. `raised_by_all` marks the first kind.
 import contextlib
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from numbers import Integral, Real
 from typing import Any
 
@@ -190,6 +190,14 @@ def require_number(
         bounds = " and ".join(f"{sign} {bound:.10g}" for sign, bound in signs if bound is not None)
         number = "a whole number" if whole else "a number"
         raise ConfigurationError(f"{name} must be {f'{number} {bounds}'.strip()}; got {value!r}")
+
+
+def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raises ConfigurationError for an argument that is none of some values."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}"
+        )
 
 
 def require_flags(**values: Any) -> None:

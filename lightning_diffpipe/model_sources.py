@@ -23,7 +23,7 @@ from torch import nn
 from lightning_diffpipe.checkpoint_files import require_file
 from lightning_diffpipe.errors import CheckpointError, ConfigurationError, require_number
 from lightning_diffpipe.graph.placement import is_placeholder
-from lightning_diffpipe.modules.adapters import LORA_FILE, merged
+from lightning_diffpipe.modules.adapters import merged
 from lightning_diffpipe.modules.cascade import CascadedDiffusion
 from lightning_diffpipe.modules.latent_diffusion import (
     LORA_LOADER,
@@ -100,10 +100,7 @@ def open_source(
         _refuse_folder_options(opening, path)
         return _checkpoint(Path(path), leads, device, opening)
     if opening.base is not None:
-        raise ConfigurationError(
-            f"base={opening.base} is for training checkpoints with adapters, and {path} is a whole model; leave it "
-            "out"
-        )
+        raise ConfigurationError(f"base={opening.base}: {path} is a whole model; leave it out")
     folder = model_folder(str(path))
     try:
         index = json.loads((folder / "model_index.json").read_text())
@@ -133,17 +130,14 @@ def open_source(
 
 def _refuse_folder_options(opening: Opening, path: str | Path) -> None:
     """Raises ConfigurationError for options of diffusers folders."""
-    others = [
-        n
-        for n in ("variant", "pipeline_class", "ip_adapters", "quantization")
-        if getattr(opening, n)
-    ]
-    if given := [*opening.parts, *(f"vae_{each}" for each in opening.vae), *others]:
-        known = {name: "None" for name, part in opening.parts.items() if part is None}
-        value = (known | {"variant": repr(opening.variant)}).get(given[0], "...")
+    names = ("variant", "pipeline_class", "ip_adapters", "quantization")
+    given = [*opening.parts, *(f"vae_{each}" for each in opening.vae)]
+    given += [name for name in names if getattr(opening, name)]
+    if given:
+        value = repr(opening.variant) if given[0] == "variant" else "..."
         raise ConfigurationError(
-            f"{given[0]}={value} is of diffusers folders; {path} was written by this project, with all its "
-            "parts and in one variant: leave it out"
+            f"{given[0]}={value} is of diffusers folders; {path} was written by this project, with all its parts "
+            "and in one variant: leave it out"
         )
 
 
@@ -220,25 +214,10 @@ def model_folder(path: str) -> Path:
     snapshot = None if Path(path).is_dir() else _snapshot(path)
     if snapshot is not None and (snapshot / "model_index.json").is_file():
         return snapshot  # a hub id may be of anything
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    names = ("adapter_config.json", LORA_FILE)
-    loras = [name for name in names if (folder / name).is_file()]
-    if Path(path).exists() and loras:
-        raise ConfigurationError(
-            f"{path!r} is a LoRA ({loras[0]}), which adapts a model that it does not hold. Merge them, and open "
-            "the result: pipeline = DiffusionPipeline.from_pretrained(MODEL); pipeline.load_lora_weights("
-            f"{str(folder)!r}); pipeline.fuse_lora(); pipeline.unload_lora_weights(); "
-            "pipeline.save_pretrained(FOLDER)"
-        )
-    if Path(path).is_file():
-        raise ConfigurationError(
-            f"{path!r} is a single file; write it as a folder once, and open that: "
-            f"StableDiffusionPipeline.from_single_file({path!r}).save_pretrained(FOLDER), with the pipeline of its "
-            "model, such as StableDiffusionXLPipeline or FluxPipeline"
-        )
     raise ConfigurationError(
-        f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; "
-        "check the path, or fetch it first: hf download ID"
+        f"{path!r} is neither a folder with a model_index.json nor the hub id of one on this machine; check the "
+        "path, or fetch it first (hf download ID). A single file becomes a folder by its pipeline's "
+        "from_single_file(FILE).save_pretrained(FOLDER), and a LoRA is opened with its model (loras={FILE: 1.0})"
     )
 
 
@@ -447,10 +426,7 @@ def _stored_module(
     names = [name for name in _DENOISERS if name in parts]
     if len(names) != 1:
         raise CheckpointError(
-            f"{origin} names a unet and a transformer, of which only one was trained last; take the other out of "
-            "its model_index.json"
-            if names
-            else f"{origin} has neither a unet nor a transformer, so nothing can be sampled"
+            f"{origin} must have a unet or a transformer, and not both; it has {names}"
         )
     cls.check_parts(parts, origin)
 

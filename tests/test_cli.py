@@ -302,7 +302,7 @@ def test_wrong_calls_are_refused_in_a_line(arguments, message, capsys, monkeypat
         ("callbacks.pipeline_monitor.folder=/dev/null/x", "cannot write callbacks.pipeline_monitor"),
         ("strategy.num_stages=3",
          "strategy.num_stages=3 is more than the 2 ranks; choose between 1 and 2, more ranks, or"),
-        ("data.condition=edgez", "data.condition='edgez' is unknown here; known: edges"),
+        ("data.condition=edgez", "data.condition must be one of None, edges; got 'edgez'"),
         ("data.validation_share=1", "no glyph is left to train on with data.alphabets=['digits', 'latin', "),
         ("data.alphabets=[]", "no glyph is left to train on with data.alphabets=[] and validation_share"),
         ("ckpt_path=best", "there is no checkpoint best"),

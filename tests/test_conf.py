@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 from lightning_diffpipe import cli  # noqa: F401  registers the resolvers conf/ uses
 from lightning_diffpipe.cli import launch
 from lightning_diffpipe.cli.training import _build_trainer, _speed_up
-from lightning_diffpipe.errors import ConfigurationError
 from lightning_diffpipe.modules.on_paper import ModelOnPaper
 from lightning_diffpipe.modules.parts import built_in
 from lightning_diffpipe.predictor import Predictor

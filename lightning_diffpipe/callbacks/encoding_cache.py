@@ -20,7 +20,6 @@ one, and are loaded for a sample that is new, a layer at a time, or where valida
 optimizer states and activations, and plans count so.
 """
 
-import contextlib
 import json
 import warnings
 import zlib
@@ -36,16 +35,16 @@ from torch.utils.data import IterableDataset
 
 from lightning_diffpipe.comm.mesh import gathered_objects
 from lightning_diffpipe.comm.watcher import watcher
-from lightning_diffpipe.errors import ConfigurationError, raised_by_all, require_flags
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    raised_by_all,
+    require_flags,
+    require_number,
+)
 from lightning_diffpipe.files import write_atomically
 from lightning_diffpipe.graph.cut import cut
 from lightning_diffpipe.graph.frozen import FrozenView
-from lightning_diffpipe.graph.memo import (
-    Entry,
-    LayerMemo,
-    repeatable,
-    why_not_remembered,
-)
+from lightning_diffpipe.graph.memo import Entry, LayerMemo, repeatable, why_not_remembered
 from lightning_diffpipe.graph.placement import loaded
 from lightning_diffpipe.graph.versions import bytes_of
 from lightning_diffpipe.runtime.batch_layout import microbatches
@@ -95,8 +94,8 @@ class EncodingCache(L.Callback):
         encode_first: bool = False,
     ) -> None:
         require_flags(encode_first=encode_first)
-        if max_bytes is not None and max_bytes < 0:
-            raise ConfigurationError(f"max_bytes must not be negative; got {max_bytes}")
+        if max_bytes is not None:
+            require_number("max_bytes", max_bytes, 0)
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self.min_flops_per_byte = 0.0 if encode_first else min_flops_per_byte
@@ -250,12 +249,8 @@ class EncodingCache(L.Callback):
             steady = repeatable(view, call, pipeline.seed)
             kept = [layer for layer in graph.layers if layer.frozen and not reasons[layer.name]]
             self._changing = {x.index: x.name for x in kept if x.index not in steady}
-            some = {layer.name for layer in kept if layer.index in steady}
-            for name, why in reasons.items():
-                if not why and name not in some:
-                    reasons[name] = (
-                        "depends on noise, timesteps or other random numbers of the step"
-                    )
+            for name in {x.name for x in kept} - {x.name for x in kept if x.index in steady}:
+                reasons[name] = "depends on noise, timesteps or other random numbers of the step"
         self.refused = {name: why for name, why in reasons.items() if why}
         return frozenset(name for name, why in reasons.items() if not why)
 
@@ -357,16 +352,15 @@ class EncodingStore:
         max_bytes: This process stops writing after so many bytes; None: no limit.
 
     Attributes:
-        bytes_written: By this process.
-        num_damaged: Files that could not be read.
-        why_full: Why nothing is written any more; empty while it is.
-        last_key: That of an entry that was read or written last; empty if none was.
+        bytes_written: Bytes that this process has written.
+        why_full: Reason why nothing is written any more; empty while entries are written.
+        last_key: Key of the entry that was read or written last; empty if none was.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int | None = None) -> None:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
-        self.bytes_written = self.num_damaged = 0
+        self.bytes_written = 0
         self.why_full = self.last_key = ""
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -388,13 +382,11 @@ class EncodingStore:
         try:
             return _parse(content, key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self.num_damaged += 1
             warnings.warn(
                 f"the stored encoding {path} is damaged ({error}); it is removed and made again",
                 stacklevel=2,
             )
-            with contextlib.suppress(OSError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             return None
 
     def write(self, key: str, entry: Entry) -> None:
@@ -402,14 +394,10 @@ class EncodingStore:
         if self.why_full:
             return
         payload = b"".join(map(bytes_of, entry.tensors))
-        tensors = [
-            {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "stride_in_group": list(stride),
-            }
-            for tensor, stride in zip(entry.tensors, entry.strides, strict=True)
-        ]
+        tensors = []
+        for tensor, stride in zip(entry.tensors, entry.strides, strict=True):
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            tensors.append({"dtype": dtype, "shape": shape, "stride_in_group": list(stride)})
         crc32 = zlib.crc32(payload)
         header = {"format": _FORMAT, "key": key, "tensors": tensors, "crc32": crc32}
         content = json.dumps(header).encode() + b"\n" + payload

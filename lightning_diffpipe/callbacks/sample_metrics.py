@@ -12,7 +12,6 @@ Sources:
     CLIPScore, Hessel et al. (2021), https://arxiv.org/abs/2104.08718
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -180,14 +179,15 @@ class FID(SampleMetric):
         options: Further arguments of `SampleMetric`.
 
     Raises:
-        ConfigurationError: The package torch-fidelity is missing, or weights are, and downloads are off.
+        ModuleNotFoundError: The package torch-fidelity is missing.
+        ConfigurationError: Weights are missing, and downloads are off.
     """
 
     def __init__(
         self, feature: int | nn.Module = 2048, weights: str | None = None, **options: Any
     ) -> None:
         if not isinstance(feature, nn.Module):
-            _require_inception(weights)
+            _require_weights(weights)
         settings = {"normalize": True, "feature_extractor_weights_path": weights}
         super().__init__("fid", FrechetInceptionDistance(feature, **settings), **options)
 
@@ -200,12 +200,7 @@ class FID(SampleMetric):
         self.metric.update(images.float(), real=False)
 
 
-def _require_inception(weights: str | None) -> None:
-    if importlib.util.find_spec("torch_fidelity") is None:
-        raise ConfigurationError(
-            "callbacks=fid needs the package torch-fidelity; run: pip install torch-fidelity, or give a network of "
-            "features of your own (callbacks.fid.feature._target_=CLASS)"
-        )
+def _require_weights(weights: str | None) -> None:
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     default = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[-1]
@@ -252,7 +247,8 @@ class ClipScore(SampleMetric):
         options: Further arguments of `SampleMetric`.
 
     Raises:
-        ConfigurationError: There is no such model, or the module draws classes.
+        OSError: There is no such model.
+        ConfigurationError: The module draws classes.
     """
 
     def __init__(
@@ -260,7 +256,12 @@ class ClipScore(SampleMetric):
         model: str | Callable[[], tuple[Any, Any]] = "openai/clip-vit-base-patch16",
         **options: Any,
     ) -> None:
-        clip = _Clip(*(_opened(model) if isinstance(model, str) else model()))
+        if isinstance(model, str):
+            from transformers import CLIPModel, CLIPProcessor  # takes its time
+
+            clip = _Clip(CLIPModel.from_pretrained(model), CLIPProcessor.from_pretrained(model))
+        else:
+            clip = _Clip(*model())
         metric = CLIPScore(lambda: (clip, clip.process))
         super().__init__("clip_score", metric, **options)
 
@@ -276,16 +277,3 @@ class ClipScore(SampleMetric):
     def add_samples(self, images: Tensor, prompts: list[Any]) -> None:
         """See `SampleMetric`."""
         self.metric.update((255 * images).round().byte(), prompts)
-
-
-def _opened(model: str) -> tuple[Any, Any]:
-    from transformers import CLIPModel, CLIPProcessor  # takes its time
-
-    try:
-        return CLIPModel.from_pretrained(model), CLIPProcessor.from_pretrained(model)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"callbacks.clip_score.model={model} cannot be opened; check it, or allow downloads (offline=false): "
-            f"{reason}"
-        ) from error

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
+from lightning_diffpipe.errors import DataError, require_choice, require_number
 
 
 class _Tensors(TypedDict, total=False):
@@ -90,23 +90,10 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {"edges": edges}
 """Conditions that are made from the image, by name."""
 
 
-def require_made(condition: str) -> None:
-    """Raises ConfigurationError for a condition whose name is not in `MADE`."""
-    if condition not in MADE:
-        raise ConfigurationError(
-            f"condition={condition!r} is unknown here; known: {', '.join(MADE)}"
-        )
-
-
 class Conditioned(Dataset[Sample]):
-    """Samples of another data set, with conditions made from their images by what has this name in `MADE`.
-
-    Raises:
-        ConfigurationError: The name is unknown.
-    """
+    """Samples of another data set, with conditions made from their images by a function in `MADE`."""
 
     def __init__(self, samples: Dataset[Sample], condition: str) -> None:
-        require_made(condition)
         self.samples = samples
         self.condition = condition
 
@@ -180,8 +167,7 @@ class CaptionedDataModule(L.LightningDataModule):
         super().__init__()
         require_number("batch_size", batch_size, 1, whole=True)
         require_number("num_workers", num_workers, 0, whole=True)
-        if on_error not in ("raise", "skip"):
-            raise ConfigurationError(f"on_error={on_error!r}; choose 'raise' or 'skip'")
+        require_choice("on_error", on_error, ("raise", "skip"))
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.on_error = on_error

@@ -27,8 +27,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_diffpipe.data.captioned import CaptionedDataModule, Sample, require_made, share_of
-from lightning_diffpipe.errors import ConfigurationError, require_number
+from lightning_diffpipe.data.captioned import MADE, CaptionedDataModule, Sample, share_of
+from lightning_diffpipe.errors import ConfigurationError, require_choice, require_number
 
 Split = Literal["train", "validation", "all"]
 
@@ -216,8 +216,7 @@ class GlyphDataModule(CaptionedDataModule):
                 f"no glyph is left to train on with alphabets={list(alphabets)} and "
                 f"validation_share={validation_share}; add alphabets, or lower the share"
             )
-        if condition is not None:
-            require_made(condition)
+        require_choice("condition", condition, (None, *MADE))
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:

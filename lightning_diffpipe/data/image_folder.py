@@ -23,10 +23,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from PIL import Image
+from PIL import Image, ImageColor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.buckets import Batches, BucketBatches, Last, Shape, Sizes, grouped
 from lightning_diffpipe.data.captioned import (
     MADE,
@@ -37,17 +36,23 @@ from lightning_diffpipe.data.captioned import (
 )
 from lightning_diffpipe.data.listing import Entry, Listing
 from lightning_diffpipe.data.pixels import (
+    Augmentation,
     read_reference,
     read_sample,
     read_video,
     reading,
-    require_color,
     size_of,
     to_pixels,
     too_short,
     video_size,
 )
-from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
+from lightning_diffpipe.errors import (
+    ConfigurationError,
+    DataError,
+    require_choice,
+    require_flags,
+    require_number,
+)
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,7 @@ class Folder:
         """Returns the folder that a path, or a mapping of its attributes, names."""
         if isinstance(given, str | PurePath):
             return cls(str(given))
-        try:
-            return cls(**{**given, "folder": str(given["folder"])})
-        except (TypeError, KeyError) as error:
-            raise ConfigurationError(
-                f"folder={given!r}: expected a path, or {{folder: PATH, repeats: 10, weight: 0.5}}, of which "
-                "repeats and weight may be left out"
-            ) from error
+        return cls(**{**given, "folder": str(given["folder"])})
 
 
 @dataclass(eq=False)
@@ -206,16 +205,13 @@ class ImageFolderDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        require_color(background)
+        ImageColor.getrgb(background)  # or it raises ValueError
         require_number("resolution", resolution, 1, whole=True)
         require_number("validation_share", validation_share, 0, 1)
         require_flags(buckets=buckets, enlarge=enlarge)
         if buckets:
             require_number("bucket_step", bucket_step, 1, resolution, whole=True)
-        if last_batch not in ("filled", "dropped", "smaller"):
-            raise ConfigurationError(
-                f"last_batch={last_batch!r}; choose filled, dropped or smaller"
-            )
+        require_choice("last_batch", last_batch, ("filled", "dropped", "smaller"))
         self._frames: list[int] = []
         if num_frames is not None:
             self._frames = [num_frames] if isinstance(num_frames, int) else sorted(num_frames)
@@ -229,10 +225,8 @@ class ImageFolderDataModule(CaptionedDataModule):
                         f"{name}={value!r} is for images; leave it or num_frames={num_frames} out"
                     )
         self._augmentation = Augmentation(**augmentation)
-        several = [folder] if isinstance(folder, str | PurePath | Mapping) else list(folder)
+        several = [folder] if isinstance(folder, str | PurePath | Mapping) else folder
         self._folders = [Folder.of(each) for each in several]
-        if not several:
-            raise ConfigurationError("folder=[] names no folder")
         self._sizes = Sizes(resolution, bucket_step, enlarge) if buckets else None
         self._split: list[dict[str, Any]] = []
         self.left_out: list[DataError] = []

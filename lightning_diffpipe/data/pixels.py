@@ -2,25 +2,30 @@
 
 Images are turned upright, scaled and cropped in one pass over what is kept, put on a background where they are
 transparent, and converted to sRGB. Videos are decoded by PyAV, or are folders of frames.
+
+Random crops, mirroring and orders of tags come from the global generators, which the run's seed, the epoch and the
+number of the batch set (`training/loader.py`): a run that goes on in the middle of an epoch repeats them.
 """
+
+from __future__ import annotations
 
 import contextlib
 import io
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageColor, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 from torch import Tensor
 
 from lightning_diffpipe.data.captioned import Sample
-from lightning_diffpipe.errors import ConfigurationError, DataError
+from lightning_diffpipe.errors import ConfigurationError, DataError, require_flags, require_number
 
 IMAGES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
@@ -61,6 +66,56 @@ class Crop:
         box = left * across, top * down, right, bottom
         kept = image.resize((self.width, self.height), Image.Resampling.LANCZOS, box)
         return ImageOps.mirror(kept) if self.flipped else kept
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How images are cropped and mirrored, and captions changed.
+
+    Attributes:
+        flip: Share of the samples that are mirrored, left and right.
+        random_crop: Crop anywhere, not in the middle.
+        shuffle_tags: Mix the order of a caption's parts between commas.
+        keep_tags: So many of the first ones stay where they are.
+        trigger: Words put in front of captions that do not have them.
+
+    Raises:
+        ConfigurationError: A number that cannot be.
+    """
+
+    flip: float = 0.0
+    random_crop: bool = False
+    shuffle_tags: bool = False
+    keep_tags: int = 0
+    trigger: str | None = None
+
+    def __post_init__(self) -> None:
+        require_number("flip", self.flip, 0, 1)
+        require_number("keep_tags", self.keep_tags, 0, whole=True)
+        require_flags(random_crop=self.random_crop, shuffle_tags=self.shuffle_tags)
+        if self.keep_tags and not self.shuffle_tags:
+            raise ConfigurationError(
+                f"keep_tags={self.keep_tags} keeps tags in front of others that are shuffled; add shuffle_tags=true"
+            )
+
+    def held_back(self) -> Augmentation:
+        """Returns what becomes of samples that are held back: the same each time."""
+        return replace(self, flip=0.0, random_crop=False, shuffle_tags=False, keep_tags=0)
+
+    def crop(self, height: int, width: int) -> Crop:
+        """Returns a crop of this size, sampled anew if crops or mirroring are random."""
+        down, across = torch.rand(2).tolist() if self.random_crop else (0.5, 0.5)
+        return Crop(height, width, down, across, bool(self.flip and torch.rand(()) < self.flip))
+
+    def caption(self, text: str) -> str:
+        """Returns a caption with its tags in a sampled order, if they are shuffled, and the trigger."""
+        if self.shuffle_tags:
+            tags = [tag.strip() for tag in text.split(",")]
+            kept, others = tags[: self.keep_tags], tags[self.keep_tags :]
+            text = ", ".join([*kept, *(others[i] for i in torch.randperm(len(others)))])
+        if self.trigger and self.trigger not in text:
+            text = f"{self.trigger}, {text}" if text else self.trigger
+        return text
 
 
 def to_pixels(image: Image.Image, crop: Crop, background: str = "white") -> Tensor:
@@ -120,16 +175,6 @@ def _in_srgb(image: Image.Image, icc: bytes | None) -> Image.Image:
                 srgb = ImageCms.createProfile("sRGB")
                 return ImageCms.profileToProfile(image, profile, srgb, outputMode="RGB")
     return image.convert("RGB")
-
-
-def require_color(name: str) -> None:
-    """Raises ConfigurationError for a background that PIL does not know."""
-    try:
-        ImageColor.getrgb(name)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"background={name!r} is no colour; write a name such as 'white', or '#ff8000' (data.background)"
-        ) from error
 
 
 def size_of(image: Image.Image) -> tuple[int, int]:

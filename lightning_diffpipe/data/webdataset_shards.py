@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from PIL import ImageColor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_diffpipe.data.augmentation import Augmentation
 from lightning_diffpipe.data.captioned import MADE, Batch, CaptionedDataModule, Sample, collate
-from lightning_diffpipe.data.pixels import read_sample, require_color
+from lightning_diffpipe.data.pixels import Augmentation, read_sample
 from lightning_diffpipe.errors import ConfigurationError, DataError, require_number
 from lightning_diffpipe.graph.rng import derived_seed, isolated_random_numbers
 
@@ -147,8 +147,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         augmentation: Settings of `Augmentation`: flip, random_crop, shuffle_tags, keep_tags, trigger.
 
     Raises:
-        ConfigurationError: The package webdataset is missing; or, when a loader is made, there are fewer shards
-            than data-parallel ranks, or one of them is not there.
+        ImportError: The package webdataset is missing.
+        ConfigurationError: When a loader is made, there are fewer shards than data-parallel ranks, or one of them
+            does not exist.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class WebDatasetDataModule(CaptionedDataModule):
         **augmentation: Any,
     ) -> None:
         super().__init__(batch_size, num_workers, on_error)
-        require_color(background)
+        ImageColor.getrgb(background)  # or it raises ValueError
         self._augmentation = Augmentation(**augmentation)
         for name, value, least in (
             ("samples_per_epoch", samples_per_epoch, 1),
@@ -176,13 +177,8 @@ class WebDatasetDataModule(CaptionedDataModule):
             ("resolution", resolution, 1),
         ):
             require_number(name, value, least, whole=True)
-        try:
-            import webdataset
-        except ImportError as error:
-            raise ConfigurationError(
-                "WebDatasetDataModule needs the package webdataset, which is not installed; "
-                "run: pip install 'lightning-diffpipe[webdataset]'"
-            ) from error
+        import webdataset  # of the extra lightning-diffpipe[webdataset]
+
         self._webdataset = webdataset
         self._left_out = torch.zeros(1 + num_workers, dtype=torch.int64).share_memory_()
         self.save_hyperparameters()
@@ -238,16 +234,9 @@ class WebDatasetDataModule(CaptionedDataModule):
         kinds = {"condition": h.condition, "mask": h.mask}
         companions = {kind: end for kind, end in kinds.items() if end not in (*MADE, "alpha", None)}
         image = next((end for end in _IMAGES if end in files), None)
-        missing = [
-            name
-            for name, end in (
-                (f"image ({', '.join(_IMAGES)})", image),
-                ("txt", "txt"),
-                *((end, end) for end in companions.values()),
-            )
-            if end not in files
-        ]
-        if missing:
+        needed = {f"image ({', '.join(_IMAGES)})": image, "txt": "txt"}
+        needed |= {end: end for end in companions.values()}
+        if missing := [name for name, end in needed.items() if end not in files]:
             raise DataError(f"{where} has no {' and no '.join(missing)}")
         try:
             caption = files["txt"].decode()
@@ -275,14 +264,8 @@ class WebDatasetDataModule(CaptionedDataModule):
         rank, num_ranks = self._data_parallel()
         names = self._webdataset.SimpleShardList(shards).urls
         for name in names:
-            path = Path(name)
-            if (
-                "://" not in name
-                and not name.startswith("pipe:")
-                and not (path.is_file() and path.stat().st_size)
-            ):
-                there = "is empty (0 bytes)" if path.is_file() else "does not exist"
-                raise DataError(f"the shard {name} ({shards}) {there}")
+            if "://" not in name and not name.startswith("pipe:") and not Path(name).is_file():
+                raise DataError(f"the shard {name} ({shards}) does not exist")
         num_shards = len(names)
         if num_shards < num_ranks:
             raise ConfigurationError(

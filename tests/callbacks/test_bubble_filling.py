@@ -9,12 +9,9 @@ from lightning_diffpipe.errors import ConfigurationError
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "both"}, "mode='both' is unknown; use 'opportunistic', 'planned' or None"),
-        (
-            {"lookahead_batches": 0},
-            "from 1 to 2, for which plans count memory; got 0.*filling=none",
-        ),
-        ({"lookahead_batches": 3}, "from 1 to 2.*got 3"),
+        ({"mode": "both"}, "mode must be one of None, opportunistic, planned; got 'both'"),
+        ({"lookahead_batches": 0}, "lookahead_batches must be a whole number >= 1 and <= 2; got 0"),
+        ({"lookahead_batches": 3}, "lookahead_batches must be a whole number >= 1 and <= 2; got 3"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
